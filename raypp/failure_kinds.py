@@ -1,7 +1,7 @@
 """The kinds of failure, and what each of them means for the process, the node and the run.
 
-No other file knows: code that decides asks a kind for its traits. Events, stores and printed output
-contain the text of a kind, so it never changes.
+Only this file knows it: code that decides asks a kind for its traits. Events, stores and printed
+output contain the text of a kind, so it never changes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Traits:
             is going away.
         node_lost: The node, or Ray on it, is gone. Its ranks are not to blame.
         taints_snapshots: Snapshots in memory may contain the same error and are removed.
+        in_numbers: It was found in computed numbers, which say nothing after a communicator failed.
         symptom: For an exception: if a full disk or too little memory caused it, that is the
             failure instead.
         exit_code: Exit code of a run that ends because of it (see `raypp.errors`).
@@ -44,6 +45,7 @@ class Traits:
     ends_process: bool = False
     node_lost: bool = False
     taints_snapshots: bool = False
+    in_numbers: bool = False
     symptom: bool = False
     exit_code: int = 1
 
@@ -70,8 +72,11 @@ class FailureKind(StrEnum):
     STORE_DOWN = "store_down", Traits("the store does not respond, or refuses requests", symptom=True)
     UNREACHABLE = "unreachable", Traits("an address does not respond", symptom=True)
     DISK_FULL = "disk_full", Traits("a file system is full")
-    NONFINITE = "nonfinite", Traits("the loss or the gradients are not finite", recurring=True, keeps_process=True)
-    CORRUPT = "corrupt", Traits("the weights are corrupt", taints_snapshots=True)
+    NONFINITE = (
+        "nonfinite",
+        Traits("the loss or the gradients are not finite", recurring=True, keeps_process=True, in_numbers=True),
+    )
+    CORRUPT = "corrupt", Traits("the weights are corrupt", taints_snapshots=True, in_numbers=True)
     LOST_PEER = "lost_peer", Traits("another rank went away", witness=True, keeps_process=True)
     UNKNOWN = "unknown", Traits("the cause is unknown")
 

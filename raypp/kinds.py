@@ -62,15 +62,17 @@ class ScheduleKind(Kind):
     def held_messages(self, pp: int, microbatches: int, lookahead: int = 0) -> int:
         """Returns how many messages each channel must hold if sends block until they are received.
 
-        Breadth first, the microbatches are spread evenly over the channels of the ring of ranks
-        when its first rank turns to its next stage. Receives that are posted ahead take two.
-        With several stages per rank, a rank is busy with its other stages while messages are under
-        way: at most `lookahead` if it splits backwards. Otherwise what a round has more than one
-        microbatch per rank; a lookahead makes rounds longer.
+        Breadth first: when the first rank turns to its next stage, the microbatches are spread
+        evenly over the channels of the ring of ranks; receives that are posted ahead take two of
+        each channel's.
+        Otherwise messages wait if a rank has several stages, because it is busy with the others. If
+        it splits backwards, at most `lookahead` wait. If not, as many wait as a round has
+        microbatches beyond one per rank: rounds are longer with a lookahead, and where microbatches
+        are not a multiple of the ranks.
         """
         if self.breadth_first:
             return max(0, microbatches // pp - 2)
-        if not lookahead or self.stages_per_rank[1] == 1:
+        if self.stages_per_rank[1] == 1:
             return 0
         if self.splits_backward:
             return lookahead
@@ -129,6 +131,8 @@ class StoreKind(Kind):
         endpoints: Environment variables with the server's address. The first one that is set
             counts.
         secrets: Variables with credentials. They travel with a job in its private file.
+        own_secrets: `package.module:function` of a function `() -> dict[str, str]`, which returns
+            `secrets` that this machine has elsewhere than in variables; empty: none.
         settings: Variables without secrets. They travel with a job.
         files: Variables that name files on the submitter's machine. They travel only to ranks on
             that machine.
@@ -143,6 +147,7 @@ class StoreKind(Kind):
     record_every_s: float = 1.0
     endpoints: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
+    own_secrets: str = ""
     settings: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     chosen_by: tuple[str, ...] = ()
@@ -237,7 +242,16 @@ def store_forms() -> str:
     return " or ".join(kind.form for kind in sorted(STORES, key=lambda kind: kind.local) if kind.form)
 
 
+def shared_forms() -> str:
+    """Returns the forms of the URLs that mean the same store on every node, for messages."""
+    return " or ".join(kind.form for kind in STORES if not kind.local)
+
+
+def data_urls() -> str:
+    """Returns the forms of the URLs that `data.path` may be, for messages."""
+    return " or ".join(f"{kind.name}://…" for kind in STORES if kind.holds_data)
+
+
 def data_forms() -> str:
     """Returns the forms of `data.path`, for messages."""
-    urls = [f"{kind.name}://…" for kind in STORES if kind.holds_data]
-    return "a file, a directory, a glob" + "".join(f" or {url}" for url in urls)
+    return f"a file, a directory, a glob or {data_urls()}"

@@ -26,8 +26,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     it. If there are no such ports below that range, or too few are free, the kernel chooses the
     rest.
 
-    No other process of this host gets one of them from here while this process lives, or until it
-    has chosen 512 others.
+    This function gives none of them to another process of this host while this process lives, or
+    until it has chosen 512 others.
     """
     room, found = _room(), list[int]()
     for port in random.SystemRandom().sample(room, k=min(_TRIES + count, len(room))):
@@ -54,10 +54,10 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 @contextmanager
 def held_port(port: int, host: str = "127.0.0.1") -> Iterator[bool]:
-    """Takes a port of the caller's own choice, until a server listens on it.
+    """Claims a port that the caller chose, until a server listens on it.
 
     Yields:
-        Whether it is free, and no other process of this host has it from here.
+        Whether it is free, and no other process of this host has claimed it.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     with claim:
@@ -65,7 +65,7 @@ def held_port(port: int, host: str = "127.0.0.1") -> Iterator[bool]:
 
 
 def _claim(port: int) -> bool:
-    """Takes the name of a port for long; False if another process has it."""
+    """Claims the name of a port for a long time; False if another process has it."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if not _name(claim, port):
         claim.close()
@@ -79,7 +79,7 @@ def _claim(port: int) -> bool:
 def _name(claim: socket.socket, port: int) -> bool:
     """Gives a socket the name of a port; False if another one has it.
 
-    The name is an abstract Unix address: it belongs to one network namespace, and is no file.
+    The name is an abstract Unix address: it belongs to one network namespace and is not a file.
     """
     try:
         claim.bind(f"\0raypp-port-{port}")
@@ -89,7 +89,7 @@ def _name(claim: socket.socket, port: int) -> bool:
 
 
 def _room() -> range:
-    """The ports between Ray's and the kernel's."""
+    """Returns the ports above those of Ray's workers and below the kernel's ephemeral range."""
     try:
         end = int(_EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Imports large modules without garbage collections.
 
-The objects of torch and Ray stay. To look through them again and again while more are made took a
-quarter of the time of their imports.
+The objects of torch and Ray are never freed. Collections that scan them again and again take a
+quarter of the time of the imports.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from types import ModuleType
 
 
 def quick_import(name: str) -> ModuleType:
-    """Imports a module; no later collection looks through the objects that exist then.
+    """Imports a module; later collections do not scan the objects that exist by then.
 
-    Call it before this process has garbage, which would stay.
+    Call it before this process has garbage, which would never be freed.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -72,7 +72,6 @@ class NodeFacts:
     pid: int
     interface: str
     device_index: int = 0
-    devices_on_node: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ class Event:
     details: dict[str, Any] = field(default_factory=dict)
 
     def whole(self, key: str) -> int | None:
-        """Returns a whole number ≥ 0 of the details; None for any other value: they are free."""
+        """Returns a whole number ≥ 0 of the details; None for any other value."""
         value = self.details.get(key)
         return value if type(value) is int and value >= 0 else None
 

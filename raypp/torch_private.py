@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,7 @@ __all__ = [
     "register_fake_device",
     "restart_group_names",
     "set_local",
+    "set_operation_timeout",
     "stage_backward_input",
     "stage_backward_weight",
     "take_replica_sum",
@@ -183,7 +185,7 @@ def set_local(tensor: Tensor, local: Tensor) -> None:
 
 @contextlib.contextmanager
 def integer_weights() -> Iterator[None]:
-    """Lets `fully_shard` take frozen parameters of integers within it.
+    """Lets `fully_shard` take frozen integer parameters while the context is active.
 
     `fsdp._fully_shard._fsdp_param.nn`: FSDP of torch 2.11 makes every sharded parameter there one
     that requires a gradient, which integers cannot, and corrects that in its next line. Later
@@ -307,7 +309,7 @@ foreach_mul_ = torch._foreach_mul_
 def backends_on(device: torch.device) -> list[Any]:
     """Returns the backends of all of this process's groups for a device.
 
-    They are there to be aborted, and NCCL's to be asked for errors (`get_error`, since 2.6). Uses
+    Callers abort them, and ask NCCL's for errors (`get_error`, since 2.6). Uses
     `distributed_c10d._world.pg_map` and `ProcessGroup._get_backend`. Since 2.4.
     """
     found = []
@@ -315,6 +317,14 @@ def backends_on(device: torch.device) -> list[Any]:
         with contextlib.suppress(RuntimeError):  # a group without this device
             found.append(group._get_backend(device))
     return found
+
+
+def set_operation_timeout(backend: Any, timeout: timedelta) -> None:
+    """Sets how long operations of a group's backend may take that begin from now on.
+
+    Uses `Backend._set_default_timeout`. Since 2.4.
+    """
+    backend._set_default_timeout(timeout)
 
 
 def restart_group_names() -> None:
@@ -339,7 +349,7 @@ copy_to = torch.ops.aten._to_copy.default
 
 
 def register_fake_device(name: str, module: Any) -> None:
-    """Makes `name` a device of this process, for ever; `module` is its `torch.<name>`.
+    """Makes `name` a device of this process, permanently; `module` is its `torch.<name>`.
 
     Also gives it the process group backend `fake_<name>`, which moves no data. Uses
     `utils.backend_registration._setup_privateuseone_for_python_backend`, since 2.10, and

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 1000, 660
+WIDTH, HEIGHT = 1000, 700
 INK, FAINT = "#1f2933", "#7b8794"
 FILLS = {"you": "#fff3d6", "cluster": "#e3f0fb", "rank": "#d5ecd9", "store": "#efe5f7", "zone": "#f7f9fb"}
 FONT = "font-family='Helvetica, Arial, sans-serif'"
@@ -51,31 +51,36 @@ def picture() -> str:
         zone(20, 20, 260, 210, "your shell"),
         box(40, 55, 220, 62, "you", "raypp submit job.yaml", "cli · spec · planning"),
         box(40, 145, 220, 62, "you", "raypp status", "cli · observe"),
-        zone(340, 20, 640, 430, "the Ray cluster"),
+        zone(340, 20, 640, 470, "the Ray cluster"),
         box(360, 55, 150, 62, "cluster", "Ray job: driver", "control"),
-        box(590, 55, 260, 82, "cluster", "controller", "control: the state machine,", "with a policy of recovery"),
-        zone(360, 200, 260, 235, "node a"),
-        box(380, 233, 220, 84, "rank", "rank pp0-fsdp0", "stage 0: embedding, layers", "train · pipeline · parallel"),
-        box(380, 335, 220, 84, "rank", "rank pp0-fsdp1", "the same stage,", "other rows"),
-        zone(700, 200, 260, 235, "node b"),
-        box(720, 233, 220, 84, "rank", "rank pp1-fsdp0", "stage 1: layers, head, loss", "models · data"),
-        box(720, 335, 220, 84, "rank", "rank pp1-fsdp1", "the same stage,", "other rows"),
-        zone(20, 500, 960, 140, "the store: S3 or a directory (storage)", 134),
-        box(40, 535, 170, 84, "store", "spec.json", "the resolved job"),
-        box(240, 535, 200, 84, "store", "records", "status, history, events,", "logs"),
-        box(470, 535, 260, 84, "store", "step-00000100/", "one object per rank, then", "COMMIT (checkpoint)"),
-        box(760, 535, 200, 84, "store", "data", "text, tokens,", "Hugging Face weights"),
+        box(590, 55, 260, 82, "cluster", "controller", "control: the state machine,", "recovery: the policy"),
+        zone(360, 200, 250, 275, "node a"),
+        box(375, 233, 220, 84, "rank", "rank pp0-fsdp0", "stage 0: embedding, layers", "train · pipeline · parallel"),
+        box(375, 359, 220, 84, "rank", "rank pp0-fsdp1", "the same stage,", "other rows"),
+        zone(710, 200, 250, 275, "node b"),
+        box(725, 233, 220, 84, "rank", "rank pp1-fsdp0", "stage 1: layers, head, loss", "models · data"),
+        box(725, 359, 220, 84, "rank", "rank pp1-fsdp1", "the same stage,", "other rows"),
+        zone(20, 540, 960, 140, "the store: S3 or a directory (storage)", 134),
+        box(40, 575, 170, 84, "store", "spec.json", "the resolved job"),
+        box(240, 575, 200, 84, "store", "records", "status, history, events,", "logs (observe)"),
+        box(470, 575, 260, 84, "store", "step-00000100/", "one object per rank, then", "COMMIT (checkpoint)"),
+        box(760, 575, 200, 84, "store", "data", "text, tokens,", "Hugging Face weights"),
         arrow("260,86 358,86", "HTTP", (312, 78)),
         arrow("510,86 588,86", "creates", (550, 78)),
-        arrow("660,137 660,165 490,165 490,231", "seats, commands", (575, 159)),
-        arrow("780,137 780,165 830,165 830,231", "reports, failures", (842, 185), "start", both=True),
-        arrow("602,268 718,268", "activations", (660, 260), both=True),
-        arrow("602,376 718,376", "gradients", (660, 368), both=True),
-        arrow("60,117 60,130 30,130 30,475 90,475 90,533", "created once", (100, 470), "start"),
-        arrow("250,533 250,209", "reads", (242, 380), "end"),
-        arrow("588,118 550,118 550,140 315,140 315,533", "writes", (307, 380), "end"),
-        arrow("490,435 490,470 600,470 600,533", "saves, loads", (610, 490), "start", both=True),
-        arrow("860,533 860,437", "rows, weights", (870, 480), "start"),
+        arrow("660,137 660,165 485,165 485,198", "seats, commands, reports", (570, 159), both=True),
+        arrow("780,137 780,165 835,165 835,198", "the same", (845, 185), "start", both=True),
+        arrow("597,256 723,256", "activations", (660, 248)),
+        arrow("723,290 597,290", "gradients", (660, 306)),
+        arrow("597,382 723,382", "activations", (660, 374)),
+        arrow("723,416 597,416", "gradients", (660, 432)),
+        arrow("485,319 485,357", "weights, sums", (493, 342), "start", both=True),
+        arrow("835,319 835,357", "the same", (843, 342), "start", both=True),
+        arrow("612,460 708,460", "snapshots", (660, 478), both=True),
+        arrow("60,117 60,130 30,130 30,515 90,515 90,573", "created once", (100, 510), "start"),
+        arrow("250,573 250,209", "reads", (242, 400), "end"),
+        arrow("588,118 550,118 550,140 315,140 315,573", "writes", (307, 400), "end"),
+        arrow("600,492 600,573", "saves, loads", (610, 528), "start", both=True),
+        arrow("860,573 860,492", "rows, weights", (870, 528), "start"),
     ]  # fmt: skip
     head = (
         "<marker id='{0}' viewBox='0 0 10 10' refX='{1}' refY='5' markerWidth='7' markerHeight='7' orient='auto'>"

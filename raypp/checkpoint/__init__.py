@@ -1,5 +1,5 @@
 """Checkpoints: what they hold, how they are committed, and how another mesh reads them.
 
-`layout`, `commit`, `verify`, `retention`, `runs` and `compatibility` handle objects and bytes and
-import no torch; `state`, `snapshot`, `save`, `load` and `announce` handle tensors.
+`announce`, `dtypes`, `load_checkpoint`, `save`, `snapshot`, `state` and `upload` import torch. The
+other files handle objects, bytes and numpy arrays, so that commands read checkpoints without it.
 """

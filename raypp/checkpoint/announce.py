@@ -50,7 +50,7 @@ def read_announcement(data: bytes, step: int, rank: int) -> Announcement:
     """Decodes a message.
 
     Raises:
-        CheckpointError: It is no announcement.
+        CheckpointError: It is not an announcement.
     """
     return parse_as(Announcement, data, f"rank {rank}'s message about step {step}", Bounds(1 << 20))
 

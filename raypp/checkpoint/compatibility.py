@@ -56,6 +56,19 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     return [*problems[:_PROBLEMS_SHOWN], *([Problem("", f"and {left} more keys")] if left > 0 else [])]
 
 
+def check_steps(newest: int, steps: int) -> list[Problem]:
+    """Returns a problem if a run's newest checkpoint is of a later step than its job has.
+
+    Args:
+        newest: The step of the newest checkpoint.
+        steps: `train.steps` of the job to resume with.
+    """
+    if newest <= steps:
+        return []
+    fix = f"use more than {newest} to train longer; `raypp eval` and `raypp generate` take a step with --step"
+    return [Problem("train.steps", f"is {steps}, but the run is at step {newest}, which has a checkpoint", fix)]
+
+
 def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
     """Returns the section without fields that may change.
 

@@ -218,7 +218,15 @@ def fill_optimizer(
     entries: Sequence[tuple[Tensor, str, Any]],
     python: Mapping[str, str],
 ) -> None:
-    """Replaces the optimizer's state of these stages' parameters."""
+    """Replaces the optimizer's state of these stages' parameters.
+
+    Args:
+        optimizer: The optimizer.
+        stages: This rank's stages; their parameters have global names.
+        entries: Parameter `[...]`, key of its state, and the value: a tensor of any shape.
+        python: By name of a state tensor, the type of a value that was a plain number ("int",
+            "float", "bool"); "" for tensors.
+    """
     names = {id(parameter): name for stage in stages for name, parameter in stage.named_parameters()}
     for stage in stages:
         for parameter in stage.parameters():

@@ -43,14 +43,14 @@ def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
     try:
         store.put(key, _encoded(without_secrets(job_doc)), if_absent=True)
     except AlreadyExists:
-        raise AlreadyExists(
-            Problem(
-                "name",
-                f"a run named {run!r} already exists at {store.url}",
-                "resume it (`raypp submit --resume`), or choose another name",
-            )
-        ) from None
+        raise AlreadyExists(name_taken(store, run)) from None
     return key
+
+
+def name_taken(store: ObjectStore, run: str) -> Problem:
+    """Returns the problem that a run of this name exists."""
+    what = f"a run named {run!r} already exists at {store.url}"
+    return Problem("name", what, "resume it (`raypp submit --resume`), or choose another name (`--set name=…`)")
 
 
 def add_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:

@@ -167,6 +167,8 @@ class CheckpointSaver:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
+        if not self._buffer.busy:
+            self._buffer.close()
 
     def _wait_for_last(self, step: int) -> None:
         if self._thread is None or not self._thread.is_alive():

@@ -22,6 +22,7 @@ from raypp.checkpoint.dtypes import DTYPES, dtype_name
 from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.parallel.failed_groups import check_groups
+from raypp.parallel.host_copies import HostMemory
 from raypp.pipeline.device_clock import DeviceClock, Span
 
 Allocate = Callable[[int, bool], Tensor]
@@ -105,12 +106,13 @@ class SnapshotBuffer:
     """Host memory that is allocated once and reused for one snapshot after the other.
 
     Args:
-        allocate: Allocates the memory; None for torch's allocator, pinned if a slice lies on a CUDA
-            device. Called again only if a snapshot needs more memory.
+        allocate: Allocates the memory; None for memory of its own, page-locked if a slice lies on a
+            CUDA device. Called again only if a snapshot needs more memory.
     """
 
     def __init__(self, allocate: Allocate | None = None) -> None:
-        self._allocate = allocate or _torch_memory
+        self._allocate = allocate or self._own_memory
+        self._own: HostMemory | None = None
         self._memory: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._last: Snapshot | None = None
@@ -121,6 +123,11 @@ class SnapshotBuffer:
     def busy(self) -> bool:
         """Whether a snapshot has been taken and not released."""
         return self._busy
+
+    def close(self) -> None:
+        """Unlocks the pages of its own memory. Call it while no snapshot is in use. Idempotent."""
+        if self._own is not None:
+            self._own.close()
 
     def take(self, slices: Iterable[Slice]) -> Snapshot:
         """Starts to copy the slices; until it is done, call `before_update` before any change.
@@ -170,6 +177,7 @@ class SnapshotBuffer:
             last._copy.hold_updates()
 
     def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
+        """Copies slices into views `[...]` of the buffer, in a thread unless they move."""
         for view, part in pairs:
             if part.moving:
                 view.copy_(part.tensor)
@@ -181,6 +189,10 @@ class SnapshotBuffer:
                 view.copy_(part.tensor)
 
     def _copy_on_stream(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
+        """Copies slices into views `[...]` of the buffer: the device's on a stream.
+
+        Slices in host memory are copied by a thread.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -206,7 +218,13 @@ class SnapshotBuffer:
 
         return _BothCopies(event, _HostCopy(rest))
 
+    def _own_memory(self, size: int, pinned: bool) -> Tensor:
+        self.close()
+        self._own = HostMemory(torch.device("cuda" if pinned else "cpu"))
+        return self._own.allocate(size)
+
     def _sized(self, size: int, pinned: bool) -> Tensor:
+        """Returns uint8 `[size]` of the buffer, which grows if it is too small."""
         if self._memory is None or self._memory.numel() < size:
             self._memory = None
             self._memory = self._allocate(size, pinned)
@@ -268,10 +286,6 @@ class _BothCopies:
     def hold_updates(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
         self.thread.hold_updates()
-
-
-def _torch_memory(size: int, pinned: bool) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _in_file_order(slices: Iterable[Slice]) -> list[Slice]:

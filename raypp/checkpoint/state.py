@@ -2,7 +2,7 @@
 
 Names are the model's global names; the optimizer state of a parameter is `optim/<parameter>/<key>`.
 Names depend on neither the mesh nor the cut, so any other mesh finds its slices. Frozen parameters
-are no part of the state: every attempt loads them from where they came from.
+are not part of the state: every attempt loads them from where they came from.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from raypp.parallel.replica_sums import Residuals
+from raypp.models.stage import holds_both_ends, tied_copies
+from raypp.parallel.replica_sums import Residuals, residuals_of
 from raypp.parallel.shard import zeros_beside
 from raypp.records import Coordinates
 from raypp.torch_private import compute_local_shape_and_global_offset
@@ -238,18 +239,19 @@ def _residuals(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, Resid
     """Yields this rank's residuals of int8 gradient sums.
 
     Yields:
-        Name, values, all of the stage's, and what names of saved residuals of the same weight begin
-        with. A stage that holds both ends of the model also takes those of a tied weight's copy.
+        The name; the values `[...]`, sharded like the parameter; all residuals of the stage; and
+        what names of saved residuals of the same weight begin with. A stage that holds both ends
+        of the model also takes those of a tied weight's copy.
     """
     for stage in stages:
-        held: Residuals | None = getattr(stage, "replica_residuals", None)
+        held = residuals_of(stage)
         if held is None:
             continue
-        copies = getattr(stage, "tied_copies", ())
+        copies = tied_copies(stage)
         for name, value in held.parts.items():
             one, other = (f"{OPTIMIZER}{name}/{key}" for key in (RESIDUAL, RESIDUAL_OF_COPY))
             own = other if name in copies else one
-            starts = (one, other) if getattr(stage, "holds_both_ends", False) else (own,)
+            starts = (one, other) if holds_both_ends(stage) else (own,)
             yield f"{own}{held.replica}", value, held, starts
 
 
@@ -288,7 +290,7 @@ def _add(slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinat
 
 
 def _writes(tensor: Tensor, place: Coordinates) -> bool:
-    """Returns whether this rank is the first of those that hold the same values."""
+    """Returns whether this rank is the first that holds these values of a tensor `[...]`."""
     axes: tuple[str, ...] = ()
     if isinstance(tensor, DTensor):
         here = tensor.device_mesh.get_coordinate()
@@ -328,7 +330,7 @@ def _parameters(
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        left_out: frozenset[str] = frozenset() if copies else getattr(stage, "tied_copies", frozenset())
+        left_out: frozenset[str] = frozenset() if copies else tied_copies(stage)
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             if name not in left_out and parameter.requires_grad != frozen:
                 yield name, parameter

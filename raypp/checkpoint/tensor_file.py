@@ -8,7 +8,7 @@ needs. It imports no torch, because commands read headers too.
 from __future__ import annotations
 
 import json
-import zlib
+import struct
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn, NotRequired
 from annotated_types import Ge, Le
 from typing_extensions import TypedDict
 
+from raypp.crc32 import crc32
 from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, Count, parse_as, shown
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES, LENGTH_BYTES, MOST_BYTES, parse_header
@@ -105,11 +106,7 @@ class FileHeader:
 
 
 def block_digest(data: memoryview) -> str:
-    return _hex(zlib.crc32(data))
-
-
-def _hex(crc: int) -> str:
-    return f"{crc:0{_DIGITS}x}"
+    return f"{crc32(data):0{_DIGITS}x}"
 
 
 class BlockSums:
@@ -125,7 +122,8 @@ class BlockSums:
 
     def digests(self) -> str:
         """Returns the digests of all blocks, concatenated as in the header."""
-        return "".join(_hex(self._block(index)) for index in range(len(self._crcs)))
+        crcs = [self._block(index) for index in range(len(self._crcs))]
+        return struct.pack(f">{len(crcs)}I", *crcs).hex()
 
     def compute(self, share: int, shares: int) -> None:
         """Computes one of several shares of the blocks, for threads that divide the work.
@@ -148,14 +146,14 @@ class BlockSums:
             if upto - place == BLOCK_BYTES:
                 crc = _after_block(crc) ^ self._block(place // BLOCK_BYTES)
             else:
-                crc = zlib.crc32(self._data[place:upto], crc)
+                crc = crc32(self._data[place:upto], crc)
             place = upto
         return crc
 
     def _block(self, index: int) -> int:
         crc = self._crcs[index]
         if crc is None:
-            crc = zlib.crc32(self._data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES])
+            crc = crc32(self._data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES])
             self._crcs[index] = crc
         return crc
 
@@ -172,8 +170,8 @@ def _after_block(crc: int) -> int:
 @cache
 def _tables() -> tuple[list[int], ...]:
     block = bytes(BLOCK_BYTES)
-    nothing = zlib.crc32(block)
-    bits = [zlib.crc32(block, 1 << bit) ^ nothing for bit in range(32)]
+    nothing = crc32(block)
+    bits = [crc32(block, 1 << bit) ^ nothing for bit in range(32)]
     tables = []
     for place in range(0, 32, 8):
         table = [0] * 256

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from raypp.checkpoint.commit import ObjectRecord
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.tensor_file import BlockSums, encode_header, header_size
+from raypp.crc32 import crc32
 from raypp.storage import ObjectStore, StoreError
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.rate_limit import Abandoned, Pace
@@ -118,7 +118,7 @@ class _Checksums:
         """Returns a CRC-32 for `MemorySource`, whose buffer 0 is the header and 1 the data."""
         if index:
             return self._blocks.crc32(start, end, before)
-        return zlib.crc32(self.header()[start:end], before)
+        return crc32(self.header()[start:end], before)
 
     def sha256(self) -> str:
         """Waits for the SHA-256 of header and data and returns it in hex digits."""

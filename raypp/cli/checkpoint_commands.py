@@ -212,7 +212,7 @@ def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: in
         every = section.get("keep_every", 0) if keep_every is None else keep_every
         if type(wanted) is int and wanted > 0 and type(every) is int and every >= 0:
             return wanted, every
-        raise CheckpointError("its checkpoint.keep and keep_every are no numbers")
+        raise CheckpointError("its checkpoint.keep and keep_every are not numbers")
     except CheckpointError:
         if keep is not None:
             return keep, keep_every or 0

@@ -33,7 +33,7 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 @click.command("export")
 @click.argument("run")
-@click.argument("target", metavar="DIR_OR_S3")
+@click.argument("target", metavar="DIR_OR_URL")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Dtype of the exported tensors.  [default: as saved]")
 @click.option(
     "--shard-gb",
@@ -42,8 +42,8 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
     show_default=True,
     help="Maximum size of one file, in GB.",
 )
-@click.option("--adapter", is_flag=True, help="Of a run with model.lora: write the adapters, as PEFT loads them.")
-@click.option("--merged", is_flag=True, help="Of a run with model.lora: write the whole model, adapters merged.")
+@click.option("--adapter", is_flag=True, help="For a run with model.lora: write the adapters in PEFT's format.")
+@click.option("--merged", is_flag=True, help="For a run with model.lora: write the whole model, with merged adapters.")
 @click.option(
     "--tokenizer",
     metavar="FILE",
@@ -101,7 +101,7 @@ def export_command(
 
 
 @click.command("import")
-@click.argument("source", metavar="HF_DIR_OR_S3")
+@click.argument("source", metavar="HF_DIR_OR_URL")
 @click.argument("job", metavar="JOB_OR_URL/NAME")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def import_command(source: str, job: str, as_json: bool) -> None:
@@ -165,7 +165,7 @@ def _check_form(commit: Commit, adapter: bool, merged: bool, dtype: str | None) 
     lora = saved_options(commit).lora
     if lora is None and (adapter or merged):
         flag = "--adapter" if adapter else "--merged"
-        raise JobError(Problem(flag, f"{commit.run} trained all weights, no adapters", f"leave out {flag}"))
+        raise JobError(Problem(flag, f"{commit.run} trained all weights and has no adapters", f"leave out {flag}"))
     if lora is not None and adapter == merged:
         what = f"{commit.run} trained adapters (model.lora)" + (": it cannot be both" if merged else "")
         fix = "use --adapter for PEFT, or --merged for a whole model"
@@ -178,4 +178,4 @@ def _check_empty(target: ObjectStore) -> None:
     for info in target.list():
         if "/" not in info.key and (info.key == "config.json" or info.key.endswith((".safetensors", ".index.json"))):
             what = f"{target.url} already contains a model ({info.key})"
-            raise JobError(Problem("DIR_OR_S3", what, "use another place, or remove the model first"))
+            raise JobError(Problem("DIR_OR_URL", what, "use another place, or remove the model first"))

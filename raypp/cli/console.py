@@ -1,4 +1,4 @@
-"""Prints tables and styled text by Rich. Text of others is neither markup nor control characters.
+"""Prints tables and styled text by Rich. No text acts as markup or as control characters.
 
 Commands use these classes in place of Rich's: they are safe with any string. `output.py` is for
 plain lines.
@@ -44,7 +44,7 @@ class Text(rich.text.Text):
 
 
 class Lines(Text):
-    """Styled text of any length and of several lines; for places where none can pose as another."""
+    """Styled text of any length, with line feeds; for output where a false line does no harm."""
 
     show = staticmethod(visible_lines)
 
@@ -80,12 +80,13 @@ class Console(rich.console.Console):
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> rich.text.Text:
-        """Makes text of a string; called by Rich for every string that it prints or measures."""
+        """Converts a string to `Text`. Rich calls this for every string it prints or measures."""
         kept = {name: options[name] for name in ("style", "justify", "overflow") if name in options}
         return Text(text, **kept)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders anything. All output passes here: what is no text of this file is shown, too."""
+        """Renders anything. Shows control characters also in texts that are not of this file's
+        classes."""
         for segment in super().render(renderable, options):
             if segment.control:
                 yield segment  # Rich's own, such as a cursor move of a live view

@@ -30,7 +30,7 @@ _BAR = 40
 
 @click.group("data")
 def data_group() -> None:
-    """Look at a job's data before training on it; tokenise them once."""
+    """Look at a job's data before training, and tokenise it once."""
 
 
 data_group.add_command(tokenize_command)
@@ -44,7 +44,7 @@ def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool
     """Show the first rows that JOB would train on, and what packing makes of its documents.
 
     Green text carries loss: the model learns to write it. Two shades tell one token from the next.
-    Reads the data as a run would, all of them.
+    Reads all of the data, as a run would.
     """
     file = load_checked_job(job, overrides)
     data = file.job.data

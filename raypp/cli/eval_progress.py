@@ -20,7 +20,7 @@ Update = Callable[[Mapping[str, Any]], None]
 
 @contextmanager
 def evaluation_progress(*, quiet: bool) -> Iterator[Update]:
-    """Shows what is done of an evaluation, and the time left.
+    """Shows the progress of an evaluation and the time left.
 
     On a terminal it is a bar that disappears at the end. Elsewhere it is a line every 30 s, the
     first one after 5 s.

@@ -1,6 +1,6 @@
 """Shows what makes a job fit on the terminal: `raypp plan --fit`.
 
-Plain lines: a terminal folds them, and what is copied stays one line.
+Plain lines: the terminal wraps them, and a copied line stays one line.
 """
 
 from __future__ import annotations

@@ -32,13 +32,13 @@ _LARGEST_SEED = 2**63 - 1
     metavar="FILE.jsonl",
     help='Prompts as JSON lines: {"prompt": "…"}.',
 )
-@click.option("--chat", is_flag=True, help="Answer lines of the terminal, by the model's chat template.")
+@click.option("--chat", is_flag=True, help="Answer each line that you type, with the model's chat template.")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Step of the run's checkpoint.  [default: newest]")
 @click.option(
     "--max-new-tokens",
     type=click.IntRange(1),
     metavar="N",
-    help="Most new tokens of a text.  [default: 128, or to the end of the context]",
+    help="Maximum number of new tokens per text.  [default: 128, or to the end of the context]",
 )
 @click.option(
     "--temperature",
@@ -54,7 +54,7 @@ _LARGEST_SEED = 2**63 - 1
     default=1.0,
     metavar="P",
     show_default=True,
-    help="Draw from the most likely tokens that together have this probability.",
+    help="Sample only from the most likely tokens that together have this probability.",
 )
 @click.option(
     "--seed",
@@ -62,7 +62,7 @@ _LARGEST_SEED = 2**63 - 1
     default=0,
     metavar="S",
     show_default=True,
-    help="Seed of the draws.",
+    help="Seed for sampling.",
 )
 @mesh_option
 @click.option(
@@ -71,7 +71,7 @@ _LARGEST_SEED = 2**63 - 1
     default=8,
     metavar="N",
     show_default=True,
-    help="Prompts that are decoded together.",
+    help="Prompts decoded together.",
 )
 @click.option("--tokenizer", metavar="bytes|FILE", help="Tokenizer of a model that has none.  [default: the model's]")
 @cluster_options
@@ -95,11 +95,11 @@ def generate_command(
 ) -> None:
     """Continue prompts with a trained model, on this machine or on a cluster.
 
-    The model is a run (its newest checkpoint, or URL/NAME/step-N), or the folder or S3 URL of a
-    Hugging Face model. The tokens are the same for every --mesh.
+    The model is a run (its newest checkpoint, or URL/NAME/step-N), or the folder or store URL of
+    a Hugging Face model. The tokens are the same for every --mesh.
     """
     # Imported here: `raypp generate --help` is quick.
-    from raypp.cli.chat import converse
+    from raypp.cli.chat_session import converse
     from raypp.control.inference_client import use_on_cluster
     from raypp.inference.processes import Generators, NewToken
     from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, end_ids, read_prompts
@@ -112,7 +112,7 @@ def generate_command(
     if chat and as_json:
         raise JobError(Problem("--json", "a conversation is not printed as JSON", "leave it out, or use --prompts"))
     if temperature == 0 and top_p < 1:
-        raise JobError(Problem("--top-p", "nothing is drawn with temperature 0", "add --temperature 1"))
+        raise JobError(Problem("--top-p", "temperature 0 always takes the most likely token", "add --temperature 1"))
     if chat and (on_cluster or address is not None):
         what = "a conversation runs on this machine only"
         raise JobError(Problem("--chat", what, "leave out --on-cluster and --address, or use --prompt"))
@@ -153,12 +153,11 @@ def generate_command(
             if "token" in report and report["token"][0] < len(answers):
                 take(NewToken(*report["token"]))
     if any(answer.finish is None for answer in answers):
-        raise RunFailedError("the generation on the cluster ended before all texts did")
+        raise RunFailedError("the generation on the cluster ended before all texts were complete")
 
 
 class _Printer:
-    """Prints texts in the order of their prompts: the first that goes on as it comes, whole with
-    `--json`."""
+    """Prints texts in the order of their prompts: token by token, or whole with `--json`."""
 
     def __init__(self, answers: list[Answer], tokenizer: PromptTokenizer, as_json: bool) -> None:
         self._answers, self._tokenizer, self._as_json = answers, tokenizer, as_json

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
@@ -37,7 +38,7 @@ def init_command(template: str | None) -> None:
     for path in write(name, Path.cwd()):
         echo(f"wrote {path}")
     echo()
-    echo(f"the first lines of {name}.yaml say for whom it is, what it needs, and what to type")
+    echo(f"the first lines of {name}.yaml say who it is for, what it needs, and what to type")
 
 
 def template_names() -> list[str]:
@@ -51,7 +52,7 @@ def summary(name: str) -> str:
 
 
 def files_of(name: str) -> list[str]:
-    """Returns the paths of a template and of all that it names, below the folder of templates."""
+    """Returns the paths of a template and the files it names, within the folder of templates."""
     import yaml
 
     job = yaml.safe_load(_text(name))
@@ -78,8 +79,8 @@ def write(name: str, folder: Path) -> list[str]:
         The paths of the files that were written, below the folder.
 
     Raises:
-        JobError: A file is there with another content, and none was written; or a file cannot be
-            written.
+        JobError: A file already exists with different content, so none is written; or a file cannot
+            be written.
     """
     contents = {path: (TEMPLATES / path).read_bytes() for path in files_of(name)}
     there = [path for path in contents if (folder / path).exists()]
@@ -87,18 +88,28 @@ def write(name: str, folder: Path) -> list[str]:
         raise JobError(Problem("", f"{name}.yaml is already here", "move it away, or work in another directory"))
     other = [path for path in there if not _holds(folder / path, contents[path])]
     if other:
-        what = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} already here with another content"
+        what = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} already here with different content"
         raise JobError(Problem("", what, "move it away, or work in another directory"))
     missing = [path for path in contents if path not in there]
     for path in missing:
         try:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             with (folder / path).open("xb") as file:
-                file.write(contents[path])
+                _fill(file, contents[path])
         except OSError as error:
             fix = "run raypp init in a directory that you can write to"
             raise JobError(Problem("", f"{path} cannot be written: {error.strerror}", fix)) from error
     return missing
+
+
+def _fill(file: BinaryIO, content: bytes) -> None:
+    """Writes a new file; removes it if the disk is full."""
+    try:
+        file.write(content)
+        file.flush()
+    except OSError:
+        Path(file.name).unlink()
+        raise
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -75,7 +75,8 @@ def list_command(as_json: bool) -> None:
     elif not places:
         echo("no runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
     else:
-        _console().print(runs_table(statuses, [place.url for place in places]))
+        console = _console()
+        console.print(runs_table(statuses, [place.url for place in places], console.width))
 
 
 @click.command("history")
@@ -120,7 +121,7 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
     """Print the logs of all ranks of RUN as one stream.
 
     Each line is tagged with its rank's coordinates. Colours are left out; other control characters
-    are shown as \\x1b. A carriage return, as of a progress bar, begins a line.
+    are shown as \\x1b. A carriage return, as in a progress bar, begins a new line.
     """
     place, reader = find_run(run)
     cursor = Cursor()

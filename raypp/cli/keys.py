@@ -1,4 +1,4 @@
-"""Reads single keys from the terminal, and gives it back as it was on every way out."""
+"""Reads single keys from the terminal, and always restores the terminal's settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError:  # not on Windows
     termios = None  # type: ignore[assignment]
 
 _SEQUENCE = re.compile(rb"\x1b(\[[0-9;]*[A-Za-z~]|O.)?")
-"""What an arrow or a function key sends."""
+"""The sequence that an arrow or function key sends."""
 
 
 class Keys:
@@ -52,9 +52,9 @@ class Keys:
 
 @contextlib.contextmanager
 def single_keys() -> Iterator[Keys]:
-    """Takes keys from standard input one by one and unseen, if it is a terminal.
+    """Reads keys from standard input one by one, without echo, if it is a terminal.
 
-    The terminal is as before afterwards: also after Ctrl-C, SIGTERM, a hang-up or an exception.
+    Restores the terminal afterwards, also after Ctrl-C, SIGTERM, a hang-up or an exception.
     Call it in the main thread.
     """
     with _signals():

@@ -156,7 +156,7 @@ class LiveView:
         step, steps = self._step(), self._status["steps"] if self._status else 0
         every = max(1, steps // _PLAIN_LINES)
         if step < self._shown_step:
-            self._shown_step = step  # a restart went back
+            self._shown_step = step  # a restart went back to an earlier step
         elif step and (step >= self._shown_step + every or (step == steps and step != self._shown_step)):
             self._shown_step = step
             self._print(Text("  ".join(self._figures())))
@@ -262,6 +262,8 @@ def summary_view(
         parts += [Text(""), Text("  loss", style="dim"), picture]
     commands = [(Text(command, style="bold"), words) for command, words in next_commands(place, status)]
     grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, overflow="fold")  # to be copied
+    grid.add_column()
     for command, words in commands:
         grid.add_row(Text.assemble("  ", command), Text(words, style="dim"))
     return Group(*parts, Text(""), Text("next", style="dim"), grid)

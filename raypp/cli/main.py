@@ -14,7 +14,7 @@ import click
 import raypp
 from raypp.cli.error_view import show_error
 from raypp.cli.output import echo, echo_lines
-from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, in_words
+from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, causes, in_words
 from raypp.registry import load_object
 from raypp.storage.store_retry import bounded_command
 from raypp.untrusted.text import VisibleFormatter
@@ -42,7 +42,7 @@ COMMANDS = {
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
     "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
     "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
-    "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training; tokenise them once."),
+    "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training; tokenise it once."),
     "eval": (
         "raypp.cli.eval_command:eval_command",
         "Compute a model's loss on text, or run evaluation tasks.",
@@ -145,17 +145,23 @@ def run(arguments: Sequence[str]) -> int:
         echo_lines(said.getvalue(), err=True, nl=False)
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
-        echo("interrupted", err=True)
-        return EXIT_INTERRUPTED
+        return _interrupted()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else EXIT_OK if error.code is None else EXIT_RUN_FAILED
     except Exception as error:  # noqa: BLE001 - nothing may escape without a message; --debug shows the traceback
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
+            return _interrupted()  # an open file that Ctrl-C leaves may fail to close, for instance a zip
         if debug:
             echo_lines(traceback.format_exc(), err=True, nl=False)
         words = " ".join(in_words(error).split())
         hint = "" if debug else " (run again with --debug for the traceback)"
         echo(f"internal error: {words}{hint}", err=True)
         return EXIT_RUN_FAILED
+
+
+def _interrupted() -> int:
+    echo("interrupted", err=True)
+    return EXIT_INTERRUPTED
 
 
 def _take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:

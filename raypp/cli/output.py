@@ -1,8 +1,8 @@
-"""Prints what commands say: lines, and JSON. Text of others cannot control the terminal.
+"""Prints lines and JSON for commands. No printed text can control the terminal.
 
-Commands print by this file, or by `console.py` where they need tables. Both show control characters
-as `\\x1b`, whoever wrote the text; `tests/unit/cli/test_output.py` finds commands that go another
-way.
+Commands print through this file, or through `console.py` if they need tables. Both show control
+characters as `\\x1b`, wherever the text comes from. `tests/unit/cli/test_output.py` finds commands
+that print in another way.
 """
 
 from __future__ import annotations

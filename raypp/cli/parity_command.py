@@ -72,7 +72,7 @@ def parity_command(
 
 
 def _check_world(world: int, max_ranks: int | None) -> None:
-    """Limits the number of ranks, because each is a process on this machine that imports torch.
+    """Refuses too many ranks: each is a process on this machine that imports torch.
 
     Raises:
         ResourcesError: There are too many ranks.

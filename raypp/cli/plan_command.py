@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Finite(click.FloatRange):
-    """A range of numbers, without NaN, which every comparison lets pass."""
+    """A range of numbers that refuses NaN; click's own range accepts it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = float(super().convert(value, param, ctx))
@@ -85,7 +85,7 @@ def plan_command(
     """
     if fit and (costs or measure or search):
         what = "--search" if search else "--costs" if costs else "--measure"
-        fix = f"leave out {what}: --fit compares precisions and microbatches by the maker's sheet of --device"
+        fix = f"leave out {what}: --fit compares precisions and microbatches with the data sheet of --device"
         raise JobError(f"--fit and {what} do not go together", fix)
     file = load_checked_job(job, overrides)
     _count_own_model(file.job)
@@ -161,8 +161,7 @@ def _count_own_model(job: Job) -> None:
 
 
 _WARN_ABOVE = 0.05
-"""Share of a core used by other programs above which a warning is printed. A step is that much
-faster without them."""
+"""Share of a core used by other programs above which a warning is printed."""
 
 
 def _measure(job: Job, path: Path) -> None:
@@ -189,7 +188,7 @@ def _measure(job: Job, path: Path) -> None:
     waits = tuple(SlowStart(**one) for one in answer["slow_starts"])
     found = Costs(layer, first, last, slow_starts=waits, measured=True, **{name: answer[name] for name in NUMBERS})
     if slow := found.slowest_start():
-        console.print(f"Cores come back slow from a wait: {slow}. Plans with these costs count that.")
+        console.print(f"Cores come back slow from a wait: {slow}. Plans with these costs include that.")
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         write_costs(path, found, job, answer["device"], when)
@@ -198,7 +197,7 @@ def _measure(job: Job, path: Path) -> None:
 
 
 def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
-    """Prints what makes a job fit.
+    """Prints the changes that make a job fit.
 
     Raises:
         JobError: The memory of the device is unknown.
@@ -213,7 +212,7 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
     if not device.memory:
         names = ", ".join(name for name, known in DEVICES.items() if known.memory)
         raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
-    with Console(stderr=True).status("trying meshes and what saves memory …"):
+    with Console(stderr=True).status("trying meshes and memory-saving options …"):
         found = changes_that_fit(job, grounds.machines_for(job), device, patience_s=patience_s)
     if as_json:
         echo_json(fit_document(found), indent=2)

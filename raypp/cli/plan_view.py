@@ -14,7 +14,7 @@ from raypp.cli.schedule_picture import schedule_picture
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.predict import Prediction
-from raypp.planning.replica_sums import ReplicaSums
+from raypp.planning.replica_sum_costs import ReplicaSums
 from raypp.planning.search import Found
 from raypp.spec.job import Job
 from raypp.untrusted.text import shell_word

@@ -14,6 +14,7 @@ from rich.padding import Padding
 from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.curve import loss_curve
 from raypp.observe.json_lines import LogLine
+from raypp.observe.status import LOST
 from raypp.records import Coordinates, Event
 from raypp.untrusted.text import visible
 
@@ -39,6 +40,8 @@ _EVENT_STYLES = {
 }
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 _WIDEST_TAG = 24
+_NARROWEST_PLACE = 16
+"""Columns for the URL of a store; with less room it is left out."""
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
@@ -173,7 +176,7 @@ def ranks_table(status: Mapping[str, Any]) -> Table:
     for name in ("place", "node", "pid", "state"):
         table.add_column(name, no_wrap=name != "node", overflow="fold")
     for rank in status["ranks"]:
-        bad = rank["state"] in ("dead", "failed", "gone")
+        bad = rank["state"] in LOST
         table.add_row(
             str(rank["rank"]),
             rank_label(rank["coordinates"], status["mesh"]),
@@ -184,25 +187,39 @@ def ranks_table(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> RenderableType:
-    """Shows one line per run. Lists errors below the table."""
+def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str], width: int) -> RenderableType:
+    """Shows one line per run. Lists errors below the table.
+
+    Names are never truncated, because they often differ in their last characters: where they leave
+    too little room, the last of the other columns are left out.
+
+    Args:
+        statuses: As in `status --json`.
+        places: The store of each.
+        width: Columns of the terminal.
+    """
+    columns: dict[str, list[str | Text]] = {
+        "run": [Text(status["run"], style="bold") for status in statuses],
+        "state": [state_text(status["state"]) for status in statuses],
+        "step": [f"{status['step']}/{status['steps']}".removesuffix("/0") for status in statuses],
+        "loss": [loss_text(status["loss"]) for status in statuses],
+        "tokens/s": [quantity(status["tokens_per_s"]) for status in statuses],
+        "restarts": [str(status["restarts"]) for status in statuses],
+    }
+    taken = {name: 2 + max(map(len, (name, *cells))) for name, cells in columns.items()}
+    for name in ("restarts", "tokens/s", "loss"):
+        if sum(taken.values()) > width:
+            del columns[name], taken[name]
+    one_place = len(set(places)) == 1
+    if not one_place and width - sum(taken.values()) >= _NARROWEST_PLACE:
+        columns["where"] = list(places)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name, justify in (("run", "left"), ("state", "left"), ("step", "right"), ("loss", "right")):
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("restarts", justify="right", no_wrap=True)
-    table.add_column("where", overflow="fold")
-    for status, place in zip(statuses, places, strict=True):
-        steps = f"{status['step']}/{status['steps']}" if status["steps"] else str(status["step"])
-        table.add_row(
-            Text(status["run"], style="bold"),
-            state_text(status["state"]),
-            steps,
-            loss_text(status["loss"]),
-            quantity(status["tokens_per_s"]),
-            str(status["restarts"]),
-            place,
-        )
+    for name in columns:
+        left, folded = name in ("run", "state", "where"), name in ("run", "where")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not folded, overflow="fold")
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    below = [Text(f"in {places[0]}", style="dim")] if one_place else []
     errors = [
         Text.assemble(
             (f"{status['run']}: ", "bold"),
@@ -211,7 +228,7 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str]) -> 
         for status in statuses
         if status["error"]
     ]
-    return Group(table, Text(""), *errors) if errors else table
+    return Group(table, *below, *([Text(""), *errors] if errors else []))
 
 
 def show_event(console: Console, event: Event, *, date: bool = False) -> None:

@@ -12,8 +12,8 @@ import click
 
 import raypp
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.compatibility import check_resume
-from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
+from raypp.checkpoint.compatibility import check_resume, check_steps
+from raypp.checkpoint.run_spec import add_spec, name_taken, read_spec, write_spec
 from raypp.cli.find_run import find_run, open_reader, present_status, runs_below
 from raypp.cli.live import LiveView
 from raypp.cli.load_job import job_argument, load_checked_job
@@ -39,7 +39,7 @@ from raypp.observe.status import is_final
 from raypp.records import RunState
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile, job_document
-from raypp.storage import ObjectStore, StoreError, open_store
+from raypp.storage import AlreadyExists, ObjectStore, StoreError, open_store
 from raypp.untrusted.text import shell_word
 
 _JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
@@ -93,8 +93,7 @@ def submit_command(
         echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started")
         echo(f"  {_sides(versions)}")
         return
-    _write_spec(file.job, store, resume)
-    place, view = _submit(file.job, store, cluster, resume)
+    place, view = _submit(file, store, cluster, resume)
     echo(
         f"{place.name}: accepted by {cluster.address} as Ray job {place.submission_id}, "
         f"{file.job.mesh.world} ranks on {device}",
@@ -125,7 +124,7 @@ def stop_command(run: str, no_save: bool) -> None:
 
 
 def command_of(place: RunPlace) -> Callable[[str], str]:
-    """Returns a function that saves or stops a run, and says what came of it."""
+    """Returns a function that saves or stops a run and describes the result."""
     return lambda name: {"save": _save, "stop": _stop}[name](*_active(place, open_reader(place)))
 
 
@@ -153,7 +152,7 @@ def _stop(place: RunPlace, reader: RunReader, cluster: Cluster, *, no_save: bool
 
 
 def _sides(versions: dict[str, str]) -> str:
-    """Says which versions meet: the cluster's, and this raypp's, whose code travels with a job."""
+    """Names the cluster's versions, and the version of raypp whose code travels with the job."""
     there = ", ".join(f"{name.capitalize()} {version}" for name, version in versions.items() if version)
     return f"the cluster has {there}; the code of raypp {raypp.__version__} travels with the job"
 
@@ -167,12 +166,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
     name = file.job.name
     exists = store.head(f"{name}/spec.json") is not None
     if exists and not resume:
-        problem = Problem(
-            "name",
-            f"a run named {name!r} already exists at {store.url}",
-            "resume it (`raypp submit --resume`), or choose another name (`--set name=…`)",
-        )
-        raise JobError(file.locate(problem))
+        raise JobError(file.locate(name_taken(store, name)))
     if resume and not exists:
         hint = known_runs.hint_of_names(name, [shell_word(one) for one in runs_below(store)], "`--set name={}`")
         fix = "leave out --resume to start a new run" + (f"; {hint}" if hint else "")
@@ -180,8 +174,10 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
         raise JobError(file.locate(problem))
     # Before the first checkpoint a change to the job cannot make anything unusable, so mistakes can
     # be corrected.
-    if resume and list_checkpoints(store, name) and (problems := check_resume(read_spec(store, name), file.job)):
-        raise JobError(file.locate(problem) for problem in problems)
+    if resume and (saved := list_checkpoints(store, name)):
+        problems = check_resume(read_spec(store, name), file.job) + check_steps(saved[-1].step, file.job.train.steps)
+        if problems:
+            raise JobError(map(file.locate, problems))
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
@@ -213,29 +209,39 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
         )
 
 
-def _write_spec(job: Job, store: ObjectStore, resume: bool) -> None:
-    if resume:
-        add_spec(store, job.name, job_document(job))
-    else:
-        write_spec(store, job.name, job_document(job))
-
-
-def _submit(job: Job, store: ObjectStore, cluster: Cluster, resume: bool) -> tuple[RunPlace, LiveView]:
+def _submit(file: JobFile, store: ObjectStore, cluster: Cluster, resume: bool) -> tuple[RunPlace, LiveView]:
     """Submits the run and remembers it.
 
-    Frees a new run's name again if the cluster does not accept it.
+    A new run's name is taken at the last moment: whoever interrupts the upload before can submit
+    the job again. It is free again if the cluster does not accept the run.
     """
-    view = LiveView()
+    job, view, taken = file.job, LiveView(), False
     if resume:
         view.skip_earlier_records(RunReader(store, job.name))
+
+    def write() -> None:
+        nonlocal taken
+        if resume:
+            add_spec(store, job.name, job_document(job))
+            return
+        try:
+            write_spec(store, job.name, job_document(job))
+        except AlreadyExists as error:  # another submission was quicker
+            raise JobError(map(file.locate, error.problems)) from None
+        taken = True
+
     try:
-        submission = client.submit_run(job, cluster, store.url)
+        submission = client.submit_run(job, cluster, store.url, before=write)
     except RayppError:
-        if not resume:
+        if taken:
             store.delete([f"{job.name}/spec.json"])
         raise
     place = RunPlace(store.url, job.name, cluster.address, submission.submission_id, time.time())
-    known_runs.remember_run(place)
+    try:
+        known_runs.remember_run(place)
+    except JobError as error:  # the run has been accepted
+        what = error.problems[0].what
+        echo(f"warning: this machine does not remember the run: {what}; name it as {place.url}/{place.name}", err=True)
     return place, view
 
 

@@ -44,7 +44,7 @@ _RANK_STYLES = {
 
 @dataclass(frozen=True)
 class Records:
-    """What the run's records said last."""
+    """The run's records as last read."""
 
     status: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
@@ -114,7 +114,7 @@ def _last(events: Sequence[Event], kind: str) -> list[Event]:
 
 
 def mesh_view(status: Mapping[str, Any], width: int, height: int) -> list[RenderableType]:
-    """Draws the ranks, a column for each place of pp; where they do not fit, their number by state.
+    """Draws the ranks, one column per pipeline rank; if they do not fit, their number by state.
 
     Returns:
         Its lines.

@@ -31,7 +31,7 @@ from raypp.untrusted.text import shell_word
 _POLL_S = 0.5
 _ASK_EVERY_S = 2.0
 _PARTS_PATIENCE_S = 30.0
-"""How long the parts of the other ranks may take after the first one."""
+"""Seconds that the other ranks' parts may take after the first part."""
 _LATE_PARTS_S = 5.0
 """The same, after the attempt has ended."""
 
@@ -48,7 +48,7 @@ _LATE_PARTS_S = 5.0
 def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> None:
     """Trace the next steps of RUN on all ranks, and show where their time goes.
 
-    The trace stays in the run's store. Of a run that has ended, the newest trace is shown.
+    The trace stays in the run's store. For a run that has ended, shows the newest trace.
     """
     place, reader = find_run(run)
     store = open_store(place.url)
@@ -71,7 +71,7 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
 
 
 def newest_trace(store: ObjectStore, run: str) -> list[RankTrace] | None:
-    """Returns the newest trace of which all ranks wrote their part; None without one."""
+    """Returns the newest trace with the parts of all ranks; None if there is none."""
     for place, ranks in reversed(list_traces(store, run).items()):
         first = read_trace(store, run, place, ranks[:1])
         if len(ranks) == first[0].world and is_complete(trace := read_trace(store, run, place, ranks)):
@@ -80,8 +80,8 @@ def newest_trace(store: ObjectStore, run: str) -> list[RankTrace] | None:
 
 
 def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
-    """Returns the seconds of a message between stages, as `lookahead: auto` measured them last, or
-    in an attempt."""
+    """Returns the seconds of a message between stages, from the last measurement of `lookahead:
+    auto`, or from that of one attempt."""
     for event in reversed(events):
         links = event.details.get("link_s")
         if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
@@ -103,7 +103,7 @@ def measured_cards(events: Sequence[Event], attempt: int | None = None) -> list[
 def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: int) -> list[RankTrace]:
     """Asks the run's controller for a trace, and waits until all ranks have written their parts.
 
-    An attempt that ends before that takes its trace with it; then the next one is asked.
+    If the attempt ends before that, its trace is lost, and the next attempt is asked.
     """
     cluster = known_runs.cluster_of(place)
     patient = False
@@ -153,11 +153,11 @@ def _parts_of(
 
     Raises:
         JobError: The run has ended without them.
-        UnreachableError: Some ranks of a living attempt have not written theirs.
+        UnreachableError: Some ranks of a running attempt have not written theirs.
     """
     since = over = None
     while True:
-        status = present_status(place, reader)  # before the look at the store: what ended has written its parts
+        status = present_status(place, reader)  # before looking at the store: an ended attempt has written its parts
         found = {key: ranks for key, ranks in list_traces(store, place.name).items() if key not in before}
         for key, ranks in found.items():
             since = since or time.monotonic()
@@ -165,7 +165,7 @@ def _parts_of(
                 return read_trace(store, place.name, key, ranks)
         if is_final(status) or status["attempt"] != attempt:
             over = over or time.monotonic()
-        # The ranks that are left of an attempt write within seconds, if at all.
+        # The remaining ranks of an attempt write within seconds, if at all.
         if over is not None and (since is None or time.monotonic() - over > _LATE_PARTS_S):
             if is_final(status):
                 raise _not_traced(place, status)

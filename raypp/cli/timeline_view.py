@@ -1,4 +1,4 @@
-"""Shows on the terminal where the time of traced steps went."""
+"""Shows on the terminal where traced steps spend their time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _weights_and_sums(ranks: Sequence[RankTimes]) -> str:
     under_way = sum(one.under_way for one in ranks)
     waited = sum(one.gathers + one.sums for one in ranks)
     if not under_way:
-        return "none under way beside the compute"
+        return "no gather and no sum ran during compute"
     hidden = max(0.0, 1 - waited / under_way)
     return f"{hidden:.0%} of the time under way is hidden behind compute; ranks waited {seconds_text(waited)} in all"
 
@@ -106,7 +106,7 @@ def _ranks(ranks: Sequence[RankTimes]) -> RenderableType:
             _share(max(0.0, one.total - named), one),
         )
     more = len(ranks) - _MOST_RANKS
-    return Group(table, Text(f"and {more} ranks more", style="dim")) if more > 0 else table
+    return Group(table, Text(f"and {more} more ranks", style="dim")) if more > 0 else table
 
 
 def _share(seconds: float, one: RankTimes) -> str:

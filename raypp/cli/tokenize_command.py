@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 
 @click.command("tokenize")
 @job_argument
-@click.option("--out", required=True, metavar="DIR_OR_S3", help="Folder or s3://bucket/prefix of the token shards.")
+@click.option("--out", required=True, metavar="DIR_OR_URL", help="Folder of the token shards, or its URL in a store.")
 @click.option("--processes", type=click.IntRange(1, 256), help="Processes that tokenise.  [default: one per CPU]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes: int | None, as_json: bool) -> None:
     """Tokenise the data of JOB once, into shards that any run reads without copying them.
 
     Train on them with the `data:` section that it prints: the rows are the same. Each part of a
-    mixture gets a folder of its own below --out. If the command is killed, run it again: it goes
-    on.
+    mixture gets its own folder below --out. If the command is killed, run it again: it continues.
     """
     from raypp.data.shard_jobs import outputs_of, section_of_shards
 

@@ -26,7 +26,7 @@ from raypp.errors import (
 )
 
 _QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-"""No bars of libraries: standard error is shown when all is over."""
+"""Turns off libraries' progress bars: standard error is shown only at the end."""
 _KINDS: dict[int, type[RayppError]] = {
     EXIT_USAGE: JobError,
     EXIT_UNREACHABLE: UnreachableError,

@@ -14,7 +14,7 @@ from raypp.cli.find_run import present_status
 from raypp.cli.keys import single_keys
 from raypp.cli.screen_view import Records, screen_view
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import RayppError
+from raypp.errors import RayppError, in_words
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.storage import StoreError
@@ -27,7 +27,7 @@ _HELP = "s save   x stop   q leave (the run continues)"
 _HELP_WITHOUT_KEYS = "Ctrl-C leaves; the run continues"
 
 Command = Callable[[str], str]
-"""Carries out `save` or `stop` and returns what came of it; may take minutes and may raise."""
+"""Carries out `save` or `stop` and describes the result; may take minutes and may raise."""
 
 
 def watch(place: RunPlace, reader: RunReader, command: Command, console: Console) -> Records:
@@ -139,7 +139,7 @@ class _Footer:
         return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
     def _begin(self, name: str) -> None:
-        self._say(f"{name}: asked for; waiting for the run …", "cyan")
+        self._say(f"{name}: requested; waiting for the run …", "cyan")
         if name in self._threads and self._threads[name].is_alive():
             return
         self._threads[name] = threading.Thread(target=self._run_command, args=(name,), name=name, daemon=True)
@@ -151,7 +151,7 @@ class _Footer:
         except RayppError as error:
             self._say(f"{name}: {error.problems[0].what}", "red")
         except Exception as error:  # noqa: BLE001  the screen shows it and goes on
-            self._say(f"{name}: {type(error).__name__}: {error}", "red")
+            self._say(f"{name}: {in_words(error)}", "red")
 
     def _say(self, text: str, style: Any) -> None:
         self._said, self._said_at = (text, style), time.monotonic()

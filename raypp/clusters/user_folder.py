@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -19,12 +20,8 @@ def raypp_home() -> Path:
 
 def private_directory(path: Path) -> Path:
     """Creates a directory that only its owner can read; returns it."""
-    try:
+    with _writing(path):
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise JobError(
-            Problem("RAYPP_HOME", f"cannot create {path}: {error}", "set RAYPP_HOME to a writable directory")
-        ) from None
     return path
 
 
@@ -32,16 +29,40 @@ def write_private(path: Path, text: str) -> None:
     """Writes a file that only its owner can read, atomically."""
     private_directory(path.parent)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    fresh.replace(path)
+    with _writing(path):
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(text)
+            fresh.replace(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds a lock between processes of this machine; it ends with the process."""
     private_directory(path.parent)
-    with path.open("w") as file:
+    with _writing(path):
+        file = path.open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns the system's error into one that names the path.
+
+    Raises:
+        JobError: It cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        fix = "set RAYPP_HOME to a writable directory"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fix = "free some space there, or set RAYPP_HOME to a directory on another disk"
+        what = f"cannot write {path}: {error.strerror or error}"
+        raise JobError(Problem("RAYPP_HOME", what, fix)) from None

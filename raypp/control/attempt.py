@@ -212,7 +212,7 @@ class Attempt:
             cause = getattr(error, "cause", None)  # of an error that the process raised, rather than its end
             if isinstance(cause, RayppError):
                 return rank.failure(cause.failure_kind or FailureKind.USER_ERROR, str(cause))
-            if not self.workers.seated[rank.bundle].fresh:  # it died after its last seat: no failure of this attempt
+            if not self.workers.seated[rank.bundle].fresh:  # it died after its last seat: not a failure of this attempt
                 self._replace(rank)
                 return None
             return self._ends.died(rank, error)
@@ -289,7 +289,7 @@ class Attempt:
 
     def _silent_failure(self, rank: Rank, leave_s: float) -> RankFailure:
         death = cause_of_worker_death(rank, "", self.workers)
-        if death.kind.traits.node_lost or death.kind is FailureKind.PREEMPTED:
+        if death.kind.traits.node_lost or not death.kind.traits.counts:
             return rank.failure(death.kind, death.cause, death.details)
         cause = f"did not answer within {leave_s:.0f} s when asked to leave the attempt; its process was ended"
         return rank.failure(FailureKind.UNKNOWN, cause)

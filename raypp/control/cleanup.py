@@ -55,8 +55,8 @@ def exit_if_ended() -> None:
     """Ends this process if Ray no longer has its actor.
 
     Ray 2.60 does not end the process of an actor that was being created when the head restarted
-    (github.com/ray-project/ray/issues/63763): to Ray it is dead, and it would keep its memory and
-    device.
+    (github.com/ray-project/ray/issues/63763): Ray considers it dead, but it would keep its memory
+    and device.
     """
     name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
     if not name:
@@ -64,7 +64,8 @@ def exit_if_ended() -> None:
     try:
         ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        # Ray says so after most errors of the head, too. A list is the head's answer, or an error.
+        # Ray also raises this after most errors of the head. The list is the head's answer, or
+        # raises.
         if {"name": name, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True):
             return
         print("Ray no longer has this actor: its process exits", file=sys.stderr, flush=True)  # noqa: T201

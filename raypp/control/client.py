@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import shlex
@@ -12,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,13 @@ from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
 from raypp.planning.fit import memory_problems
 from raypp.planning.host_memory import offload_problems
+from raypp.registry import load_object
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.own_code import own_files
 from raypp.spec.secret import secrets_of, without_secrets
 from raypp.spec.trackers import missing_for_trackers, tracker_variables
 from raypp.untrusted.text import shell_word
-
-log = logging.getLogger(__name__)
 
 _COMMAND_PATIENCE_S = 180.0
 
@@ -156,14 +154,16 @@ def submit_run(
     cluster: Cluster,
     url: str,
     *,
+    before: Callable[[], None] = lambda: None,
     rank_function: str | None = None,
     relays_from_ranks: int = RELAYS_FROM_RANKS,
 ) -> Submission:
     """Submits a checked job to the cluster as a Ray job; returns when it is accepted.
 
     Args:
-        job: Its spec must be in the store already.
+        job: Its spec must be in the store, unless `before` writes it.
         url: The store's absolute URL.
+        before: Called when only the submission itself is left to do.
         rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
     Raises:
@@ -196,6 +196,7 @@ def submit_run(
         "runtime_env": {"working_dir": cluster.dashboard.upload_package(name, content), "env_vars": environment},
         "metadata": {"job_name": job.name, "raypp_run": job.name, "raypp_url": url},  # job_name: the dashboard's
     }
+    before()
     try:
         accepted = cluster.dashboard.submit_job(document)
     except DashboardError as error:
@@ -209,30 +210,16 @@ def collect_settings(cluster: Cluster) -> dict[str, str]:
 
 
 def collect_secrets(here: bool = False) -> dict[str, str]:
-    """Returns the submitter's credentials, including those of AWS_PROFILE, whose file is on this
-    machine only.
+    """Returns the submitter's credentials, including those in files of this machine.
 
     Args:
-        here: The ranks run on this machine: then the profile's name is enough, and expired keys can
-            be renewed.
+        here: The ranks run on this machine: they read such files themselves, and so can renew
+            credentials that expire.
     """
     found = collect(SECRETS, dict(os.environ))
-    if "AWS_ACCESS_KEY_ID" not in found and os.environ.get("AWS_PROFILE") and not here:
-        import boto3
-
-        keys = boto3.Session().get_credentials()
-        if keys is not None:
-            frozen = keys.get_frozen_credentials()
-            values = (frozen.access_key, frozen.secret_key, frozen.token)
-            found |= {name: value for name, value in zip(STORES.get("s3").secrets, values, strict=True) if value}
-            end = getattr(keys, "_expiry_time", None)  # botocore has no public way to ask
-            if end is not None:
-                log.warning(
-                    "the keys of AWS_PROFILE=%s expire at %s, and the run cannot renew them: "
-                    "for longer runs give the nodes their own role or profile",
-                    os.environ["AWS_PROFILE"],
-                    end.isoformat(timespec="minutes"),
-                )
+    for kind in STORES:
+        if kind.own_secrets and not here:
+            found |= load_object(kind.own_secrets)()
     return found
 
 

@@ -33,7 +33,7 @@ class Controller:
             level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
         )
         load_private_environment()
-        # Here: the driver imports this module, too, and would wait for all that leads a run.
+        # Imported here: the driver imports this module, too, and does not need the leader.
         from raypp.control.leader import Leader, start_thread
 
         context = ray.get_runtime_context()

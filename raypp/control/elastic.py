@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from raypp.control import machine as m
 from raypp.control.attempt import Attempt, AttemptPhase
@@ -60,9 +61,8 @@ class ElasticSizing:
 
     def shape_of_seat(self, sizes: Coordinates) -> Shape:
         """Returns the mesh to which a running rank belongs."""
-        replicas = sizes.dp_replicate * sizes.fsdp
-        each = self.wanted.microbatches_per_step // replicas
-        return Shape(sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.cp, self.wanted.ep, each)
+        shape = Shape(sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.cp, self.wanted.ep, microbatches=1)
+        return replace(shape, microbatches=self.wanted.microbatches_per_step // shape.replicas)
 
     def resume(self, shape: Shape) -> None:
         """Sets the mesh of the last attempt of an earlier controller process, which has recorded it

@@ -21,8 +21,8 @@ SOCKET = f"{FOLDER}/socket"
 LOCK = f"{FOLDER}/lock"
 LOG = f"{FOLDER}/log"
 INTERPRETER = "$(tr '\\0' '\\n' < /proc/$PPID/cmdline | sed -n 's/^--python_worker_command=\\([^ ]*\\).*/\\1/p')"
-"""For the shell in which Ray starts a worker: the interpreter of this node's workers. Ray's own
-default for it is lost where another one is named."""
+"""For the shell in which Ray starts a worker: the interpreter of this node's workers. Naming
+another executable replaces Ray's default, which is this interpreter."""
 EXECUTABLE = f"{INTERPRETER} -I -S raypp/control/fork_client.py"
 """`py_executable` of a worker's runtime environment."""
 
@@ -40,7 +40,7 @@ def start_server() -> None:
     os.makedirs(FOLDER, mode=0o700, exist_ok=True)  # noqa: PTH103 - pathlib takes long to import
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    # Through a process that exits: who starts it may be ended with all of its descendants.
+    # Through a process that exits: this one may be ended together with all its descendants.
     between = os.fork()
     if between == 0:
         with contextlib.suppress(OSError):

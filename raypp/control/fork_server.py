@@ -1,10 +1,10 @@
 """`python -m raypp.control.fork_server`: one process per node and run that has torch and Ray
 imported; the run's workers are forked from it.
 
-A node so imports them once, not once per rank, and the worker that takes a dead one's place starts
-in a fraction of a second. The server has one thread and no device. It runs in the job's package
-and serves `fork_client` on a socket there. It exits when none of its workers is left and none has
-been asked for in a while, or when the node's raylet has exited.
+So a node imports them once, not once per rank, and a worker that replaces a dead one starts in a
+fraction of a second. The server has one thread and no device. It runs in the job's package and
+serves `fork_client` on a socket there. It exits when none of its workers is left and none has been
+asked for in a while, or when the node's raylet has exited.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _import_rank() -> None:
 
 
 def _import_ray(environment: Mapping[str, str]) -> dict[str, str]:
-    """Imports Ray as a worker has it; returns the variables that hold for it from then on.
+    """Imports Ray as a worker does; returns the variables that apply to it from then on.
 
     Ray reads its variables when it is loaded, and the job and the raylet are among them.
     """
@@ -184,11 +184,12 @@ def _raylet_lives() -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
-    """Returns a client's request and its three standard streams; None if it only looked whether a
-    server listens.
+    """Returns a client's request and its three standard streams; None if the client only checked
+    whether a server listens.
 
     Raises:
-        OSError, JobError, ValueError: It is none, or comes too slowly. No stream stays open.
+        OSError, JobError, ValueError: It is not a valid request, or arrives too slowly. No stream
+            stays open.
     """
     connection.settimeout(_REQUEST_S)
     head, streams, _, _ = socket.recv_fds(connection, 4, 3)
@@ -214,7 +215,7 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
 
 
 def _has_gone(connection: socket.socket) -> bool:
-    """Returns whether a client that waits for its answer no longer does."""
+    """Returns whether a client no longer waits for its answer."""
     connection.setblocking(False)
     try:
         return not connection.recv(1, socket.MSG_PEEK)

@@ -26,7 +26,7 @@ from raypp.untrusted.documents import Bounds, Count, parse_as
 
 _POLL_S, _LONGEST_POLL_S = 0.1, 2.0
 _SHARE = 0.1
-"""Share of the time spent fetching the log, which always comes whole."""
+"""Share of the time spent fetching the log, which the dashboard always sends whole."""
 _LOOK_EVERY_S = 1.0
 _STOP_S = 15.0
 _FREED_S = 15.0
@@ -118,7 +118,7 @@ def use_on_cluster(
 def _device(cluster: Cluster, job: Job) -> str:
     """Returns the device of the ranks, when enough are free.
 
-    The dashboard counts what has just ended as used for some seconds.
+    For some seconds, the dashboard still counts the devices of a job that has ended as used.
     """
     end = time.monotonic() + _FREED_S
     while True:
@@ -144,7 +144,7 @@ def _fits_when_idle(job: Job, nodes: Sequence[NodeResources]) -> bool:
 
 
 def _reports(cluster: Cluster, submission_id: str) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a job's log until the job has ended or has told an error.
+    """Yields the JSON objects of a job's log until the job has ended or reported an error.
 
     Raises:
         RunFailedError: It ended without success.
@@ -182,7 +182,7 @@ def reports_in(log: str) -> Iterator[dict[str, Any]]:
 
 
 def _end(cluster: Cluster, submission_id: str, *, stop: bool) -> None:
-    """Waits until a job has ended; ends it if it should stop."""
+    """Waits until a job has ended. Stops it first if `stop` is set."""
     with contextlib.suppress(RayppError):
         if stop:
             cluster.dashboard.stop_job(submission_id)

@@ -42,7 +42,7 @@ _START_TIMEOUT_S = 180.0
 _REPORTS_S = 10.0
 _PAUSE_S = 0.05
 _CAUSE_S = 90.0
-"""How long to wait for the cause when ranks have only lost others. Ray tells a node's loss late."""
+"""Seconds to wait for the cause when ranks only report lost peers. Ray reports a lost node late."""
 _THREADS = 4
 
 
@@ -148,7 +148,7 @@ def _prepare(request: Mapping[str, Any], rank: Rank) -> None:
 
 
 def _take(reference: Any, rank: Rank, answers: dict[int, dict[str, Any]], errors: dict[int, dict[str, Any]]) -> None:
-    """Takes how a rank ended."""
+    """Records how a rank ended."""
     try:
         answer = ray.get(reference)
     except RayActorError as error:
@@ -169,7 +169,7 @@ def _in_words(error: RayError) -> str:
 
 
 def _printed(reports: Any, rank: Rank) -> Any:
-    """Prints the reports of a call, and returns the next call; `_take` tells a lost rank's end."""
+    """Prints the reports of a call and returns the next call. `_take` handles lost ranks."""
     try:
         found = ray.get(reports)
     except RayError:

@@ -26,12 +26,12 @@ from raypp.control.placement import Placement, choose_device, remove_groups_of
 from raypp.control.postmortem import collect_stacks
 from raypp.control.preemption import LAST_SAVE_S, PreemptionNotices
 from raypp.control.protocol import Outcome, RunRequest
-from raypp.control.report_intake import ReportIntake
-from raypp.control.report_processing import Preempted, ReportProcessing, StepDone
+from raypp.control.report.intake import ReportIntake
+from raypp.control.report.processing import Preempted, ReportProcessing, StepDone
 from raypp.control.run_record import RunRecord
 from raypp.control.takeover import Found, Takeover, earlier_outcome
 from raypp.control.worker_group import WorkerGroup
-from raypp.errors import in_words
+from raypp.errors import EXIT_RUN_FAILED, RayppError, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.observe.status import RunStatus
 from raypp.planning.resolve import resolve_pipeline
@@ -95,7 +95,8 @@ class Leader:
         except Exception as error:
             log.exception("the controller failed")
             reason = f"the controller failed: {in_words(error)}"
-            self._finish(m.Finish(RunState.FAILED, reason, exit_code=getattr(error, "exit_code", 1)))
+            code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
+            self._finish(m.Finish(RunState.FAILED, reason, code))
 
     def _turn(self) -> None:
         """Carries out what is due, and processes what has happened."""
@@ -299,7 +300,7 @@ class Leader:
                 case m.EndAttempt():
                     assert self._attempt is not None
                     if not command.keep:
-                        self.record.flush()  # the last reports of ranks are nowhere else once the ranks are gone
+                        self.record.flush()  # once the ranks are gone, their last reports exist nowhere else
                     suspects = {one.rank for one in self.machine.failures if one.kind.traits.ends_process}
                     self._attempt.end(command.keep, suspects)
                 case m.SendRequests():

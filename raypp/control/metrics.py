@@ -6,7 +6,7 @@ from __future__ import annotations
 from ray.util.metrics import Gauge
 
 from raypp.observe import metric_names as names
-from raypp.observe.status import RunStatus
+from raypp.observe.status import ENDED, RunStatus
 from raypp.records import RunState, StepReport
 
 
@@ -41,7 +41,7 @@ class RunGauges:
         self._set(names.ATTEMPT, status.attempt)
         self._set(names.RESTARTS, status.restarts)
         self._set(names.CHECKPOINT_STEP, committed_step or 0)
-        self._set(names.RANKS_ALIVE, sum(rank.state not in ("dead", "done") for rank in status.ranks))
+        self._set(names.RANKS_ALIVE, sum(rank.state not in ENDED for rank in status.ranks))
         for state in RunState:
             self._set(names.STATE, float(state is status.state), state=str(state))
 

@@ -48,8 +48,8 @@ def code_files(*, compiled: bool = False) -> list[tuple[str, bytes]]:
 def _compiled(path: Path, source: bytes) -> bytes | None:
     """Returns the compiled form of a file; None if Python has none of this source.
 
-    A node's Python ignores it where its version differs. It does not compare it with the source
-    (PEP 552), which is done here.
+    A node's Python ignores it where its version differs. Nor does it compare it with the source
+    (PEP 552), so this function does.
     """
     magic = importlib.util.MAGIC_NUMBER
     with contextlib.suppress(OSError):

@@ -123,7 +123,7 @@ class RunRecord:
         return events
 
     def recover_from_commits(self, events: Sequence[Event]) -> None:
-        """Records commits and steps that only the checkpoints know, when rank 0, which would report
+        """Records commits and steps known only from checkpoints, if rank 0, which would report
         them, is gone.
 
         Args:
@@ -172,7 +172,7 @@ class RunRecord:
             self._set_step(report)
         if self._is_new((report.step, report.attempt)):
             self._recorder.step(report)
-            if newest:  # an older one, told again, would look like a run that went back
+            if newest:  # an older step, reported again, would look like a return to it
                 self._trackers.step(report)
             self._say(
                 f"step {report.step}/{self._job.train.steps}  loss {report.loss:.4f}  "

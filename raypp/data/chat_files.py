@@ -57,7 +57,7 @@ def _date(text: str | None) -> datetime | None:
     try:
         return None if text is None else datetime.strptime(text, "%Y-%m-%d")
     except ValueError:
-        raise DataError(Problem("data.template_date", f"{text} is no date", "write it as 2026-01-31")) from None
+        raise DataError(Problem("data.template_date", f"{text} is not a date", "write it as 2026-01-31")) from None
 
 
 def _read(path: Path) -> str:

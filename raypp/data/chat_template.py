@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which data holds what a model thought; templates read the first two."""
+"""Keys that hold a model's reasoning in data; templates read the first two."""
 _NAME = "<chat template>"
 _SHOWN = 300
 
@@ -59,7 +59,7 @@ class ChatTemplate:
         place: The key of the job file that names it, for errors.
 
     Raises:
-        DataError: It is no template; names its line.
+        DataError: It is not a template; names its line.
     """
 
     def __init__(

@@ -6,13 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:  # packing imports this module
-    from raypp.data.packing import Piece
 
 IdArray = NDArray[np.integer[Any]]
 Mask = NDArray[np.bool_]
@@ -32,6 +29,15 @@ class Fetching(Protocol[A]):
 
 Ids = IdArray | Fetching[IdArray]
 Masks = Mask | Fetching[Mask]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a document: `length` tokens from position `start` in the document."""
+
+    document: int
+    start: int
+    length: int
 
 
 @dataclass(frozen=True, eq=False)

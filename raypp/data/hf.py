@@ -34,7 +34,7 @@ _KNOWN_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 log = logging.getLogger(__name__)
 _SHOWN = 12
 _PATIENCE_S = 20.0
-"""How long the hub may take to say what a dataset has."""
+"""Seconds that the hub may take to list a dataset's files."""
 
 
 def read(request: Request) -> Corpus:
@@ -128,7 +128,7 @@ def _downloaded(request: Request) -> str:
         f"where there is a network, run `hf download --repo-type dataset {name} --local-dir DIR`, "
         "copy DIR here or to a store, and use its path"
     )
-    here = f"{name} is no folder on this node"
+    here = f"{name} is not a folder on this node"
     try:
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
@@ -150,7 +150,7 @@ def _downloaded(request: Request) -> str:
     except Exception as error:
         reason = visible(in_words(silent or error).splitlines()[0][:300])
         cached = ", and it is not among what was downloaded earlier" if silent is not None else ""
-        what = f"{here}, and the hub does not give it: {reason}{cached}"
+        what = f"{here}, and the hub does not provide it: {reason}{cached}"
         raise DataError(Problem(request.place, what, fix)) from error
     if silent is not None:
         log.warning("%s: the hub does not answer; reading what was downloaded of %s earlier", request.place, name)

@@ -17,7 +17,7 @@ def parse_object(line: str) -> dict[str, Any]:
     """Returns the object of a line.
 
     Raises:
-        RowFault: It is no JSON object, or has too many values.
+        RowFault: It is not a JSON object, or has too many values.
     """
     if len(line) > _LONG and (values := sum(map(line.count, ",[{"))) > _MOST_VALUES:
         raise RowFault(f"has about {values:,} values; at most {_MOST_VALUES:,} are read", "keep only the text")

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raypp.data.corpus import Corpus
+from raypp.data.corpus import Corpus, Piece
 from raypp.data.mixture import MixtureOrder
-from raypp.data.packing import NO_LABEL, Piece, Row, RowPlan, make_row
+from raypp.data.packing import NO_LABEL, Row, RowPlan, make_row
 from raypp.data.prefetch import Prefetch
 from raypp.data.row_order import RowOrder, SingleOrder
 from raypp.data.source_files import find_files
@@ -227,7 +227,7 @@ def order_of(documents: Documents, job: Job) -> RowOrder[Any]:
 
 
 def _planner(job: Job) -> Callable[[Corpus, int], RowPlan]:
-    """Returns what makes the rows of documents, in an order by a seed."""
+    """Returns a function that plans the rows of documents in the order of a seed."""
     data = job.data
     return lambda corpus, seed: RowPlan(corpus, data.seq_len, data.packing, data.shuffle, seed)
 

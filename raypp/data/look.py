@@ -8,9 +8,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus
+from raypp.data.corpus import Corpus, Piece
 from raypp.data.loader import order_of
-from raypp.data.packing import Piece
 from raypp.data.sources import open_documents
 from raypp.data.tokenizer import Tokenizer
 from raypp.spec.job import Job

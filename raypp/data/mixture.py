@@ -1,6 +1,6 @@
 """A mixture: each row comes from one of several sources, chosen by their weights.
 
-Row by row, the part is next that has given fewest rows for its weight (the divisor method of
+Each row comes from the part that has given the fewest rows for its weight (the divisor method of
 Webster and Sainte-Laguë, in whole numbers). So the choice follows from the numbers of rows that the
 parts have given, which are part of the position: nothing is drawn, stored or replayed. Each part
 has its own random order, and packs its own rows.
@@ -15,8 +15,8 @@ from fractions import Fraction
 from math import ceil, lcm
 from typing import Any
 
-from raypp.data.corpus import Corpus, joined
-from raypp.data.packing import Piece, RowPlan
+from raypp.data.corpus import Corpus, Piece, joined
+from raypp.data.packing import RowPlan
 from raypp.data.row_order import Cursor, rows_from
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem

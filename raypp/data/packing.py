@@ -14,22 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus
+from raypp.data.corpus import Corpus, Piece
 from raypp.data.random_order import permuted
 
 BLOCK = 4096
 NO_LABEL = -100
 PLAN_VERSION = 2
 """Changes if the same data would give other rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a document: `length` tokens from position `start` in the document."""
-
-    document: int
-    start: int
-    length: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +113,6 @@ def pack_in_order(pieces: Sequence[Piece], seq_len: int) -> list[list[Piece]]:
         rows[-1].append(piece)
         left -= piece.length
     return rows
-
-
-def fill_ratio(rows: Sequence[Sequence[Piece]], seq_len: int) -> float:
-    """Returns the tokens in the rows as a fraction of their capacity."""
-    return sum(piece.length for row in rows for piece in row) / (len(rows) * seq_len)
 
 
 def make_row(corpus: Corpus, pieces: Sequence[Piece]) -> Row:

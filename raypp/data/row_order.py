@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from raypp.data.corpus import Corpus
-from raypp.data.packing import Piece, RowPlan
+from raypp.data.corpus import Corpus, Piece
+from raypp.data.packing import RowPlan
 
 C = TypeVar("C")
 

@@ -6,7 +6,7 @@ another; `.index`, where each document ends (int64 `[documents]`) followed by th
 block of the ids (uint32); and `.json`, its record, written after the others. All little-endian.
 
 Format 2 is for documents of which only some tokens carry loss. A shard then has a fourth object,
-`.loss`: a bit per id, the first in the lowest bit; the index goes on with the CRC-32 of its blocks.
+`.loss`: a bit per id, the first in the lowest bit; its blocks' CRC-32 follow in the index.
 Documents whose tokens all carry loss are written in format 1.
 """
 

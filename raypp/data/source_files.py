@@ -65,7 +65,7 @@ class SourceFile:
             raise unreadable(self.place, self.name, error) from error
 
     def chunks(self) -> Iterator[bytes]:
-        """Yields the content, at most 16 MiB at a time. Tells whoever is `watching`.
+        """Yields the content, at most 16 MiB at a time. Reports to `watching`.
 
         Raises:
             DataError: It is missing or cannot be read.
@@ -135,7 +135,7 @@ class SourceFile:
 
 @contextmanager
 def watching(progress: Callable[[int], None]) -> Iterator[None]:
-    """Within it, whatever this thread reads of source files is told, in bytes."""
+    """Calls `progress` with the number of bytes that this thread reads from source files."""
     before = _watch.set(progress)
     try:
         yield
@@ -144,7 +144,7 @@ def watching(progress: Callable[[int], None]) -> Iterator[None]:
 
 
 def watched(count: int) -> None:
-    """Tells that bytes of a source file were read, for sources that read by a library."""
+    """Reports that bytes of a source file were read, for sources that read through a library."""
     _watch.get()(count)
 
 
@@ -192,7 +192,7 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
         )
     files = []
     for file in sorted(set(map(Path, chosen))):
-        with suppress(FileNotFoundError):  # it has gone since it was found
+        with suppress(FileNotFoundError):  # it disappeared after it was found
             stat = file.stat()
             files.append(SourceFile(str(file), stat.st_size, stat.st_mtime, None, str(file), place))
     if not files:

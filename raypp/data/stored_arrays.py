@@ -43,7 +43,7 @@ def map_array(path: Path, place: str, name: str = "", fix: str = "write it with 
         fix: What the user can do.
 
     Raises:
-        DataError: It is no regular file, or no whole array of plain numbers.
+        DataError: It is not a regular file, or not a whole array of plain numbers.
     """
     with open_file(path, place=place) as file:
         first = file.read(_LENGTH_AT + 4)
@@ -65,7 +65,7 @@ def read_offsets(entry: Path, tokens: int, place: str) -> NDArray[np.int64]:
     """Returns where the documents of a cache entry begin, and the end of the last: `[n + 1]`.
 
     Raises:
-        DataError: They are no such offsets of `tokens` tokens.
+        DataError: They are not such offsets of `tokens` tokens.
     """
     path, fix = entry / "offsets.npy", f"delete {entry}"
     found = map_array(path, place, fix=fix)

@@ -116,7 +116,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Parses a template; its loops, concatenations and long texts will count.
 
         Raises:
-            TemplateSyntaxError: It is no template.
+            TemplateSyntaxError: It is not a template.
         """
         parsed = self.parse(source)
         bounded: nodes.Template = _Bounds().visit(parsed)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raypp.crc32 import crc32
 from raypp.data.corpus import IdArray, Mask
 from raypp.data.shard_format import BLOCK, mask_bytes
 from raypp.data.source_files import SourceFile
@@ -135,7 +135,7 @@ class Blocks:
 
     def is_whole(self, number: int, data: bytes) -> bool:
         """Whether these bytes are the block."""
-        return zlib.crc32(data) == int(self._sums[number])
+        return crc32(data) == int(self._sums[number])
 
     def read(self, number: int) -> bytes:
         """Reads a block from the file or the store.

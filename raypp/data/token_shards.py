@@ -148,5 +148,5 @@ def manifest_of(path: str, files: Sequence[SourceFile], place: str) -> SourceFil
         (manifest,) = find_files(f"{folder}/{MANIFEST}", (".json",), place)
     except DataError:
         what = f"{folder} has no {MANIFEST}: the shards are not finished"
-        raise DataError(Problem(place, what, "run `raypp data tokenize` again: it goes on")) from None
+        raise DataError(Problem(place, what, "run `raypp data tokenize` again: it continues")) from None
     return manifest

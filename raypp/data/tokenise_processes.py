@@ -52,7 +52,8 @@ def contents_of(
                 yield found
         except BrokenProcessPool as error:
             what = "a process that tokenised has ended, perhaps for lack of memory"
-            raise DataError(Problem("--processes", what, "run the command again: it goes on; or use fewer")) from error
+            fix = "run the command again: it continues; or use fewer"
+            raise DataError(Problem("--processes", what, fix)) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

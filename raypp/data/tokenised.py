@@ -46,8 +46,8 @@ class Request:
         tokenizer: The job's tokenizer.
         vocab_size: The model's vocabulary; all ids are below it.
         seed: The job's seed.
-        instead: Called by `tokenise` with its arguments, if something else shall become of the
-            documents than a corpus in memory or in the cache.
+        instead: Called by `tokenise` with its arguments, to make something else of the documents
+            than a corpus in memory or in the cache.
     """
 
     data: DataSection

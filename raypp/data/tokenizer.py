@@ -226,7 +226,7 @@ def _backend(content: bytes, path: Path) -> Any:
     vocabulary(content, path)  # within limits that the library does not have
     try:
         backend = Backend.from_str(content.decode("utf-8"))
-    except BaseException as error:  # the library raises no narrower type, and a panic is no Exception
+    except BaseException as error:  # the library raises no narrower type, and a panic is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise DataError(

@@ -1,10 +1,9 @@
-"""Writes token shards: tokenises a source once, in several processes, and goes on after a kill."""
+"""Writes token shards: tokenises a source once, in several processes, and resumes after a kill."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from raypp.crc32 import crc32
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.faults import Faults
 from raypp.data.rows import RowEncoder
@@ -195,12 +195,12 @@ class _Shard:
 
 
 def _sums(data: memoryview) -> bytes:
-    sums = [zlib.crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    sums = [crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     return np.array(sums, dtype="<u4").tobytes()
 
 
 def _begin(plan: ShardPlan, store: ObjectStore) -> None:
-    """Claims the folder for a plan, or finds that it is of the same plan."""
+    """Claims the folder for a plan, or checks that it has the same plan."""
     try:
         store.put(PLAN, as_json(plan), if_absent=True)
     except AlreadyExists:
@@ -212,13 +212,19 @@ def _begin(plan: ShardPlan, store: ObjectStore) -> None:
 
 
 def _verified(store: ObjectStore, plan: ShardPlan, update: Callable[[Any], None]) -> Iterator[ShardRecord]:
-    """Gives the shards that are finished to the digest of all documents.
+    """Checks the finished shards, and adds them to the digest of all documents.
 
-    Yields the shards that are finished, in order, up to the first that is missing or damaged."""
+    Yields:
+        The records of the finished shards, in order, up to the first without a record.
+
+    Raises:
+        DataError: A finished shard is damaged.
+    """
     number = 0
     while (document := _stored(store, f"{shard_name(number)}.json")) is not None:
         place = f"{store.url}/{shard_name(number)}.json"
-        record = parse_as(ShardRecord, document, place, RECORD_BOUNDS, DataError, "remove this object, and go on")
+        fix = "remove this object, and run the command again"
+        record = parse_as(ShardRecord, document, place, RECORD_BOUNDS, DataError, fix)
         ids = memoryview(_whole(store, number, "ids", record.ids_sha256))
         if plan.masks:
             packed = np.frombuffer(_whole(store, number, "loss", record.loss_sha256), dtype=np.uint8)
@@ -240,7 +246,7 @@ def _whole(store: ObjectStore, number: int, ending: str, sha256: str) -> bytes:
     found = _stored(store, f"{name}.{ending}")
     if found is None or hashlib.sha256(found).hexdigest() != sha256:
         what = f"{store.url}/{name}.{ending} is {'missing' if found is None else 'damaged'}"
-        raise DataError(Problem("--out", what, f"remove {name}.json, and go on"))
+        raise DataError(Problem("--out", what, f"remove {name}.json, and run the command again"))
     return found
 
 

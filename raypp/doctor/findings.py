@@ -10,6 +10,7 @@ from typing import Any
 
 from raypp.environment import OLDEST, too_old
 from raypp.errors import Problem
+from raypp.kinds import data_urls, shared_forms
 
 SKEW_BREAKS_S = 300.0
 SKEW_REPORTED_S = 1.0
@@ -109,7 +110,9 @@ def _data(report: dict[str, Any]) -> Iterator[Finding]:
     working = len(_working(report))
     for (key, what, fix), nodes in by_problem.items():
         if len(nodes) < working:
-            fix = "make it the same on every node: copy it, share the directory, or put it into the store (s3://…)"
+            fix = (
+                f"make it the same on every node: copy it, share the directory, or put it into a store ({data_urls()})"
+            )
         yield Finding(Severity.BREAKS, Problem(key, f"on {_some(nodes)}: {what}", fix))
 
 
@@ -163,8 +166,8 @@ def _clocks(report: dict[str, Any]) -> Iterator[Finding]:
             severity = Severity.BREAKS if skew > SKEW_BREAKS_S else Severity.SLOWS
             what = f"the clocks of {link['from']} and {link['to']} differ by {skew:.1f} s"
             fix = (
-                "run an NTP client on every node (chrony, systemd-timesyncd); stores reject requests whose clock is "
-                "15 minutes off"
+                "run an NTP client on every node (chrony, systemd-timesyncd); stores reject requests from clocks "
+                "that are 15 minutes off"
             )
             yield _found(severity, what, fix)
 
@@ -204,9 +207,8 @@ def _store(report: dict[str, Any]) -> Iterator[Finding]:
             yield _found(Severity.BREAKS, f"the store {store['url']} from {node['ip']}: {node['error']}", fix)
         elif node["hidden_from_it"]:
             what = f"{node['ip']} does not see in {store['url']} what {_some(node['hidden_from_it'])} wrote there"
-            yield _found(
-                Severity.BREAKS, what, "use a shared directory (NFS) or s3://: all nodes must see the same store"
-            )
+            fix = f"use a shared directory (NFS) or {shared_forms()}: all nodes must see the same store"
+            yield _found(Severity.BREAKS, what, fix)
 
 
 def _devices(report: dict[str, Any]) -> Iterator[Finding]:

@@ -97,7 +97,7 @@ class NodeProbe:
             return dict(json.loads(done.stdout.splitlines()[-1]))
         except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
             last = done.stderr.strip().splitlines()[-1:] if "done" in locals() else []
-            return {"error": last[0] if last else f"{type(error).__name__}: {error}", "devices": []}
+            return {"error": last[0] if last else in_words(error), "devices": []}
 
     def data_problems(self, job: dict[str, Any]) -> list[list[str]]:
         """Returns what is wrong with a job's data, seen from this node: key, what and fix of each.
@@ -242,7 +242,7 @@ def _drain(link: socket.socket, patience_s: float) -> tuple[int, float]:
     """Reads to the end; returns the bytes after the first read, and the seconds they took.
 
     Raises:
-        TimeoutError: The other side goes on for longer than `patience_s`.
+        TimeoutError: The other side sends for longer than `patience_s`.
     """
     buffer = bytearray(1 << 20)
     count = link.recv_into(buffer)

@@ -21,7 +21,7 @@ class GemmaOptions(WindowOptions):
     query_scalar: int = Field(default=256, ge=1)
     """Scores are divided by its square root."""
     logit_soft_cap: float | None = Field(default=None, gt=0)
-    """Logits l become cap · tanh(l / cap). null: they stay."""
+    """Logits l become cap · tanh(l / cap). null: no cap."""
 
     def attention_rule(self, index: int) -> AttentionRule:
         window = self.sliding_window if self.slides(index) else None

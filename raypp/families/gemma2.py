@@ -22,9 +22,9 @@ class Gemma2Options(gemma.GemmaOptions):
     """Tokens that a query of a layer with a window sees, itself included. null: no layer has one.
     """
     score_soft_cap: float | None = Field(default=50.0, gt=0)
-    """Scores s of attention become cap · tanh(s / cap). null: they stay."""
+    """Scores s of attention become cap · tanh(s / cap). null: no cap."""
     logit_soft_cap: float | None = Field(default=30.0, gt=0)
-    """Logits l become cap · tanh(l / cap). null: they stay."""
+    """Logits l become cap · tanh(l / cap). null: no cap."""
 
     def slides(self, index: int) -> bool:
         return index % 2 == 0 if self.layer_types is None else super().slides(index)

@@ -57,7 +57,7 @@ def export_adapter(
     options = saved_options(commit)
     lora = options.lora
     if lora is None:
-        raise JobError(Problem("--adapter", f"{commit.run} trained all weights, no adapters", "leave it out"))
+        raise JobError(Problem("--adapter", f"{commit.run} trained all weights and has no adapters", "leave it out"))
     texts = run_tokenizer(job or commit.job, tokenizer, options, generation=False)
     adapters = _with_siblings(options)
     tensors = _tensors(adapters, SavedTensors(store, commit))

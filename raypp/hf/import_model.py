@@ -71,7 +71,7 @@ def import_hf(
     Raises:
         CheckpointError: Tensors do not fit the model; names them. Nothing was written.
         AlreadyExists, JobError: The run exists already, or it trains adapters only.
-        StoreError: One of the stores failed. Without COMMIT, the written objects are no checkpoint.
+        StoreError: A store failed. Without COMMIT, the written objects are not a checkpoint.
     """
     if options.lora is not None:
         what = "a run that trains adapters keeps its frozen weights out of its checkpoints"

@@ -74,7 +74,7 @@ class HfFiles:
         try:
             text = self._whole(_CONFIG, _CONFIG_BOUNDS.size, JobError)
         except NotFound:
-            fix = "name a directory or an S3 URL that contains config.json and safetensors files"
+            fix = "name a directory, or the URL of one in a store, with config.json and safetensors files"
             raise JobError(Problem(KEY, f"there is no {place}", fix)) from None
         config = parse_json(text, place, _CONFIG_BOUNDS, JobError, _FIX, constants=True)
         if not isinstance(config, dict):

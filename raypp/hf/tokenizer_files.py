@@ -68,7 +68,7 @@ def tokenizer_files(
         generation: Whether to write generation_config.json, which belongs to a whole model.
 
     Raises:
-        DataError: `asked`, and the file is missing or is no tokenizer.json.
+        DataError: `asked`, and the file is missing or is not a tokenizer.json.
         JobError: `asked`, and the tokenizer has ids that the model does not have.
     """
     fix = f"name one with {OPTION} FILE"
@@ -156,7 +156,7 @@ def _beside(folder: Path) -> dict[str, bytes]:
     """Returns the files that belong to `folder`/tokenizer.json.
 
     Raises:
-        DataError: One of them is no regular file, or is too large.
+        DataError: One of them is not a regular file, or is too large.
     """
     names = [name for name in _BESIDE if (folder / name).is_file()]
     templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
@@ -173,9 +173,9 @@ def _their_generation(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         found = parse_json(read_file(path, _GENERATION_BOUNDS.size), str(path), _GENERATION_BOUNDS, DataError)
     except DataError as error:
-        return {}, [f"{GENERATION} was written anew: {visible(error.problems[0].what)}"]
+        return {}, [f"{GENERATION} was not copied but generated: {visible(error.problems[0].what)}"]
     if not isinstance(found, dict):
-        return {}, [f"{GENERATION} was written anew: {visible(str(path))} is not a JSON object"]
+        return {}, [f"{GENERATION} was not copied but generated: {visible(str(path))} is not a JSON object"]
     return found, []
 
 

@@ -229,7 +229,7 @@ def _pools_without_fork() -> None:
     """Makes pools of processes start from a process without threads.
 
     The harness estimates some errors in a pool of forks. This process has threads, of Ray or gloo,
-    and a fork copies the locks that they hold: it could wait for ever.
+    and a fork copies the locks that they hold: it could wait forever.
     """
     multiprocessing.set_forkserver_preload(["__main__", "lm_eval.api.metrics"])
     multiprocessing.set_start_method("forkserver", force=True)

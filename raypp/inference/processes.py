@@ -31,7 +31,7 @@ class NewToken:
     Attributes:
         prompt: The number of the prompt, from 0.
         token: Its id.
-        finish: Why the text ends with it, `length` or `eos`; None: it goes on.
+        finish: Why the text ends with it, `length` or `eos`; None: it continues.
     """
 
     prompt: int

@@ -168,7 +168,7 @@ class Answer:
         prompt: The prompt.
         tokens: The new tokens, without one that ends the text.
         finish: `length` or `eos`; None: not yet.
-        stop: A text that ends the answer, and is no part of it.
+        stop: A text that ends the answer, and is not part of it.
     """
 
     prompt: Encoded

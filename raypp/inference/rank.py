@@ -36,7 +36,7 @@ _PATIENCE_S = 600.0
 def main() -> int:
     """Generates as the lines of standard input ask. Returns the exit code."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is not an answer
     try:
         setup = json.loads(sys.stdin.readline())
         source = Source(**setup["source"])
@@ -121,7 +121,7 @@ def answer_request(
     request: Mapping[str, Any],
     tell: Callable[[Mapping[str, Any]], None],
 ) -> None:
-    """Decodes the prompts of a request. Rank 0 tells the tokens. Collective over the pipeline.
+    """Decodes the prompts of a request. Rank 0 reports the tokens. Collective over the pipeline.
 
     Args:
         decoder: This rank's decoder.

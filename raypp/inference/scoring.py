@@ -18,6 +18,7 @@ from torch import Tensor
 
 from raypp.data.packing import NO_LABEL, Row
 from raypp.models.loss import IGNORED
+from raypp.models.stage import return_logits
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Requests
 from raypp.train.step import StepRunner, Stopwatch
@@ -78,7 +79,7 @@ class Scorer:
         pipeline = runner.pipeline
         stages = list(runner.built.runtime.planned.values())
         for stage in stages:
-            setattr(stage.submod, "computes_loss", False)  # noqa: B010 - not a tensor or a module
+            return_logits(stage.submod)
         self._rows = runner.job.train.micro_batch_size
         self._microbatches = pipeline.microbatches
         self._runtime = ProgramRuntime(

@@ -38,7 +38,7 @@ from raypp.measure.parity import one_process_job
 from raypp.measure.waits import slow_starts
 from raypp.models.initial_values import initialise
 from raypp.models.loss import Targets, token_loss_sum
-from raypp.models.stage import build_stage
+from raypp.models.stage import build_stage, computes_loss
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
@@ -230,7 +230,7 @@ def _one(
     """Returns the seconds of a forward, of a backward, and the wall time of both."""
     given = batch.tokens_BT if first else _activations(batch, job, device).requires_grad_()
     clock = _Clock(device)
-    own_loss = last and getattr(stage, "computes_loss", False)
+    own_loss = last and computes_loss(stage)
     output = stage(given, **batch.stage_arguments(), **({"targets": Targets(batch.labels_BT)} if own_loss else {}))
     if last and not own_loss:
         output = token_loss_sum(output, batch.labels_BT)

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from raypp.errors import CheckpointError
+from raypp.memory.copy_messages import LARGEST_FACTS, parse_facts
 from raypp.memory.files import LARGEST_DATA, SlotName, keeper, peek
 from raypp.memory.slot import Slot, checksum
 from raypp.memory.tier import MemoryTier
-from raypp.memory.wire import LARGEST_FACTS, parse_facts
 
 _ARRIVED = 9
 """Slot number, in the file name, of a snapshot received from another node."""
@@ -179,7 +179,8 @@ def _give(
 def _receive(tier: MemoryTier, best: Snapshots, source: int) -> Slot:
     """Receives this rank's snapshot from another node into a file on this node.
 
-    Answers each part: the sender sends nothing in vain, and offers no refused snapshot again.
+    Answers each part, so that the sender sends nothing unneeded and does not offer a refused
+        snapshot again.
 
     Raises:
         ValueError: The holder no longer has an intact snapshot, or it arrived damaged.

@@ -18,9 +18,9 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
+from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_frame
 from raypp.memory.files import keeper
 from raypp.memory.slot import Slot, checksum
-from raypp.memory.wire import FRAME_BYTES, Frame, parse_control, parse_frame
 from raypp.storage.other_traffic import LOW_PRIORITY
 from raypp.storage.rate_limit import Abandoned, Pace
 from raypp.untrusted.sockets import Listener, introduce, receive
@@ -121,7 +121,7 @@ class CopyReceiver:
     def _take(self, connection: socket.socket, owner: int) -> None:
         """Receives one copy into its slot, checks it, seals it, and acknowledges it."""
         connection.settimeout(None)
-        first = connection.recv(1)  # the next snapshot may be long in coming
+        first = connection.recv(1)  # it may take long until the next snapshot arrives
         if not first:
             raise ConnectionResetError("the peer closed the connection")
         who = f"rank {owner}"

@@ -7,7 +7,6 @@ import json
 import logging
 import mmap
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing_extensions import TypedDict
 
 from raypp.checkpoint.extra import read_extra
 from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.crc32 import crc32
 from raypp.errors import CheckpointError
 from raypp.memory.files import (
     CONTROL_BYTES,
@@ -136,7 +136,7 @@ class Slot:
         """
         os.pwrite(self._descriptor, tail, tail_offset(size))
         crc = about["data_crc"] if "data_crc" in about else checksum(self.memory(size))
-        facts = {"data_size": size, "data_crc": crc, "tail_size": len(tail), "tail_crc": zlib.crc32(tail)}
+        facts = {"data_size": size, "data_crc": crc, "tail_size": len(tail), "tail_crc": crc32(tail)}
         control = {**about, **facts, "format": FORMAT, "complete": True, "step": step}
         write_control(self._descriptor, control)
         self._rename(replace(self.name, step=step))
@@ -145,7 +145,7 @@ class Slot:
     def tail(self, control: Mapping[str, Any]) -> bytes | None:
         """Reads the tail; None if it does not match its checksum."""
         data = os.pread(self._descriptor, control["tail_size"], tail_offset(control["data_size"]))
-        return data if zlib.crc32(data) == control["tail_crc"] else None
+        return data if crc32(data) == control["tail_crc"] else None
 
     def verify(self) -> dict[str, Any] | None:
         """Checks every byte; returns the control block if all checksums match, else None."""
@@ -199,7 +199,7 @@ def checksum(data: Tensor) -> int:
     view = data.numpy().data
     value = 0
     for start in range(0, len(view), _CHECK_BYTES):
-        value = zlib.crc32(view[start : start + _CHECK_BYTES], value)
+        value = crc32(view[start : start + _CHECK_BYTES], value)
     return value
 
 

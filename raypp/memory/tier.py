@@ -44,8 +44,8 @@ _FEWER, _NO_COPIES, _OFF = 1, 2, 3
 """What is wrong, worse last: memory for two files of its own only, for no copies, for nothing."""
 _CLOSE_S = 10.0
 _MOST_FAILURES = 4
-"""With few files a snapshot waits for its copy. After so many failures in a row it waits no more:
-the ranks do without copies."""
+"""With few files a snapshot waits for its copy. After this many failures in a row it stops waiting,
+and the ranks do without copies."""
 _SHARE = 0.02
 """Share of a step's time that snapshots may cost with checkpoint.memory_every_steps: auto."""
 

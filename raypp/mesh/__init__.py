@@ -1,4 +1,4 @@
 """Ranks and coordinates, layers to stages, stages to ranks, ranks to nodes.
 
-Uses the standard library only.
+Imports neither torch nor Ray.
 """

@@ -67,8 +67,8 @@ class CurrentTokens:
 def _kept(keys_S: Tensor, key: Tensor, width: int, lowest: int) -> Tensor:
     """Returns what is not dropped, bool `[S, C]`.
 
-    An operator: the compiler does not look inside. Code that it fused with the hash would round
-    other functions otherwise, depending on what is recomputed.
+    An operator: the compiler does not look inside. If it fused code with the hash, other functions
+    would round differently, depending on what is recomputed.
 
     Args:
         keys_S: The tokens' keys, int64 `[S]`.

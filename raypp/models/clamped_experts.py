@@ -108,7 +108,7 @@ class _ClampedSwiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Returns the gradient `[N, 2F]`."""
+        """Returns the gradient `[N, 2F]` of the input, given that of the output, `[N, F]`."""
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up[..., ::2], gate_up[..., 1::2]
         low, bounded = gate.clamp(max=LIMIT), up.clamp(min=-LIMIT, max=LIMIT)

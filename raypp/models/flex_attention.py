@@ -67,7 +67,10 @@ def attend(
 
 @cache
 def _capped(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Returns the function that caps scores. The same for the same cap: it is compiled once."""
+    """Returns FlexAttention's `score_mod`, which caps one score `[]`.
+
+    The same function for the same cap, so that it is compiled once.
+    """
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return torch.tanh(score / cap) * cap
@@ -111,6 +114,9 @@ def document_mask(documents: PackedDocuments, window: int | None = None) -> Bloc
 
 
 def _listed(chosen_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many blocks of each row are chosen, and their indices: `[1, 1, N(, N)]`."""
+    """Returns, of bool `[N, N]`, how many blocks of each row are chosen, and their indices.
+
+    They are int32 `[1, 1, N]` and `[1, 1, N, N]`.
+    """
     order = chosen_NN.int().argsort(dim=-1, descending=True, stable=True)
     return chosen_NN.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]

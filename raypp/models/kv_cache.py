@@ -106,6 +106,10 @@ class _Cached:
     def _decode(
         self, index: int, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
     ) -> Tensor:
+        """Stores one token per row in layer `index`; returns its attention `[B, H, D]`.
+
+        Takes queries `[B, H, D]`, keys and values `[B, K, D]`.
+        """
         keys, values = self.cache.layers[index]
         slots = keys.shape[2]
         rows_B = torch.arange(len(self.positions), device=keys.device)
@@ -125,7 +129,7 @@ class _Cached:
         return attend_one(q_BHD, keys, values, seen_BN, rule, sinks_H)
 
     def moved(self, move: Move) -> _Cached:
-        """Returns the same: a cache lies where its rank computes."""
+        """Returns itself: a cache is already on the device of its rank."""
         return self
 
 

@@ -129,7 +129,7 @@ class Attention(nn.Module):
         return q, k, v.contiguous()
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalises queries and keys over the last dim, if this family does."""
+        """Normalises queries and keys `[..., width]` over the last dim, if this family does."""
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)

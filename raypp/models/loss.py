@@ -1,9 +1,9 @@
 """The loss: a sum over tokens, divided once by the global number of tokens.
 
-`projected_loss_sum` computes it from the final norm's output. A microbatch with few logits goes
-through `token_loss_sum`, the reference. One with many is cut into chunks of tokens, and no more
-than one chunk's logits exist at a time. The forward then also computes the gradients: each chunk's
-logits are used for everything that needs them and dropped.
+`raypp.models.stage` computes it from the final norm's output. A microbatch with few logits goes
+through `token_loss_sum`, the reference. One with many goes through `loss_sum_in_chunks`: it is cut
+into chunks of tokens, and no more than one chunk's logits exist at a time. The forward then also
+computes the gradients: each chunk's logits are used for everything that needs them and dropped.
 
 Legend: B rows, T tokens, S = B · T, s tokens of a chunk, C hidden size, V vocabulary.
 """
@@ -117,7 +117,10 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        """Multiplies in place: a copy would be as large as the projection. Runs once."""
+        """Returns the gradient `[...]` of `at`, given that of the value, `[]`. Runs once.
+
+        Multiplies in place: a copy would be as large as the projection.
+        """
         (gradient,) = ctx.saved_tensors
         return gradient.mul_(upstream.to(gradient.dtype)).view(ctx.shape), None, None
 
@@ -129,7 +132,7 @@ class _Later(torch.autograd.Function):
     def forward(
         ctx: Any, weight_VC: Tensor, value: Tensor, x_SC: Tensor, labels_S: Tensor, cap: float | None
     ) -> Tensor:
-        """Returns `value`, `[]`."""
+        """Returns `value`, `[]`; keeps `[V, C]`, `[S, C]` and the labels `[S]` for the backward."""
         ctx.cap = cap
         ctx.save_for_backward(weight_VC, x_SC, labels_S)
         return value.clone()
@@ -178,7 +181,7 @@ def _over_chunks(
 
 
 def _logit_gradients(logs_sV: Tensor, labels_s: Tensor) -> Tensor:
-    """Turns log-probabilities `[s, V]` into the gradients of the logits, in place."""
+    """Turns log-probabilities `[s, V]` into gradients of the logits, in place; labels `[s]`."""
     labelled_s1 = (labels_s != IGNORED).unsqueeze(1)
     ones_s1 = labelled_s1.to(logs_sV.dtype)
     errors_sV = logs_sV.exp_().mul_(ones_s1)
@@ -186,7 +189,10 @@ def _logit_gradients(logs_sV: Tensor, labels_s: Tensor) -> Tensor:
 
 
 def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bool) -> None:
-    """Adds errorsᵀ · x to a sum in fp32 or wider, or sets it if this is the first chunk."""
+    """Adds errorsᵀ · x, of `[s, V]` and `[s, C]`, to a sum `[V, C]` in fp32 or wider.
+
+    Sets the sum if this is the first chunk.
+    """
     if errors_sV.dtype == total_VC.dtype:
         total_VC.addmm_(errors_sV.t(), x_sC, beta=0 if first else 1)
         return

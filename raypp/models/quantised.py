@@ -2,8 +2,8 @@
 
 A forward and a backward each dequantise the matrix for their product and drop it. The backward
 gives the gradient of the input only. The bytes are a parameter that never requires a gradient, with
-the global name of the matrix; so FSDP shards and gathers them like any weight, and spreads of
-experts cut them like any stack.
+the global name of the matrix; so FSDP shards and gathers them like any weight, and expert
+parallelism cuts them like any stack.
 
 Both products are operators of torch: the compiler does not look inside, so their bits do not depend
 on `train.compile`, and selective recomputation keeps their results.
@@ -69,7 +69,10 @@ class Format:
 
 @torch.library.custom_op("raypp::quantised_product", mutates_args=())
 def _product(x: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    """Returns x · Wᵀ, `[..., O]`, of x `[..., C]` and the bytes of W `[O, C]`, or of Wᵀ."""
+    """Returns x · Wᵀ, `[..., O]`, of x `[..., C]`.
+
+    The bytes are those of W, `[O, R]`, or of Wᵀ, `[C, R]`.
+    """
     return F.linear(x, _dequantised(stored, base, width, transposed, x.dtype))
 
 
@@ -79,14 +82,17 @@ def _(x: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Ten
 
 
 def _dequantised(stored: Tensor, base: str, width: int, transposed: bool, dtype: torch.dtype) -> Tensor:
-    """Returns W, `[..., O, C]`."""
+    """Returns W, `[..., O, C]`, of its bytes `[..., O, R]`, or of those of Wᵀ, `[..., C, R]`."""
     rows = dequantise_rows(stored, cast(Base, base), width, dtype)
     return rows.mT if transposed else rows
 
 
 @torch.library.custom_op("raypp::quantised_product_backward", mutates_args=())
 def _product_backward(gradient: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    """Returns gradient · W, `[..., C]`, of the gradient `[..., O]` and the bytes of W, or of Wᵀ."""
+    """Returns gradient · W, `[..., C]`, of the gradient `[..., O]`.
+
+    The bytes are as for `_product`.
+    """
     return gradient @ _dequantised(stored, base, width, transposed, gradient.dtype)
 
 
@@ -96,11 +102,13 @@ def _(gradient: Tensor, stored: Tensor, base: str, width: int, transposed: bool)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str, int, bool], output: Tensor) -> None:
+    """Keeps the bytes of `_product`'s matrix, `[O, R]` or `[C, R]`, for the backward."""
     _, stored, ctx.base, ctx.width, ctx.transposed = inputs
     ctx.save_for_backward(stored)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    """Returns the gradient `[..., C]` of the input, given that of the output, `[..., O]`."""
     (stored,) = ctx.saved_tensors
     return _product_backward(gradient, stored, ctx.base, ctx.width, ctx.transposed), None, None, None, None
 
@@ -126,7 +134,10 @@ def _(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transpo
 def _grouped_backward(
     gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool
 ) -> Tensor:
-    """Returns the gradient `[N, C]` of the rows."""
+    """Returns the gradient `[N, C]` of the rows, given that of the output, `[N, O]`.
+
+    The bytes are as for `_grouped`.
+    """
     # An expanded gradient (of a sum) has strides that the kernel refuses.
     matrices = _dequantised(stored, base, width, transposed, gradient.dtype)
     return F.grouped_mm(gradient.contiguous(), matrices, offs=ends)
@@ -138,11 +149,13 @@ def _(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, tra
 
 
 def _keep_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str, int, bool], output: Tensor) -> None:
+    """Keeps the bytes of `_grouped`'s stack, `[E, O, R]` or `[E, C, R]`, and its ends, `[E]`."""
     _, stored, ends, ctx.base, ctx.width, ctx.transposed = inputs
     ctx.save_for_backward(stored, ends)
 
 
 def _backward_grouped(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    """Returns the gradient `[N, C]` of the rows, given that of the output, `[N, O]`."""
     stored, ends = ctx.saved_tensors
     found = _grouped_backward(gradient, stored, ends, ctx.base, ctx.width, ctx.transposed)
     return found, None, None, None, None, None

@@ -78,22 +78,26 @@ def dequantise_rows(bytes_MR: Tensor, base: Base, width: int, dtype: torch.dtype
 
 
 def _rows_at_a_time(matrix_MC: Tensor) -> int:
+    """Returns the rows of `[M, C]` that are converted at a time."""
     return max(1, (_CHUNK_ON_CUDA if matrix_MC.is_cuda else _CHUNK) // matrix_MC.shape[1])
 
 
 def _to_int8(rows_MC: Tensor, out_MR: Tensor) -> None:
+    """Writes fp32 weights `[M, C]` as int8 bytes, uint8 `[M, R]`."""
     scale_M1 = _largest(rows_MC) / 127
     codes_MC = (rows_MC / scale_M1.clamp(min=_TINY)).round_().clamp_(-127, 127).to(torch.int8)
     torch.cat((codes_MC.view(torch.uint8), scale_M1.view(torch.uint8)), dim=1, out=out_MR)
 
 
 def _from_int8(bytes_MR: Tensor, out_MC: Tensor) -> None:
+    """Writes int8 bytes, uint8 `[M, R]`, as weights `[M, C]`."""
     width = out_MC.shape[1]
     codes_MC = bytes_MR[:, :width].view(torch.int8)
     torch.mul(codes_MC, _fp32(bytes_MR[:, width:]), out=out_MC)
 
 
 def _to_nf4(rows_MC: Tensor, out_MR: Tensor) -> None:
+    """Writes fp32 weights `[M, C]` as nf4 bytes, uint8 `[M, R]`."""
     rows, width = rows_MC.shape
     blocks_MK64 = rows_MC.view(rows, -1, BLOCK)
     scales_MK = _largest(blocks_MK64).squeeze(-1)
@@ -107,6 +111,7 @@ def _to_nf4(rows_MC: Tensor, out_MR: Tensor) -> None:
 
 
 def _from_nf4(bytes_MR: Tensor, out_MC: Tensor) -> None:
+    """Writes nf4 bytes, uint8 `[M, R]`, as weights `[M, C]`."""
     rows, width = out_MC.shape
     pairs, k_MK, step = torch.split(bytes_MR, [width // 2, width // BLOCK, 4], dim=1)
     k_MK = k_MK.to(torch.float32)
@@ -117,7 +122,7 @@ def _from_nf4(bytes_MR: Tensor, out_MC: Tensor) -> None:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """Returns the largest magnitude along the last dim, `[..., 1]`."""
+    """Returns the largest magnitude of `[..., n]` along the last dim, `[..., 1]`."""
     found = values.abs().amax(-1, keepdim=True)
     if not bool(found.isfinite().all()):
         raise ValueError("a weight is not a finite number")
@@ -125,12 +130,13 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def _fp32(bytes_M4: Tensor) -> Tensor:
-    """Returns the fp32 numbers `[M, 1]` of four bytes each."""
+    """Returns the fp32 numbers `[M, 1]` of four bytes each, uint8 `[M, 4]`."""
     return bytes_M4.contiguous().view(torch.float32)
 
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device) -> Tensor:
+    """Returns the values of 4-bit NormalFloat, fp32 `[16]`."""
     return torch.tensor(NF4, dtype=torch.float32, device=device)
 
 

@@ -64,6 +64,7 @@ def rotated(x_SHD: Tensor, table: Table | None) -> Tensor:
 
 
 def _rotate(x_SHR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates all dims of `[S, H, R]` by cosines and sines `[S, 1, R]`."""
     low, high = x_SHR.chunk(2, dim=-1)
     return x_SHR * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -83,7 +84,10 @@ def attention_factor(scaling: RopeOptions) -> float:
 
 
 def _scaled(exponents: Tensor, rotary: Rotary, scaling: RopeOptions) -> Tensor:
-    """Returns the frequencies `[R / 2]` of a kind that does not depend on documents."""
+    """Returns the frequencies `[R / 2]`, given the exponents of the base, `[R / 2]`.
+
+    For kinds that do not depend on the lengths of documents.
+    """
     plain = 1.0 / rotary.theta**exponents
     factor = scaling.factor or 1.0
     if scaling.kind == "linear":
@@ -93,7 +97,10 @@ def _scaled(exponents: Tensor, rotary: Rotary, scaling: RopeOptions) -> Tensor:
 
 
 def _yarn_kept(plain: Tensor, rotary: Rotary, scaling: RopeOptions) -> Tensor:
-    """Returns how much of each frequency stays, 0 to 1: a ramp over the index (YaRN, 3.2)."""
+    """Returns how much of each frequency stays, `[R / 2]`, 0 to 1: a ramp over the index.
+
+    YaRN (arXiv:2309.00071), section 3.2.
+    """
     context = scaling.original_context or 1
 
     def index_of(turns: float) -> float:
@@ -109,14 +116,17 @@ def _yarn_kept(plain: Tensor, rotary: Rotary, scaling: RopeOptions) -> Tensor:
 
 
 def _llama3_kept(plain: Tensor, scaling: RopeOptions) -> Tensor:
-    """Returns how much of each frequency stays, 0 to 1: a ramp over turns in the context."""
+    """Returns how much of each frequency stays, `[R / 2]`, 0 to 1: a ramp over its turns."""
     context, low, high = scaling.original_context or 1, scaling.low_freq_factor or 1, scaling.high_freq_factor or 4
     turns = context / (2 * math.pi / plain)
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
 def _by_length(lengths_S1: Tensor, exponents: Tensor, rotary: Rotary, scaling: RopeOptions) -> Tensor:
-    """Returns the frequencies `[S, R / 2]` of tokens in documents of int64 `[S, 1]` tokens."""
+    """Returns the frequencies `[S, R / 2]` of tokens in documents of int64 `[S, 1]` tokens.
+
+    The exponents of the base are `[R / 2]`.
+    """
     context = scaling.original_context or 1
     if scaling.kind == "longrope":
         # Copied without waiting for the device.

@@ -168,6 +168,26 @@ class DecoderStage(nn.Module):
         yield from self.model.layers.items()
 
 
+def computes_loss(stage: nn.Module) -> bool:
+    """Whether a last stage takes `targets` and returns the loss, as a user's own module may."""
+    return bool(getattr(stage, "computes_loss", False))
+
+
+def return_logits(stage: nn.Module) -> None:
+    """Makes a last stage return logits, whether it could compute the loss or not."""
+    stage.computes_loss = False  # type: ignore[assignment]
+
+
+def tied_copies(stage: nn.Module) -> frozenset[str]:
+    """Returns the names of a stage's tied parameters that another stage counts and saves."""
+    return frozenset(getattr(stage, "tied_copies", ()))
+
+
+def holds_both_ends(stage: nn.Module) -> bool:
+    """Whether a stage is the whole model."""
+    return bool(getattr(stage, "holds_both_ends", False))
+
+
 def build_decoder(options: DecoderOptions, layers: range, first: bool, last: bool) -> nn.Module:
     """Builds a stage of a family in `raypp/families/` from that family's layers."""
     return DecoderStage(options, layers, first, last, FAMILIES[options.kind].layer)

@@ -1,8 +1,8 @@
 """Attention by torch's variable-length flash kernels: one call for all documents of a microbatch.
 
 CUDA only. FlashAttention 3 is the same calls: torch puts its kernels in place of its own. The
-kernels take fewer key/value heads than query heads in torch 2.11 and 2.13; only the latter's public
-function asks for it to be said.
+kernels take fewer key/value heads than query heads in torch 2.11 and 2.13; only the public function
+of 2.13 has an argument for it.
 
 Legend: S tokens of a microbatch, Q queries, N keys, H query heads, K key/value heads, D head width.
 """

@@ -19,7 +19,7 @@ from raypp.storage import AlreadyExists, NotFound, ObjectInfo, ObjectStore
 _PART = re.compile(r"(?P<writer>[^/]+)-(?P<number>[0-9]{5,18})\.jsonl")
 _READ_BYTES = 1 << 20
 LONGEST_LINE = 4 << 20
-"""Bytes; what is longer is no record."""
+"""Bytes; a longer line is not a record."""
 
 
 class PartWriter:

@@ -120,7 +120,7 @@ def _decode(shape: type[_Record], line: bytes) -> _Record:
         ValueError: It is not of this shape.
     """
     if b"\\ud" in line:
-        # Half of a surrogate pair stands for a byte that is no text; it becomes a question mark.
+        # Half of a surrogate pair stands for a byte that is not text; it becomes a question mark.
         try:
             line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace")
         except RecursionError as error:

@@ -1,4 +1,4 @@
-"""How much slower a trace's passes were after waits: what a prediction from its times must know."""
+"""How much slower a trace's passes are after waits, for predictions from its times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypp.schedules.slow_starts import SlowStart, SlowStarts
 _BINS = (0.001, 0.005, 0.02, 0.1)
 """Waits are grouped by these lengths. After a shorter one than the first, a core did not sleep."""
 _ENOUGH = 3
-"""Passes without which a median says nothing."""
+"""Fewest passes from which a median is meaningful."""
 _NOTICED = 0.03
 """A pass that is slower by less is at full speed."""
 

@@ -34,6 +34,12 @@ SILENT_AFTER_S = 18 * HEARTBEAT_S
 """Silence after which a run counts as failed if its controller's state is unknown."""
 
 
+LOST = frozenset({"dead", "gone"})
+"""States of ranks whose process has ended before its work was done."""
+ENDED = LOST | {"done"}
+"""States of ranks that no process has any more."""
+
+
 @dataclass(frozen=True)
 class RankStatus:
     """One rank as its supervisor sees it.

@@ -144,7 +144,7 @@ def read_trace(store: ObjectStore, run: str, place: TracePlace, ranks: Iterable[
 
 def _read(store: ObjectStore, key: str) -> RankTrace:
     data = store.get(key, 0, _BOUNDS.size + 1)
-    fix = "it is no trace that raypp wrote; remove it and record another"
+    fix = "it is not a trace that raypp wrote; remove it and record another"
     return parse_as(
         RankTrace, data, f"{store.url}/{key}", _BOUNDS, CheckpointError, fix, kind="a trace", unknown="ignore"
     )

@@ -198,7 +198,7 @@ def predicted(
     Where passes after waits were slower than those in a row, so they are in the simulation.
 
     Returns:
-        None if the trace lacks actions, or they are no program that can run.
+        None if the trace lacks actions, or they do not form a program that can run.
     """
     program: dict[int, list[Action]] = {}
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)

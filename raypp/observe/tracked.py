@@ -36,7 +36,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """A library's curves of one run. Used by one thread of a process of its own.
 
-    Any method may raise: the tracker is then stopped, and the run told why.
+    Any method may raise: the tracker is then stopped, and the reason reported to the run.
 
     Attributes:
         where: Where a user finds the curves, or the command that shows them.

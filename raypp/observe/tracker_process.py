@@ -35,7 +35,7 @@ class TrackerProcess:
     Args:
         setup: kind, options, run, url (of the store), job, and patience_s, after which a call that
             has not returned is given up.
-        answer: Called with what the run is told: {"where": …} or {"error": …}.
+        answer: Called with each answer to the run: {"where": …} or {"error": …}.
     """
 
     def __init__(self, setup: dict[str, Any], answer: Any) -> None:
@@ -159,7 +159,7 @@ class FolderCopy:
     def _repeat(self) -> None:
         while True:
             time.sleep(_COPY_S)
-            with contextlib.suppress(RayppError, OSError):  # the next round tries again, the last one tells
+            with contextlib.suppress(RayppError, OSError):  # the next round tries again; the last one reports the error
                 self._round()
 
     def _round(self) -> None:
@@ -176,8 +176,8 @@ class FolderCopy:
 
 
 def identity(store: ObjectStore, run: str) -> str:
-    """Returns the id of a run for trackers: the same in every life of it, and another one if a run
-    of that name was deleted and begun anew."""
+    """Returns the id of a run for trackers: the same in every life of it, but different if a run of
+    that name was deleted and started again."""
     key = f"{run}/trackers/id"
     with contextlib.suppress(AlreadyExists):
         store.put(key, f"{run[:40]}-{secrets.token_hex(4)}".encode(), if_absent=True)

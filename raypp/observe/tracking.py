@@ -78,7 +78,7 @@ class Trackers:
     def _give(self, line: bytes) -> None:
         with self._lock:
             if self._feeds is None:
-                self._feeds = []  # first: what follows tells events, which come back here
+                self._feeds = []  # first: what follows reports events, which come back here
                 self._feeds = [self._feed(tracker) for tracker in self._job.observe.trackers]
             feeds = self._feeds
         if line:
@@ -171,7 +171,7 @@ class _Feed:
             self._stop(error or f"its process ended with exit code {code}")
 
     def _stop(self, why: str) -> None:
-        """Gives the tracker up, and tells so, once."""
+        """Gives the tracker up, and reports that once."""
         with self._lock:
             if self._over:
                 return
@@ -181,7 +181,7 @@ class _Feed:
             _kill(process)
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
-        self._tell(Event("tracker_stopped", f"tracker {self._kind}: {why}: stopped; the run goes on"))
+        self._tell(Event("tracker_stopped", f"tracker {self._kind}: {why}: stopped; the run continues"))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

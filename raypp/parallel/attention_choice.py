@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, in_words
 from raypp.models.attention import PLAIN, packed_attention
 from raypp.models.attention_kernel import AttentionKernel, Segments
 from raypp.models.documents import PackedDocuments
@@ -161,7 +161,7 @@ def choose_attention(job: Job, device: torch.device) -> AttentionChoice:
                 if name == "plain":
                     raise
                 failed.append(name)
-                reason = f"it failed on a small example: {type(error).__name__}: {error}"
+                reason = f"it failed on a small example: {in_words(error)}"
             else:
                 return AttentionChoice(kernel, setting, against, tuple(failed))
         against[name] = reason

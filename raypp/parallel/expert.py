@@ -129,9 +129,9 @@ class ExpertExchange:
         return returned
 
     def _agree(self, counts_E: Tensor) -> _Sizes:
-        """Exchanges row counts, and reads them: the layer's only wait of the host for the device.
+        """Exchanges row counts, int64 `[E]`, and reads them on the host.
 
-        Collective over the group.
+        This is the layer's only wait of the host for the device. Collective over the group.
         """
         ranks = self.group.size()
         sent_RE = counts_E.view(ranks, -1)

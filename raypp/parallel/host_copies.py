@@ -87,10 +87,11 @@ class HostMemory:
             size = tensor.numel() * tensor.element_size()
             ends.append((end, end + size))
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        data = self._bytes(max(1, end))
+        data = self.allocate(max(1, end))
         return [data[a:b].view(tensor.dtype).view(tensor.shape) for (a, b), tensor in zip(ends, tensors, strict=True)]
 
-    def _bytes(self, size: int) -> Tensor:
+    def allocate(self, size: int) -> Tensor:
+        """Allocates an uninitialised uint8 tensor `[size]`."""
         if not self._cuda:
             return torch.empty(size, dtype=torch.uint8)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -99,7 +100,7 @@ class HostMemory:
         if int(error) == 0:
             self._registered.append(data.data_ptr())
         else:
-            log.warning("cannot page-lock %d bytes (CUDA error %d): offloading takes longer", size, int(error))
+            log.warning("cannot page-lock %d bytes (CUDA error %d): copies take longer", size, int(error))
         return data
 
     def close(self) -> None:

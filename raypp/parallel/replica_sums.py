@@ -80,6 +80,12 @@ class Residuals:
     parts: dict[str, DTensor]
 
 
+def residuals_of(stage: nn.Module) -> Residuals | None:
+    """Returns a stage's residuals of int8 sums; None if its sums are exact."""
+    held: Residuals | None = getattr(stage, "replica_residuals", None)
+    return held
+
+
 class ReplicaSums(SumsUnderWay):
     """The sums over replicas of one stage, in place of FSDP's all-reduce.
 
@@ -106,7 +112,7 @@ class ReplicaSums(SumsUnderWay):
     def allocate(self, stage: nn.Module) -> None:
         """Allocates the residuals of int8 sums, as zeros, once the weights have memory.
 
-        The stage then has them as `replica_residuals`, where checkpoints look for them.
+        `residuals_of` then finds them: they are part of a checkpoint.
         """
         if not self.int8:
             return
@@ -132,6 +138,7 @@ class ReplicaSums(SumsUnderWay):
         return start
 
     def _in_int8(self, flat: _Flat, gradient: Tensor) -> _UnderWay:
+        """Starts the int8 sum of a flat gradient `[N]`. Collective over the replicas."""
         if flat.residual is None or flat.residual.numel() != gradient.numel():
             expected = 0 if flat.residual is None else flat.residual.numel()
             raise RuntimeError(f"FSDP reduces {gradient.numel()} numbers, but there are residuals of {expected}")
@@ -161,6 +168,7 @@ class ReplicaSums(SumsUnderWay):
 
 
 def _exact(flat: _Flat, gradient: Tensor) -> _UnderWay:
+    """Starts the exact sum of a flat gradient `[N]`. Collective over the replicas."""
     work = dist.all_reduce(gradient, group=flat.group, async_op=True)
     assert work is not None
     return _UnderWay(work, gradient)

@@ -33,7 +33,9 @@ def fill_wide_gradients(stages: Iterable[nn.Module]) -> None:
 
 
 def round_gradient(parameter: Tensor) -> None:
-    """Rounds a wide gradient to its parameter's dtype in place, once the sum is complete.
+    """Rounds the wide gradient of a parameter `[...]` to the parameter's dtype, in place.
+
+    Call it once the sum is complete.
 
     So a weight has the same gradient with and without FSDP, up to the order of the sum.
     """

@@ -1,4 +1,4 @@
-"""Records when a rank's actions began and ended, for the steps that somebody asked to see."""
+"""Records when a rank's actions begin and end, for the steps that the operator asked to trace."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from raypp.schedules.action import Kind
 _Key = tuple[Kind, int, bool]
 """The action's kind and stage, and whether its message was timed."""
 _ENOUGH = 8
-"""Times of one kind from which a spread is told."""
+"""Fewest times of one kind from which a spread is computed."""
 
 
 class ActionClock:

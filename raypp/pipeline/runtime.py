@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
+from raypp.models.stage import computes_loss
 from raypp.parallel.late_sums import reduce_within_backward
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
@@ -345,7 +346,7 @@ class ProgramRuntime:
             self._await((Computation.RECV_F, stage.stage_index, microbatch))
         arguments = (self._inputs[microbatch],) if stage.is_first else ()
         kwargs, loss_fn = self._kwargs[microbatch], self.loss_fn if stage.is_last else None
-        own_loss = loss_fn is not None and getattr(stage.submod, "computes_loss", False)
+        own_loss = loss_fn is not None and computes_loss(stage.submod)
         if own_loss:
             kwargs = {**kwargs, "targets": Targets(self._targets[microbatch], self._backward_next)}
         with self._timed("F", stage), self._moved(stage, microbatch):

@@ -1,4 +1,4 @@
 """Predicts a job's costs before it runs, and resolves the choices a job file leaves open.
 
-Standard library only.
+Imports neither torch nor Ray.
 """

@@ -1,4 +1,4 @@
-"""What forwards keep for their backwards, and what a backward needs meanwhile, per token.
+"""What forwards keep for their backwards, and what a backward needs while it runs, per token.
 
 The counts are those of the tensors that autograd saves in the layers of `raypp/models`
 (`tests/unit/planning/test_activations.py` counts them in a real layer). The method is that of
@@ -18,7 +18,7 @@ from typing import Literal
 from raypp.planning.end_weights import activation_bytes
 from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
-from raypp.spec.families import FAMILIES, family_of, layer_rotary
+from raypp.spec.families import counted_family, layer_rotary
 from raypp.spec.job import Job
 from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions
@@ -72,7 +72,7 @@ def _widths(job: Job) -> _Widths:
 def _normed(model: DecoderOptions) -> int:
     """Returns the widths of what the norms of a layer take."""
     known = {"q_norm": model.num_heads * model.dim_per_head, "k_norm": model.kv_heads * model.dim_per_head}
-    family = family_of(model) or FAMILIES["llama"]
+    family = counted_family(model)
     norms = {weight.name.rpartition(".")[0] for weight in family.weights(model, 0) if weight.part == "norm"}
     return sum(known.get(name.rpartition(".")[2], model.hidden_size) for name in norms)
 
@@ -80,7 +80,7 @@ def _normed(model: DecoderOptions) -> int:
 @lru_cache(maxsize=64)
 def _gated(model: DecoderOptions) -> bool:
     """Returns whether feed-forward blocks multiply two projections of what they take."""
-    family = family_of(model) or FAMILIES["llama"]
+    family = counted_family(model)
     blocks = [weight for weight in family.weights(model, 0) if weight.part == "feed_forward" and len(weight.shape) > 1]
     inner = sum(weight.shape[1] for weight in blocks if weight.residual)
     return sum(weight.shape[0] for weight in blocks if not weight.residual) > inner

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 _SHARED = 0.7
 """Of the time that the messages of a node's channels need one after the other: if all of them at
-once need this much, they share a card. Two that share nothing need half of it, more need less."""
+once need this much, they share a card. Two channels that share nothing need half of it, more
+channels need less."""
 
 
 def cards_of_nodes(rank_of_stage: Sequence[int], nodes: Sequence[int]) -> list[int | None] | None:
@@ -31,10 +32,10 @@ def cards_and_links(
 
     They are `StageTimes.cards` and `StageTimes.link`, as messages show them. While all channels are
     in use, a card that a node shares among its channels to other nodes needs the times of all their
-    messages together. TCP's shares are not equal, so the slowest channel tells: it ends when the
-    card is done. If it ends much earlier, the node has a card for each neighbour. If it ends later,
-    the card carries less in total than with one message, and all its messages take that much
-    longer.
+    messages together. TCP does not share a card equally, so the slowest channel is what counts: it
+    ends when the card is done. If it ends much earlier, the node has a card for each neighbour. If
+    it ends later, the card carries less in total than with one message, and all its messages take
+    that much longer.
 
     Args:
         rank_of_stage: Pipeline rank of every stage.

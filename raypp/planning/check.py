@@ -200,7 +200,7 @@ def _blocks(job: Job) -> Iterator[Problem]:
         by_rows, columns = len(stack.shape) > 1 and stack.shape[0] % rest == 0, stack.shape[-1]
         if stack.trained and not by_rows and columns % (rest * BLOCK):
             what = f"8bit needs whole blocks of {BLOCK} values on each rank, but the {rest} ranks that share an expert "
-            what += f"would cut {stack.name} into parts of {columns} columns that are no such blocks ({_widths(model)})"
+            what += f"would cut {stack.name} into parts of {columns} columns, not whole blocks ({_widths(model)})"
             yield Problem("train.optimizer.state", what, f"use mesh.ep {job.mesh.fsdp * job.mesh.cp}, or state: fp32")
             return
 

@@ -74,7 +74,7 @@ DEVICES = {
 def device_named(name: str) -> Device:
     """Returns a kind of device by the name that a user gave.
 
-    Case, spaces and the maker's words do not count: `RTX 4090`, `4090`; `a100` is the one of 80 GB.
+    Ignores case, spaces and the vendor's words (`RTX 4090`, `4090`); `a100` is the one with 80 GB.
 
     Raises:
         JobError: There is no such device; names the closest.
@@ -97,7 +97,7 @@ class Part:
 
 
 SLOW = 0.05
-"""A pass after a wait that takes this fraction longer is worth saying."""
+"""A pass after a wait is mentioned if it takes this fraction longer."""
 NUMBERS = ("optimizer_s", "step_s", "copy_s", "gather_s", "sum_s", "input_share", "weight_share")
 """The costs that are plain numbers. The others are parts."""
 _SHOWN, _MOST_WAITS = 8, 64

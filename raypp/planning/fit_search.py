@@ -163,8 +163,8 @@ class _Search:
     def _on_shape(self, shaped: Job, shape: Changes) -> list[Proposal]:
         """Returns the smallest sets of levers with which a mesh fits.
 
-        If the strongest levels together need too much, and also without any one of them (which is
-        tried where they need little too much), the mesh is given up.
+        If the strongest levels together need too much, the mesh is given up, unless they are close
+        to the limit and fit with one of them left out.
         """
         levels = [[{}, *self._levels(lever, shaped)] for lever in self._levers]
         strongest = tuple(len(one) - 1 for one in levels)

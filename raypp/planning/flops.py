@@ -4,7 +4,7 @@ A product with a matrix costs 2 FLOPs per weight and token in the forward, and t
 backward (PaLM, arXiv:2204.02311, appendix B). Causal attention over T tokens reads T/2 keys on
 average: scores and values together cost 2 · 2 · heads · head width · T/2 per token. With a window
 of W < T tokens a query reads W · (1 - W / 2T) keys. Norms,
-activations and the softmax are counted in bytes (`weights.py`).
+activations and the softmax are counted in bytes (`end_weights.py`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A step consists of reading and agreeing, gathering weights, the schedule (simulated with the times
 of each stage and boundary), reducing gradients, and the update. Work that overlaps with the
 schedule is counted as if it did not, except for messages between stages, which the simulator
-overlaps with compute, for sums over replicas (`planning.replica_sums`), and for what is offloaded:
-a stage takes as long as the slower of the two.
+overlaps with compute, for sums over replicas (`planning.replica_sum_costs`), and for what is
+offloaded: a stage takes as long as the slower of the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
-from raypp.planning.replica_sums import ReplicaSums, replica_sums
+from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.traffic import (
     MOST_LISTED,
@@ -40,7 +40,7 @@ from raypp.planning.traffic import (
     nodes_of_pipeline,
     of_pipeline_rank,
 )
-from raypp.schedules.simulate import StageTimes, Timeline
+from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.schedules.slow_starts import SlowStarts
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
@@ -113,7 +113,6 @@ def forecast(
     mesh, pipeline, kind = Mesh.of(job.mesh), pipeline or resolve_pipeline(job), kind or memory_kind(job)
     seats = machines.seats(mesh)
     cut, placement, holder = pipeline.cut, pipeline.stages_of_rank, pipeline.rank_of_stage
-    microbatches = pipeline.microbatches
     size = message_bytes(job)
     borders = [border_between(mesh, seats, machines, upper, lower, size) for upper, lower in pairwise(holder)]
     slowest_of = [min(node.speed for node in of_pipeline_rank(mesh, seats, rank)) for rank in range(job.mesh.pp)]
@@ -123,41 +122,27 @@ def forecast(
     if not apart:
         times = replace(times, cards=cards_of_nodes(holder, nodes_of_pipeline(mesh, seats)))
 
-    lookahead = job.pipeline.lookahead
-    if lookahead == "auto":
-        room = _most_in_flight(job, cut, placement, device_memory, kind) if device_memory else None
-        best = best_depth(depths(pipeline.simulator, microbatches, times, room))
-        lookahead, simulator, timeline = best.lookahead, best.simulator, best.timeline
-    else:
-        simulator = pipeline.simulator(lookahead)
-        timeline = simulator.run(times)
+    lookahead, simulator, timeline = _simulated(job, pipeline, times, device_memory, kind)
     free = simulator.run(replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
     situations, waiting = simulator.situations, simulator.waiting
     memory = tuple(
         rank_memory(job, stages, cut, situations[rank], waiting[rank], kind) for rank, stages in enumerate(placement)
     )
 
-    parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
-    trained = max(sum(stage_trained(job, stage, cut)[0] for stage in stages) for stages in placement)
-    slowest = min(node.speed for node in seats)
-    sent = collectives(job, machines, mesh, seats, max(parameters), trained)
-    copied = _copies(job, costs, max(parameters), trained)
-    unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
+    unshard, reduce, optimizer = _outside_schedule(job, machines, mesh, seats, costs, pipeline, kind)
     between = link_of_replicas(machines, mesh, seats)
     summed = replica_sums(job, pipeline, timeline, between, [border.seconds for border in borders], kind)
-    share = job.mesh.fsdp * job.mesh.cp
     parts = {
         "other": costs.step_s,
         "unshard": unshard,
         "pipeline": timeline.makespan,
         "reduce": reduce + (summed.exposed_s if summed is not None else 0.0),
-        "optimizer": costs.optimizer_s * trained / share / slowest
-        + _state_copies(job, machines, costs, pipeline, kind),
+        "optimizer": optimizer,
     }
     step_s = sum(parts.values())
     tokens = job.rows_per_step * job.data.seq_len
     busy = tuple(timeline.busy)
-    used, cables = link_uses(machines, borders, simulator, times, timeline, microbatches, size, step_s)
+    used, cables = link_uses(machines, borders, simulator, times, timeline, pipeline.microbatches, size, step_s)
     return Forecast(
         step_s=step_s,
         tokens_per_s=tokens / step_s,
@@ -179,6 +164,40 @@ def forecast(
         ),
         replica_sums=summed,
     )
+
+
+def _simulated(
+    job: Job, pipeline: ResolvedPipeline, times: StageTimes, device_memory: int, kind: Kind
+) -> tuple[int, Simulator, Timeline]:
+    """Returns the lookahead, chosen where the job leaves it open, its simulator, and a step."""
+    lookahead = job.pipeline.lookahead
+    if lookahead != "auto":
+        simulator = pipeline.simulator(lookahead)
+        return lookahead, simulator, simulator.run(times)
+    room = _most_in_flight(job, pipeline.cut, pipeline.stages_of_rank, device_memory, kind) if device_memory else None
+    best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, room))
+    return best.lookahead, best.simulator, best.timeline
+
+
+def _outside_schedule(
+    job: Job,
+    machines: Machines,
+    mesh: Mesh,
+    seats: Sequence[Node],
+    costs: Costs,
+    pipeline: ResolvedPipeline,
+    kind: Kind,
+) -> tuple[float, float, float]:
+    """Returns seconds of the gathers of weights, of the sums of gradients, and of the update."""
+    cut, placement = pipeline.cut, pipeline.stages_of_rank
+    parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
+    trained = max(sum(stage_trained(job, stage, cut)[0] for stage in stages) for stages in placement)
+    slowest = min(node.speed for node in seats)
+    sent = collectives(job, machines, mesh, seats, max(parameters), trained)
+    copied = _copies(job, costs, max(parameters), trained)
+    unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
+    update = costs.optimizer_s * trained / (job.mesh.fsdp * job.mesh.cp) / slowest
+    return unshard, reduce, update + _state_copies(job, machines, costs, pipeline, kind)
 
 
 def _stage_times(

@@ -24,7 +24,7 @@ from raypp.planning.choices import WireKind, wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
-from raypp.planning.quantised import base_bytes, product_bytes
+from raypp.planning.quantised_base import base_bytes, product_bytes
 from raypp.planning.sizes import sizes_of
 from raypp.planning.stored_bytes import gradient_bytes, state_bytes, update_bytes, weight_bytes
 from raypp.schedules.action import Action

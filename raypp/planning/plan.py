@@ -212,7 +212,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
 
 
 def _backwards_remark(pipeline: ResolvedPipeline) -> str:
-    """Says it if a schedule that splits backwards runs whole ones; else an empty string."""
+    """Returns a remark if a schedule that splits backwards runs whole ones; else ""."""
     if not pipeline.whole_backwards or not splits_backward(build_program(pipeline.schedule, *pipeline.sizes)):
         return ""
     return (

@@ -9,7 +9,7 @@ from raypp.planning.activations import Kind
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
-from raypp.planning.replica_sums import ReplicaSums
+from raypp.planning.replica_sum_costs import ReplicaSums
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.planning.search import advice
 from raypp.planning.traffic import LinkUse

@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from raypp.spec.families import FAMILIES, family_of
+from raypp.spec.families import counted_family, family_of
 from raypp.spec.family import Weight, embedding, final_norm, projection
 from raypp.spec.lora import Adapter, layer_adapters
 from raypp.spec.models import DecoderOptions
@@ -135,7 +135,7 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
 
     For a user's own factory, returns those of a Llama with the same options.
     """
-    family = family_of(model) or FAMILIES["llama"]
+    family = counted_family(model)
     layers = tuple(
         with_adapters(_layer(family.weights(model, index), model), layer_adapters(model, index), model)
         for index in range(model.num_layers)

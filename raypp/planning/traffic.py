@@ -91,7 +91,8 @@ def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper:
 
 
 def nodes_of_pipeline(mesh: Mesh, seats: Sequence[Node]) -> list[int]:
-    """Returns the node of every rank of the first pipeline, as a number; the others lie alike."""
+    """Returns the node of every rank of the first pipeline, as a number; others are placed
+    alike."""
     names = [of_pipeline_rank(mesh, seats, rank)[0].name for rank in range(mesh.sizes.pp)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
@@ -127,9 +128,8 @@ def collectives(
 ) -> tuple[float, float]:
     """Returns the seconds of gathering weights and of summing gradients over shards.
 
-    Both for the slowest rank. The sums over replicas are in `planning.replica_sums`.
-
-    It has so many parameters, of which so many are trained.
+    Both for the slowest rank, which has `parameters` parameters, `trained` of them trained. The
+    sums over replicas are in `planning.replica_sum_costs`.
 
     A ring over n ranks passes (n - 1) / n of the bytes through each link. The parts that ranks on
     CPUs send each other take as long (`parallel.late_sums`; counted at a network card).

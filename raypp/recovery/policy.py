@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, in_words
 from raypp.kinds import POLICIES
 from raypp.records import RankFailure
 from raypp.spec.job import RecoverySection
@@ -84,7 +84,7 @@ def policy_of(recovery: RecoverySection) -> Policy:
     try:
         made = build(recovery)
     except Exception as error:  # it may be the user's code
-        what = f"{recovery.policy} raised {type(error).__name__}: {error}"
+        what = f"{recovery.policy} raised {in_words(error)}"
         raise JobError(Problem(_KEY, what, fix)) from error
     if not callable(getattr(made, "decide", None)):
         raise JobError(Problem(_KEY, f"{recovery.policy} returned {type(made).__name__}, which is not a policy", fix))

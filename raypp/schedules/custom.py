@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, in_words
 from raypp.kinds import ScheduleKind
 from raypp.schedules.action import Action, Program, parse_actions
 from raypp.schedules.validity import check_program
@@ -41,7 +41,7 @@ def own_schedule(kind: ScheduleKind) -> ScheduleKind:
             raise
         except Exception as error:  # user code may raise anything; report it as a problem of the job
             asked = f"pp {pp}, stages_per_rank {stages_per_rank}, microbatches {microbatches}, lookahead {lookahead}"
-            what = f"{name} raised {type(error).__name__}: {error} (called with {asked})"
+            what = f"{name} raised {in_words(error)} (called with {asked})"
             fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
             raise JobError(Problem(_KEY, what, fix)) from error
         try:

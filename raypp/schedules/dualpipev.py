@@ -29,7 +29,7 @@ def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) 
     """Builds the program of every rank. Rank r holds the stages r and 2·pp - 1 - r.
 
     It needs at least 2·pp microbatches. `lookahead` is the number of microbatches by which a rank
-    runs further ahead for each link that a result crosses before the rank goes on with it: from the
+    runs further ahead for each link that a result crosses before the rank uses it: from the
     forward of its first stage to that of its second, from there to the backward of its second, and
     from there to the backward of its first.
     """

@@ -71,7 +71,7 @@ class _Run:
         self._queued: set[int] = set()
 
     def wake(self, rank: int) -> None:
-        """Notes that a rank may be able to go on."""
+        """Notes that a rank may be able to continue."""
         if rank not in self._queued:
             self._queued.add(rank)
             self.awake.append(rank)

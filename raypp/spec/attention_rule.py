@@ -11,7 +11,7 @@ class AttentionRule:
 
     Attributes:
         window: A query sees this many tokens, itself included. None: its whole document so far.
-        soft_cap: Scores s become cap · tanh(s / cap). None: they stay.
+        soft_cap: Scores s become cap · tanh(s / cap). None: no cap.
         scale: Factor of the scores before the cap. None: head width ** -0.5.
         sinks: Each head has a learned score that takes part in the softmax and has no value.
     """

@@ -157,7 +157,7 @@ def _sync(job: Job) -> Iterator[Problem]:
         yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
     elif train.reduce_dtype == "bf16":
         what = "int8 needs gradients that are summed in fp32, but train.reduce_dtype is bf16"
-        yield Problem(key, what, "use train.reduce_dtype: fp32 (what is sent is int8 all the same), or exact")
+        yield Problem(key, what, "use train.reduce_dtype: fp32 (the messages are int8 in any case), or exact")
     if job.mesh.ep > 1:
         what = f"int8 is not available with mesh.ep {job.mesh.ep}: experts are cut along other dims than their first"
         yield Problem(key, what, "use exact, or mesh.ep: 1")
@@ -232,7 +232,7 @@ def _lora(job: Job) -> Iterator[Problem]:
 def _rope(model: DecoderOptions) -> Iterator[Problem]:
     rotary = next(filter(None, (layer_rotary(model, index) for index in range(model.num_layers))), None)
     if rotary is not None and rotary.width % 2 and model.dim_per_head % 2 == 0:
-        what = f"{rotary.width} of the {model.dim_per_head} dims of a head would be rotated; they are turned in pairs"
+        what = f"{rotary.width} of the {model.dim_per_head} dims of a head would be rotated: not an even number"
         share = math.ceil((rotary.width + 1) / model.dim_per_head * 1e4) / 1e4
         yield Problem("model.rotary_share", what, f"use {share:g}")
     if model.rope is not None and rotary is not None:

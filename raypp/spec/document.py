@@ -138,6 +138,8 @@ _SYNTAX = (
         "a key is not allowed here",
         "check the indentation and the line before (is a space missing after its colon?); quote text with a colon",
     ),
+    ("expected alphabetic or numeric character", "", "quote text that begins with * or &"),
+    ("cannot start any token", "", "quote text that begins with this character"),
     ("<stream end>", "the text ends inside a bracket or a quote", "close the bracket or quote"),
     ("could not find expected ':'", "a line without `:`", "write `key: value`, with a space after the colon"),
 )

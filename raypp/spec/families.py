@@ -43,6 +43,11 @@ def family_of(options: DecoderOptions) -> Family | None:
     return FAMILIES.get(options.kind)
 
 
+def counted_family(options: DecoderOptions) -> Family:
+    """Returns the family by whose sizes a model is planned: for a user's own factory, llama."""
+    return family_of(options) or FAMILIES["llama"]
+
+
 def layer_rotary(options: DecoderOptions, index: int) -> Rotary | None:
     """Returns what the layer with a global index rotates queries and keys by; None for nothing.
 

@@ -55,7 +55,7 @@ class PartOptions(SourceOptions):
     weight: float = Field(default=1.0, gt=0, le=limits.WIDTH)
     """Its share of the rows, relative to the other parts."""
     epochs: float | None = Field(default=None, gt=0, le=limits.COUNT)
-    """Use it at most this often; then the other parts share its rows. null: no limit."""
+    """Use it for at most this many epochs; then the other parts share its rows. null: no limit."""
     tokens: int | None = Field(default=None, ge=1, le=limits.SEED)
     """Use at most about this many tokens of it (to the end of a row). null: no limit."""
 
@@ -210,8 +210,8 @@ class OptimizerOptions(Section):
     """sgd and muon: momentum."""
     offload: bool = False
     """Keep the optimizer's state in host memory and, with precision: bf16, the fp32 weights too.
-    They pass through the device block by block in the update, which takes longer by the time of the
-    copies. The numbers do not change. On a CPU it saves nothing."""
+    The update copies them to the device and back block by block, and takes that much longer. The
+    numbers do not change. On a CPU it saves nothing."""
 
 
 class LrSchedule(Section):
@@ -243,8 +243,8 @@ class SyncOptions(Section):
 
     kind: Literal["exact", "int8"] = "exact"
     """exact: sums of the gradients as computed | int8: each replica sends its gradients in int8, a
-    quarter of the bytes with two replicas; what rounding takes away is added in the next step
-    (error feedback), and is part of checkpoints. Needs gradients that are summed in fp32."""
+    quarter of the bytes with two replicas; the rounding error is added in the next step (error
+    feedback) and is part of checkpoints. Needs gradients that are summed in fp32."""
 
 
 class TrainSection(Section):
@@ -392,7 +392,7 @@ class ResourcesSection(Section):
 
 
 class TrackerOptions(Section):
-    """A tracker to which the run's figures go, too, and its options."""
+    """A tracker that also gets the run's figures, and its options."""
 
     kind: str
     """A built-in tracker, or your own as module.path:function."""

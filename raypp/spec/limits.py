@@ -113,7 +113,7 @@ def text_problem(text: str, most: int = TEXT) -> tuple[str, str] | None:
     if "\0" in text:
         return "contains a NUL character", "remove it"
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        return "contains half of a surrogate pair, which is no character", "remove it"
+        return "contains half of a surrogate pair, which is not a character", "remove it"
     return None
 
 

@@ -14,7 +14,7 @@ _MOST_PARTS = 1000
 def check_mixture(job: Job) -> Iterator[Problem]:
     """Returns the problems of the parts with each other. Reads no file.
 
-    Whether their budgets last, only who reads the data knows (`raypp.data.mixture`).
+    Whether their budgets suffice is only known when the data is read (`raypp.data.mixture`).
     """
     data, parts = job.data, job.data.parts
     example = "for example `parts: [{weight: 2, kind: text, path: a.txt}, {weight: 1, kind: text, path: b.txt}]`"
@@ -27,7 +27,7 @@ def check_mixture(job: Job) -> Iterator[Problem]:
     if data.path is not None:
         yield Problem("data.path", "a mixture has no path of its own", "give each of data.parts its path")
     if data.eval is not None and data.eval.path is not None:
-        what = "a mixture holds out a part of each of its parts"
+        what = "a mixture holds out a fraction of each of its parts"
         yield Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`")
     names = [part.name for part in parts if part.name is not None]
     for index, part in enumerate(parts):

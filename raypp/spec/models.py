@@ -23,7 +23,7 @@ class StageEnds:
 
     Attributes:
         embedding_factor: Factor of the embeddings.
-        logit_cap: Logits l become cap · tanh(l / cap). None: they stay.
+        logit_cap: Logits l become cap · tanh(l / cap). None: no cap.
         logit_divisor: Logits are divided by it.
         gain_from_zero: Norms multiply by 1 + weight.
         layer_norm: Norms are LayerNorm with biases.
@@ -97,7 +97,7 @@ class DecoderOptions(Section):
     init_std: float = Field(default=0.02, gt=0, le=limits.REAL)
     """Standard deviation of the initial values of matrices."""
     from_hf: str | None = None
-    """A directory or S3 URL with config.json and safetensors. Weights and sizes are read from it.
+    """A directory or store URL with config.json and safetensors. Weights and sizes are read there.
     """
     lora: LoraOptions | None = None
     """Train adapters only: {rank: 16, alpha: 32, targets: [q_proj]}. null: train all weights."""
@@ -115,7 +115,7 @@ class DecoderOptions(Section):
         return NO_RULE
 
     def stage_ends(self) -> StageEnds:
-        """Returns what the family's first and last stage do besides a plain decoder's."""
+        """Returns how the family's first and last stage differ from a plain decoder's."""
         return StageEnds()
 
 
@@ -159,7 +159,7 @@ class MoeOptions(DecoderOptions):
     """The weights of the experts of a token sum to 1. false: they are the router's probabilities.
     """
     decoder_sparse_step: int = Field(default=1, ge=1, le=limits.LAYERS)
-    """Every so many layers one has experts; the others have a plain feed-forward block."""
+    """One of this many layers has experts; the others have a plain feed-forward block."""
     mlp_only_layers: tuple[int, ...] = ()
     """Layers, from 0, with a plain feed-forward block."""
 

@@ -17,9 +17,10 @@ _LONGEST_PLACE = 80
 def apply_overrides(document: Document, overrides: Iterable[str]) -> None:
     """Sets `key=value` overrides in a document, in order. The last one wins.
 
-    Values are YAML (`2`, `[3, 5]`, `{kind: sgd}`; an empty value is null). Errors in an override
-    are added to the document's problems with the location `--set key=value`. Unknown keys are found
-    later, by the models.
+    Values are YAML (`2`, `[3, 5]`, `{kind: sgd}`; an empty value is null), except for those that
+    begin with `*`, which are text such as `*.txt`: there is nothing an alias could name. Errors in
+    an override are added to the document's problems with the location `--set key=value`. Unknown
+    keys are found later, by the models.
     """
     settings = iter(overrides)
     for setting in islice(settings, OVERRIDES):
@@ -48,7 +49,8 @@ def _apply(document: Document, setting: str) -> Problem | None:
     if wrong := next(filter(None, map(key_problem, map(str, path))), None):
         return Problem("", *wrong)
     where = _place(setting)
-    value = read_document(text, where, numbered=False)
+    glob = text.lstrip().startswith("*")
+    value = Document(text.strip()) if glob else read_document(text, where, numbered=False)
     if value.problems:
         document.problems += value.problems
         return None

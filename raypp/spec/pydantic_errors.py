@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from typing import Any
 
@@ -125,7 +126,8 @@ def _fix(path: KeyPath, value: Any, document: Any) -> str:
     if "number" in expected and isinstance(value, str) and len(value) <= DIGITS and _number(value):
         return f"write it without quotes: {value.strip()}"
     if expected.startswith("text") and isinstance(value, bool | int | float):
-        return f"put it in quotes: '{json.dumps(value)}'"
+        quoted = f"'{json.dumps(value)}'"
+        return f'put it in quotes: {quoted} (in a shell: --set "{dotted(path)}={quoted}")'
     if expected == "true or false":
         return "write true" if str(value).lower() in ("yes", "on", "1") else "write true or false"
     if path == ("name",):
@@ -146,10 +148,9 @@ def _fix(path: KeyPath, value: Any, document: Any) -> str:
 
 def _number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True
 
 
 def _value(path: KeyPath, document: Any) -> Any:

@@ -38,7 +38,7 @@ def read_tokenizer(path: Path) -> bytes:
     """Returns the content of the file that `data.tokenizer` names.
 
     Raises:
-        DataError: It is missing, is no regular file, or is too large.
+        DataError: It is missing, is not a regular file, or is too large.
     """
     return read_file(path, BOUNDS.size, DataError, _KEY)
 
@@ -47,7 +47,7 @@ def vocabulary(content: bytes, path: Path) -> dict[str, int]:
     """Returns the ids of all tokens.
 
     Raises:
-        DataError: The content is no tokenizer.json.
+        DataError: The content is not a tokenizer.json.
     """
     try:
         document = parse_as(_File, content, "", BOUNDS, DataError, _FIX, unknown="ignore")

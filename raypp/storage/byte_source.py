@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 
+from raypp.crc32 import crc32
 from raypp.storage.rate_limit import Pace
 
 _CHUNK_BYTES = 4 << 20
@@ -61,7 +61,7 @@ class MemorySource:
             begin += size
 
     def _read_crc32(self, index: int, start: int, end: int, before: int) -> int:
-        return zlib.crc32(self._buffer(index)[start:end], before)
+        return crc32(self._buffer(index)[start:end], before)
 
     def __iter__(self) -> Iterator[memoryview]:
         """Yields all bytes in order, in chunks, at the rate limit."""

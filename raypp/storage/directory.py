@@ -48,8 +48,7 @@ KIND = StoreKind(
 _TEMPORARY = ".raypp-incoming"
 _STALE_AFTER_S = 24 * 3600.0
 _DELETERS_S = 30.0
-"""For so long a writer and those who delete the last objects of its folder may get in each other's
-way."""
+"""Seconds for which a writer retries while others delete the last objects of its folder."""
 _LONGEST_PAUSE_S = 0.01
 _LONGEST_NAME = 200
 _STALE_TRIES = 3
@@ -202,7 +201,7 @@ class DirectoryStore:
         )
 
     def probe(self) -> None:
-        with contextlib.suppress(OSError):  # looked at once; writing tells the rest
+        with contextlib.suppress(OSError):  # a quick check; the write below finds the rest
             if not stat.S_ISDIR(self.root.stat().st_mode):
                 raise StoreError(Problem("checkpoint.url", f"{self.root} is a file", "use a directory"))
         probe_by_writing(self)

@@ -61,6 +61,7 @@ KIND = StoreKind(
     record_every_s=2.0,
     endpoints=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     secrets=("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+    own_secrets="raypp.storage.s3_client:keys_of_profile",
     settings=(
         "AWS_ENDPOINT_URL_S3",
         "AWS_ENDPOINT_URL",

@@ -101,19 +101,19 @@ class _Document:
         finally:
             self._raw.close()
         if b"<!DOCTYPE" in document or b"\0" in document or document.count(b"<") > _MOST_TAGS:
-            raise wrong(self._place, "the server's answer is no XML of S3: it has a DOCTYPE, a NUL or countless tags")
+            raise wrong(self._place, "the server's answer is not S3's XML: it has a DOCTYPE, a NUL or countless tags")
         yield bytes(document)
 
 
 def object_size(value: Any, place: str) -> int:
-    """Returns a size that a server told, if it can be one."""
+    """Returns the size of an object that a server reports, if it is possible."""
     if not isinstance(value, int) or not 0 <= value <= _LARGEST_OBJECT:
         raise wrong(place, f"the server says that the object has {visible(str(value)[:40])} bytes")
     return value
 
 
 def seconds(value: Any, place: str) -> float:
-    """Returns a time that a server told, in seconds since 1970."""
+    """Returns a time that a server reports, in seconds since 1970."""
     try:
         if isinstance(value, datetime):
             return value.timestamp()

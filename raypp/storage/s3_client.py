@@ -6,6 +6,7 @@ has one `S3Clients`.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from functools import cache
@@ -20,6 +21,8 @@ from raypp.storage.store_retry import seconds_from_environment
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
 """Number of concurrent requests of one client."""
@@ -179,6 +182,35 @@ def _config(timeout_s: float, style: str | None, checksums: str | None) -> Any:
         max_pool_connections=CONNECTIONS,
         **settings,
     )
+
+
+def keys_of_profile() -> dict[str, str]:
+    """Returns the keys of AWS_PROFILE, as variables; none if keys or no profile are set.
+
+    Warns if they expire: a machine without the profile's files cannot renew them.
+    """
+    if os.environ.get("AWS_ACCESS_KEY_ID") or not os.environ.get("AWS_PROFILE"):
+        return {}
+    import boto3
+
+    keys = boto3.Session().get_credentials()
+    if keys is None:
+        return {}
+    end = getattr(keys, "_expiry_time", None)  # botocore has no public way to ask
+    if end is not None:
+        log.warning(
+            "the keys of AWS_PROFILE=%s expire at %s, and the run cannot renew them: "
+            "for longer runs give the nodes their own role or profile",
+            os.environ["AWS_PROFILE"],
+            end.isoformat(timespec="minutes"),
+        )
+    frozen = keys.get_frozen_credentials()
+    values = {
+        "AWS_ACCESS_KEY_ID": frozen.access_key,
+        "AWS_SECRET_ACCESS_KEY": frozen.secret_key,
+        "AWS_SESSION_TOKEN": frozen.token,
+    }
+    return {name: value for name, value in values.items() if value}
 
 
 def _identity(credentials: Any) -> object:

@@ -33,7 +33,7 @@ _PASSING = {
 _STAYING = {501, 505, 507}
 _LONGEST_TEXT = 500
 _PARSING = (ValueError, LookupError, OverflowError, RecursionError)
-"""boto3 parses whatever comes: a size that is no number is a ValueError."""
+"""boto3 parses whatever comes: a size that is not a number is a ValueError."""
 _MOVED = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 
 

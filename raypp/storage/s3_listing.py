@@ -1,4 +1,4 @@
-"""Reads listings of a bucket, page by page, as long as they move on."""
+"""Reads listings of a bucket, page by page, as long as they make progress."""
 
 from __future__ import annotations
 

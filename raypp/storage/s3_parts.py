@@ -164,7 +164,5 @@ def _signing(request: Any, **_others: Any) -> None:
 
 
 def _sending(request: Any, **_others: Any) -> None:
-    # Under TLS with checksums, boto3 wraps the body and reads it only to send it.
-    body = getattr(request.data, "_raw", request.data)
-    if isinstance(body, PartBody):
-        body.sending = True
+    if isinstance(request.data, PartBody):
+        request.data.sending = True

@@ -1,8 +1,10 @@
 """Sends CRC-32 checksums with uploads to servers that compare them, as a probe shows.
 
 The signature of a request covers its body, but not every server checks that. A byte changed in
-transit is then stored, and detected only when the checkpoint is read. Where boto3's own checksums
-are enabled (AWS), raypp adds none.
+transit is then stored, and detected only when the checkpoint is read.
+
+Where boto3's own checksums are enabled (AWS), the server compares them, and raypp adds those of
+large uploads only: it has them already, and boto3 would read every byte once more.
 
 If the server compares checksums, signing the bodies of large uploads as well would detect no more
 accidents; deliberate changes are detected by the SHA-256 in COMMIT, which is signed. So the
@@ -50,6 +52,7 @@ class UploadSums:
         self._lock = threading.Lock()
         self._compared: bool | None = None
         self._unsigned = False
+        self._boto3_sums = False
 
     def compared(self) -> bool:
         """Returns whether the server rejects a body with a wrong checksum: probed once."""
@@ -65,7 +68,7 @@ class UploadSums:
         if isinstance(body, PartBody):
             body.summed = self._unsigned
             return {"ChecksumCRC32": _encode(body.crc32())}
-        return {"ChecksumCRC32": _encode(zlib.crc32(body))}
+        return {} if self._boto3_sums else {"ChecksumCRC32": _encode(zlib.crc32(body))}
 
     def _ask(self) -> tuple[bool, bool]:
         """Returns whether checksums are compared, and whether a body with one may be unsigned."""
@@ -87,7 +90,9 @@ class UploadSums:
 
         def ask(client: S3Client) -> tuple[bool, bool]:
             if getattr(client.meta.config, "request_checksum_calculation", "") == "when_supported":
-                return False, False  # boto3 sends its own checksums
+                self._boto3_sums = True
+                # As boto3 does, which omits the body from the signature only under TLS.
+                return True, str(client.meta.endpoint_url).startswith("https:")
             blind = takes(client, (400,), _PROBE, wrong)
             # 400 may also mean that the server does not know the header: then it must not be sent
             # either.

@@ -30,7 +30,7 @@ _ABORT_S = 30.0
 _aborting: list[threading.Thread] = []
 _aborting_lock = threading.Lock()
 _cut: dict[int, float] = {}
-"""When the connections of an attempt were last cut, in `time.monotonic`, by the attempt's port."""
+"""The time (`time.monotonic`) at which an attempt's connections were last cut, by its port."""
 
 
 def cut_connections(master_port: int) -> int:
@@ -95,7 +95,7 @@ def begin_abort() -> list[threading.Thread]:
         nccl = backends_on(torch.device("cuda")) if torch.cuda.is_available() and dist.is_initialized() else []
         if nccl:
             before_abort()
-        gloo = backends_on(torch.device("cpu")) if dist.is_initialized() else []  # does little there, and no harm
+        gloo = backends_on(torch.device("cpu")) if dist.is_initialized() else []  # has little effect there
         _aborting[:] = [
             threading.Thread(target=_abort, args=(backend,), name="raypp-abort", daemon=True) for backend in nccl + gloo
         ]

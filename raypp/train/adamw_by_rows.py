@@ -85,6 +85,10 @@ class AdamWByRows(torch.optim.Optimizer):
             self.weights.write(parameter, values.sub_(change), turn)
 
     def _new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns `step` `[]`, moments of the parameter's shape `[..., L]`, and their scales.
+
+        There are scales `[..., N]` only if the moments are in 8 bits, one for each of N blocks.
+        """
         small = self.quantised and parameter.ndim > 1
         dtype = torch.uint8 if small else torch.promote_types(parameter.dtype, torch.float32)
         state = {"step": torch.zeros(())}

@@ -26,7 +26,7 @@ from raypp.train.cuda_settings import cuda_event, prepare_allocator, prepare_que
 from raypp.train.device_check import check_device, tell_of_mixed_cards
 from raypp.train.optimizer import build_optimizer
 from raypp.train.optimizer_offload import OffloadedOptimizer
-from raypp.train.process_group import joined, pick_device
+from raypp.train.process_group import allow_long_steps, joined, pick_device
 from raypp.train.reduce import GradientReducer
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ def assemble(
                 tell(Event("offload", words, attempt=seat.attempt, rank=seat.rank, node=seat.node))
             reducer = GradientReducer(built.modules, parameter_names(job.model, trained=True))
             if device.type == "cuda":
+                allow_long_steps(device, hang_timeout_s)  # all groups are there now
                 # Connects the world's ranks, which NCCL would do in the sums of the first step.
                 dist.all_reduce(torch.zeros(1, device=device))
         with part("data"):

@@ -60,7 +60,7 @@ def host_problems(job: Job, seat: Seat, available: int) -> list[Problem]:
 
     Args:
         job: The job.
-        seat: The seat of the node's first rank; its other ranks are taken to need as much.
+        seat: The seat of the node's first rank; its other ranks are assumed to need as much.
         available: Bytes of host memory that are available, before a rank has allocated any.
     """
     needed = offloaded_by_ranks(job)[seat.coordinates.pp] * seat.local_world_size

@@ -1,4 +1,4 @@
-"""Keeps what an optimizer knows in host memory, and brings it to the device for the update.
+"""Keeps an optimizer's state in host memory, and brings it to the device for the update.
 
 The state of any optimizer and, where the device computes in bf16 from fp32 weights, those weights
 too, are on the device only while their block of parameters is updated: one block arrives, one is
@@ -75,7 +75,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def weights(self) -> Any:
-        """What the wrapped optimizer says of weights in bf16; None if it has nothing to say."""
+        """The wrapped optimizer's `Bf16Weights`; None if it has none."""
         return getattr(self._inner, "weights", None)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def to_host(self, value: Tensor) -> Tensor:
         """Moves a state tensor `[...]` to host memory; `settle` page-locks it.
 
-        For what loads a checkpoint: the device need never hold all of the state.
+        For loading a checkpoint: the device never needs to hold all of the state.
         """
         return _placed(value, local_part(value).cpu())
 

@@ -133,7 +133,7 @@ def parse_place(data: bytes, key: str) -> Place:
     """Reads what a node published under a key.
 
     Raises:
-        UnreachableError: It is no such place.
+        UnreachableError: It is not such a place.
     """
     return parse_as(Place, data, key, _PLACE_BOUNDS, UnreachableError, "another program uses the rendezvous's port")
 
@@ -253,7 +253,7 @@ def links_in_words(chosen: Chosen, reports: Sequence[LinkReport]) -> str:
 
 
 def _answer(link: socket.socket, _number: int, identity: str, payload: int) -> None:
-    """Sends a node that connected the own identity, and echoes its payload."""
+    """Sends this node's identity to a node that connected, and echoes its payload."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     receive(link, _HELLO, _CONNECT_S)
     link.sendall(_hello(identity))

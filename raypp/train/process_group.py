@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from raypp.errors import Problem, UnreachableError
 from raypp.parallel.failed_groups import before_join
 from raypp.records import Event, Seat
-from raypp.torch_private import restart_group_names
+from raypp.torch_private import backends_on, restart_group_names, set_operation_timeout
 from raypp.train.abort import abort_groups, cut_since
 from raypp.train.host_allocator import keep_freed_memory
 from raypp.train.network import prepare_network
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # The first step may compile and connect. A dead peer is noticed by its closed connections.
 _STARTUP_S = 300.0
+# A GPU's host queues a whole step at once, so an operation of NCCL lasts as long as its step.
+_STEP_S = 3600.0
 _CONNECT_S = 2.0
 _JOIN_S = 2.0
 _BACKLOG = 2048
@@ -49,6 +51,23 @@ def pick_device(seat: Seat) -> torch.device:
         return torch.device("cuda", seat.device_index)
     keep_freed_memory()
     return torch.device("cpu")
+
+
+def allow_long_steps(device: torch.device, hang_timeout_s: float) -> None:
+    """Gives operations on a device at least an hour, in all groups that this process has now.
+
+    NCCL counts from when the host queues an operation, and the host queues a step within moments.
+    With torch's 10 minutes for groups that have options, 30 minutes for others, and `joined`'s 5
+    minutes for the world, a longer step would be aborted. `control.hang_watch` notices a hang
+    earlier, because it knows how long steps take.
+
+    Args:
+        device: The device.
+        hang_timeout_s: Another limit, if it is higher.
+    """
+    timeout = timedelta(seconds=max(_STEP_S, hang_timeout_s))
+    for backend in backends_on(device):
+        set_operation_timeout(backend, timeout)
 
 
 def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: float = _STARTUP_S) -> TCPStore:
@@ -159,7 +178,8 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
 def _allow_descriptors() -> None:
     """Lets this process open as many files and connections as Ray lets its workers open.
 
-    gloo keeps the connections of strangers, and ends the process when it can accept no more.
+    gloo keeps connections from other programs open, and ends the process when it can accept no
+    more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
@@ -182,7 +202,8 @@ def joined(
 
     Args:
         seat: This rank's seat.
-        hang_timeout_s: Maximum duration of a collective once the run is under way.
+        hang_timeout_s: Maximum duration of a collective of gloo once the run is under way, if it is
+            more than 5 minutes.
         store: The store the ranks meet at. None: rank 0 serves one at the seat's address.
         tell: Called with the interface and the links of this node, if there are other nodes.
 

@@ -13,7 +13,6 @@ from raypp.checkpoint.leftovers import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
 from raypp.errors import RayppError
-from raypp.failure_kinds import FailureKind
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
@@ -79,8 +78,8 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
 
     reporter.phase("load")
     with start.part("load"):
-        # Before the ranks agree on what they load: none ends, and rank 0's server with it, before
-        # all have connected, even if no step is left.
+        # Connects before the ranks agree on what they load: otherwise rank 0 could end, and its
+        # server with it, before all have connected, if no step is left.
         announcements = StoreAnnouncements(rank.rendezvous, seat.attempt)
         store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
         if injection is not None:
@@ -131,7 +130,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None
         try:
-            if kind in (FailureKind.NONFINITE, FailureKind.CORRUPT):
+            if kind is not None and kind.traits.in_numbers:
                 check_groups()  # numbers computed after a communicator was aborted say nothing
         finally:
             abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer

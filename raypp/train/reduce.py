@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raypp.models.stage import tied_copies
 from raypp.parallel.failed_groups import check_groups
 from raypp.parallel.shard import counts_here, local_part, zero_gradient
 from raypp.parallel.wide_gradients import round_gradient
@@ -59,9 +60,7 @@ class GradientReducer:
         own = [part for part in held if part[1].requires_grad]
         self._places = torch.tensor([place[name] for name, _, _ in own], dtype=torch.int64).to(self._device)
         self._parameters = [parameter for _, parameter, _ in own]
-        counted = [
-            counts_here(parameter) and name not in getattr(stage, "tied_copies", ()) for name, parameter, stage in own
-        ]
+        counted = [counts_here(parameter) and name not in tied_copies(stage) for name, parameter, stage in own]
         self._counted = torch.tensor(counted, dtype=torch.float64).to(self._device)
 
     def gradients(self) -> list[Tensor]:

@@ -61,7 +61,7 @@ class Restorable:
 def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
     """Restores weights, optimizer, data position and recent reports. Collective over the world.
 
-    Frozen weights are no part of a run's state: every attempt loads them from `model.from_hf`, or
+    Frozen weights are not part of a run's state: every attempt loads them from `model.from_hf`, or
     draws them. The rest comes from memory if all ranks have a snapshot of one step that is newer
     than the newest commit; else from the store. There rank 0 chooses the checkpoint. If any rank
     finds its part missing or corrupt, all ranks fall back to the next older one. A run with

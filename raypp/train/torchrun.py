@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from raypp.checkpoint.commit import claim_next_attempt
-from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
+from raypp.checkpoint.compatibility import check_resume, check_steps
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
 from raypp.errors import JobError, RayppError, in_words
@@ -127,6 +127,8 @@ def begin_run(store: ObjectStore, job: Job) -> int:
         write_spec(store, job.name, document)
     except AlreadyExists:
         problems = check_resume(read_spec(store, job.name), job)
+        if saved := list_checkpoints(store, job.name):
+            problems += check_steps(saved[-1].step, job.train.steps)
         if problems:
             raise JobError(problems) from None
         add_spec(store, job.name, document)

@@ -1,1 +1,1 @@
-"""What somebody else may have written: documents, files and text, read within limits."""
+"""Reads documents, files and text that others may have written, within limits."""

@@ -1,7 +1,7 @@
-"""Reads JSON that somebody else may have written: within limits, and of a declared shape.
+"""Reads JSON that others may have written: within limits, and of a declared shape.
 
 A shape is a dataclass, a TypedDict or any other type that pydantic validates. Validation is strict:
-a number in quotes is no number. Ranges are part of the type (`Count`, `Annotated[int, Ge(1)]`).
+a number in quotes is not a number. Ranges are part of the type (`Count`, `Annotated[int, Ge(1)]`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def parse_json(
         constants: Accept NaN and Infinity, as Python writes them.
 
     Raises:
-        RayppError: Of the given kind. It is no JSON, nested too deeply, or beyond the bounds.
+        RayppError: Of the given kind. It is not JSON, nested too deeply, or beyond the bounds.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
@@ -160,7 +160,7 @@ def shown(value: Any) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _fail(error: type[RayppError], place: str, what: str, fix: str, cause: BaseException | None = None) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Reads files that somebody else may have placed: regular ones only, up to a bound."""
+"""Reads files that others may have placed: regular ones only, up to a bound."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def special_kind(path: Path) -> str | None:
 
 def kind_of(mode: int) -> str:
     """Returns in words what a file is that is not regular, from its `st_mode`."""
-    return next((name for test, name in _KINDS if test(mode)), "no regular file")
+    return next((name for test, name in _KINDS if test(mode)), "not a regular file")
 
 
 def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", fix: str = "") -> BinaryIO:
@@ -57,7 +57,7 @@ def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", 
         fix: What the user can do; empty: a fix that fits the problem.
 
     Raises:
-        RayppError: Of the given kind. It is missing, is no regular file, or cannot be opened.
+        RayppError: Of the given kind. It is missing, is not a regular file, or cannot be opened.
     """
     where = place or str(path)
     named = f"{path} " if place else ""
@@ -90,8 +90,8 @@ def read_file(
         fix: What the user can do; empty: a fix that fits the problem.
 
     Raises:
-        RayppError: Of the given kind. It is missing, is no regular file, cannot be read, or is too
-            large.
+        RayppError: Of the given kind. It is missing, is not a regular file, cannot be read, or is
+            too large.
     """
     with open_file(path, error, place, fix) as file:
         try:

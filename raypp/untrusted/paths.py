@@ -1,4 +1,4 @@
-"""Paths that somebody else may have written."""
+"""Paths that others may have written."""
 
 from __future__ import annotations
 

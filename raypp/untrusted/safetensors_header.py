@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file that somebody else may have written.
+"""Reads the header of a safetensors file that others may have written.
 
 The file begins with the length of the header (8 bytes, little endian), then the header, a JSON
 object, then the data. https://huggingface.co/docs/safetensors describes it.
@@ -81,10 +81,10 @@ def header_length(
         RayppError: Of the given kind. The file is too short, or the header too long.
     """
     if len(first) < LENGTH_BYTES:
-        raise error(Problem(place, f"is no safetensors file: it has {len(first)} bytes", fix))
+        raise error(Problem(place, f"is not a safetensors file: it has {len(first)} bytes", fix))
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if length > MOST_BYTES:
-        what = f"is no safetensors file: its header would have {length:,} bytes; at most {MOST_BYTES:,} are read"
+        what = f"is not a safetensors file: its header would have {length:,} bytes; at most {MOST_BYTES:,} are read"
         raise error(Problem(place, what, fix))
     if file_bytes is not None and LENGTH_BYTES + length > file_bytes:
         what = f"is torn: {file_bytes} bytes are there, its header alone ends at byte {LENGTH_BYTES + length}"
@@ -105,8 +105,8 @@ def parse_header(
         fix: What the user can do.
 
     Raises:
-        RayppError: Of the given kind. The header is no JSON of this format; a tensor's bytes do not
-            match its shape, overlap those of another, or end past the file.
+        RayppError: Of the given kind. The header is not JSON of this format; a tensor's bytes do
+            not match its shape, overlap those of another, or end past the file.
     """
     others = 0
 
@@ -118,7 +118,7 @@ def parse_header(
             return _tensor(**found)
         others += 1
         if others > _MOST_OTHERS:
-            raise ValueError("it has too many objects that are no tensors")
+            raise ValueError("it has too many objects that are not tensors")
         if len(found) < len(pairs):
             names = sorted(key for key, _ in pairs)
             twice = next(one for one, other in pairwise(names) if one == other)
@@ -126,14 +126,14 @@ def parse_header(
         return found
 
     def fail(why: str) -> NoReturn:
-        raise error(Problem(place, f"is no safetensors file: {why}", fix))
+        raise error(Problem(place, f"is not a safetensors file: {why}", fix))
 
     document = parse_json(text, place, _BOUNDS, error, fix, objects=convert)
     if not isinstance(document, dict):
-        fail("its header is no JSON object")
+        fail("its header is not a JSON object")
     metadata = document.pop(_METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        fail(f"{_METADATA} is no object of texts")
+        fail(f"{_METADATA} is not an object of texts")
     if len(document) > MOST_TENSORS:
         fail(f"it has {len(document):,} tensors; at most {MOST_TENSORS:,} are read")
     for name, tensor in document.items():
@@ -157,9 +157,9 @@ def _tensor(dtype: Any, shape: Any, data_offsets: Any) -> StoredTensor | str:
     if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
         return f"raypp cannot read the dtype {shown(dtype)}"
     if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not _are_counts(shape):
-        return f"shape is no list of at most {_MOST_DIMS} whole numbers"
+        return f"shape is not a list of at most {_MOST_DIMS} whole numbers"
     if not isinstance(data_offsets, list) or len(data_offsets) != 2 or not _are_counts(data_offsets):
-        return "data_offsets are no two whole numbers"
+        return "data_offsets is not two whole numbers"
     begin, end = data_offsets
     needed = prod(shape) * ELEMENT_BYTES[dtype]
     if end - begin != needed:

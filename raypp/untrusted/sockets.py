@@ -1,9 +1,8 @@
 """Connections between processes of raypp: each side first proves that it knows a secret.
 
-A port can be reached by others than those that it is meant for. Until a peer has proved that it
-knows the secret, it gets no thread, 80 bytes of memory and a few seconds. The proofs are
-HMAC-SHA-256 over random numbers of both sides; the secret itself is never sent. What follows is not
-encrypted.
+Others than raypp's processes may reach a port. Until a peer has proved that it knows the secret, it
+gets no thread, 80 bytes of memory and a few seconds. The proofs are HMAC-SHA-256 over random
+numbers of both sides; the secret itself is never sent. What follows is not encrypted.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Listener:
         if not secret:
             raise ValueError("a listener needs a secret")
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        # Not in its own thread, which could tell nobody that this process has no descriptors left.
+        # Not in its own thread, which could not report that this process has no descriptors left.
         self._selector = selectors.DefaultSelector()
         self._server = socket.create_server((address, 0), family=family, backlog=256)
         self._server.setblocking(False)
@@ -194,7 +193,7 @@ class Listener:
         self._start(self._serve_peer, connection, number, _proof(self._secret, b"listener", one.random, theirs, number))
 
     def _refuse(self, selector: selectors.BaseSelector, one: _Unproven, why: str) -> None:
-        """Ends a connection. Without `why` nobody is told: the peer may have died."""
+        """Ends a connection. Without `why` it is not reported: the peer may have died."""
         self._forget(selector, one).close()
         self.refused += 1
         if why and not self._told:

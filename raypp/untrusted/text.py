@@ -1,4 +1,4 @@
-"""Shows text of others, so that it can neither control a terminal nor pose as other text."""
+"""Shows text from others so that it can neither control a terminal nor pass for other text."""
 
 from __future__ import annotations
 

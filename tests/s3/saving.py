@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from newest_usable import newest_usable
 from told import Told
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.verify import newest_usable
 from raypp.records import Coordinates, Seat
 from raypp.storage import ObjectStore
 

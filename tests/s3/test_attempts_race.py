@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from newest_usable import newest_usable
 from saving import PART, OneRank
 from seaweed import BUCKET, seaweed
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.layout import commit_key, rank_key
-from raypp.checkpoint.verify import newest_usable, verify_checkpoint
+from raypp.checkpoint.verify import verify_checkpoint
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
 

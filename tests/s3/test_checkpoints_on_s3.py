@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from botocore.exceptions import ClientError
+from newest_usable import newest_usable
 from saving import OneRank, Together, newest
 from seaweed import BUCKET
 from told import Told
@@ -19,7 +20,6 @@ from raypp.checkpoint.commit import StaleAttemptError, claim_next_attempt, list_
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.verify import newest_usable
 from raypp.records import Coordinates, Seat
 from raypp.storage.s3 import S3Store
 

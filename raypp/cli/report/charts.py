@@ -14,7 +14,7 @@ from raypp.records import StepReport
 COLUMNS = 600
 """Columns of a curve. With more steps, each column shows its smallest and its largest value."""
 _MEANS = 120
-"""Columns of the line of means, which is drawn over a curve of more than twice as many steps."""
+"""Columns of the line of means. A curve with more than twice as many steps gets this line."""
 
 Points = Sequence[tuple[int, float]]
 
@@ -26,7 +26,7 @@ class Series:
     Attributes:
         label: What the legend says.
         style: Class of the curve: `a` and `b` for runs; `eval` adds dots.
-        points: Steps and values, ascending; values may be no numbers.
+        points: Steps and values, ascending; values may be NaN or infinite.
         means: The line of means over them.
     """
 

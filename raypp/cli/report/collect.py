@@ -1,4 +1,4 @@
-"""Reads all that a report shows of a run from the run's store."""
+"""Reads everything that a report shows about a run from the run's store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raypp.storage import open_store
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a report shows of a run.
+    """Everything that a report shows about a run.
 
     Attributes:
         title: The run's name; with the store if two runs have the same name.
@@ -32,8 +32,8 @@ class RunData:
         evaluations: As of `RunReader.evaluations`.
         checkpoints: The committed checkpoints.
         job: The resolved job; None if it cannot be read.
-        pipeline: The job's resolved pipeline; None if it is none that this raypp understands.
-        trace: The newest complete trace, and what it says; None without one.
+        pipeline: The job's resolved pipeline; None if this raypp cannot resolve it.
+        trace: The newest complete trace and its analysis; None if there is none.
         notes: What could not be read.
     """
 

@@ -1,4 +1,4 @@
-"""Makes HTML. Every string is text until `tag` makes it markup: text of others stays text."""
+"""Makes HTML. Only `tag` makes markup; every other string is escaped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VOID = ("meta", "br", "path", "rect", "line")
 
 
 class Whole(str):
-    """Text that is escaped, but never truncated: coordinates and data of our own."""
+    """Text that is escaped, but never truncated: coordinates and data that raypp generates."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ def text(value: object, longest: int = LONGEST_TEXT) -> Html:
 
 
 def joined(*parts: object) -> Html:
-    """Joins markup; what is no markup is text. None is left out."""
+    """Joins markup and text. Text is escaped; None is left out."""
     return Html("".join(part if isinstance(part, Html) else text(part) for part in parts if part is not None))
 
 

@@ -1,4 +1,4 @@
-"""The mesh as a picture: stages from left to right, replicas below each other, links between."""
+"""The mesh as a picture: stages from left to right, replicas below each other, and their links."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from raypp.cli.report.collect import RunData
 from raypp.cli.report.html import Html, joined, tag
 from raypp.cli.timeline_command import measured_links
 from raypp.cli.timeline_view import seconds_text
+from raypp.observe.status import LOST
 
 _MOST_ROWS, _MOST_COLUMNS = 16, 32
 _NODE_COLOURS = 6
@@ -64,7 +65,7 @@ def _range(layers: Sequence[int]) -> str:
 def _rank(rank: Mapping[str, Any] | None, mesh: Mapping[str, int], nodes: Mapping[str, int]) -> Html:
     if rank is None:
         return tag("div", cls="rank empty")
-    bad = " bad" if rank["state"] in ("dead", "failed", "gone") else ""
+    bad = " bad" if rank["state"] in LOST else ""
     colour = nodes[str(rank["node"])] % _NODE_COLOURS
     return tag(
         "div",

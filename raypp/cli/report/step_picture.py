@@ -16,7 +16,7 @@ _MOST_BLOCKS = 6000
 _NARROWEST = 0.04
 """Percent of the step below which a block cannot be seen."""
 _NUMBERED = 1.6
-"""Percent of the step from which on a block has room for its microbatch's number."""
+"""Percent of the step above which a block has room for its microbatch's number."""
 
 CLASSES = {
     "F": "forward",
@@ -84,7 +84,7 @@ def _row(label: str, blocks: Iterable[Html], more: str = "") -> Html:
 
 
 def _blocks(spans: Iterable[Span], begin: float, scale: float, most: int) -> list[Html]:
-    # What encloses others is drawn first, so it is behind them.
+    # Enclosing spans are drawn first, so they are behind the spans that they enclose.
     wide = [span for span in spans if span.seconds * scale >= _NARROWEST]
     if len(wide) > most:
         wide = sorted(wide, key=lambda span: -span.seconds)[:most]

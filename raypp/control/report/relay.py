@@ -3,8 +3,8 @@
 An actor call costs the controller the same whatever it carries. A relay therefore takes the batches
 of its node's ranks and forwards them in one relay report. A batch with steps, events or log lines
 is answered when the controller has taken it; a mere heartbeat is answered at once, with the
-controller's last answer. A relay keeps nothing that nobody else has: when it dies, the ranks whose
-batches it held get no answer and send the same batches to the controller.
+controller's last answer. A relay holds nothing that exists nowhere else: when it dies, the ranks
+whose batches it held get no answer and send the same batches to the controller.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RelayQueue:
         return BatchAnswer(answer.requests, answer.incarnation, answer.durable.get(batch.rank, 0), age_s)
 
     async def forward_reports(self) -> None:
-        """Sends relay reports, for ever."""
+        """Sends relay reports, forever."""
         sent = 0.0
         while True:
             with contextlib.suppress(TimeoutError):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from newest_usable import newest_usable
 
 from raypp.checkpoint.commit import (
     Commit,
@@ -22,7 +23,7 @@ from raypp.checkpoint.commit import (
 )
 from raypp.checkpoint.layout import commit_key, rank_key, split_location
 from raypp.checkpoint.retention import prune
-from raypp.checkpoint.verify import newest_usable, verify_checkpoint
+from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError, JobError
 from raypp.storage import AlreadyExists, ObjectStore
 from raypp.storage.directory import DirectoryStore

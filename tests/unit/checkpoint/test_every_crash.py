@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from newest_usable import newest_usable
 from test_save_and_load import RUN, adamw
 from told import Told
 from torch import nn
@@ -16,7 +17,6 @@ from torch import nn
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.verify import newest_usable
 from raypp.records import Coordinates, Seat
 from raypp.storage.directory import DirectoryStore
 

@@ -33,3 +33,13 @@ def test_tensors_of_the_host_and_the_device_share_one_snapshot() -> None:
     data = snapshot.data()
     assert torch.frombuffer(data[:40], dtype=torch.int64).tolist() == [0, 1, 2, 3, 4]
     assert torch.frombuffer(data[40:], dtype=torch.float32).tolist() == [3.0]
+
+
+def test_the_memory_of_a_snapshot_is_page_locked_until_it_is_closed() -> None:
+    buffer = SnapshotBuffer()
+    snapshot = buffer.take([slice_of("a", torch.arange(5, device="cuda"))])
+    memory = torch.frombuffer(snapshot.data(), dtype=torch.uint8)
+    assert memory.is_pinned()
+    snapshot.release()
+    buffer.close()
+    assert not memory.is_pinned()

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from newest_usable import newest_usable
 from test_commit_protocol import RUN, commit_of, put_objects, save
 
 from raypp.checkpoint.commit import claim_attempt, write_commit
 from raypp.checkpoint.retention import prune
-from raypp.checkpoint.verify import newest_usable, verify_checkpoint
+from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import RayppError
 from raypp.storage import ObjectStore
 from raypp.storage.directory import DirectoryStore

@@ -26,7 +26,7 @@ TINY = str(Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3")
         (["--prompt", "a", "--mesh", "pp=3"], "pp=3 has more ranks than"),
         (["--prompt", "a", "--temperature", "-1"], "Invalid value for '--temperature'"),
         (["--prompt", "a", "--top-p", "0"], "Invalid value for '--top-p'"),
-        (["--prompt", "a", "--top-p", "0.5"], "--top-p: nothing is drawn with temperature 0"),
+        (["--prompt", "a", "--top-p", "0.5"], "--top-p: temperature 0 always takes the most likely token"),
         (["--prompt", "a" * 257, "--tokenizer", "bytes"], "the context of"),
         (["--prompt", "a"], "has no tokenizer"),
         (["--prompts", "/nowhere"], "does not exist"),

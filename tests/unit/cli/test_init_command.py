@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from io import FileIO
 from pathlib import Path
 
 import pytest
 from gallery import NAMES
 
+from raypp.cli import init_command
 from raypp.cli.init_command import TEMPLATES, files_of, summary
 from raypp.cli.load_job import load_checked_job
 from raypp.cli.main import run
@@ -28,6 +32,18 @@ def test_without_a_name_it_lists_all_and_writes_none(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert all(f"{name} " in said and summary(name) in said for name in NAMES)
     assert here(tmp_path) == {}
+
+
+def test_a_file_that_the_disk_has_no_room_for_does_not_stay(tmp_path: Path) -> None:
+    path = tmp_path / "quickstart.yaml"
+
+    class OnFullDisk(FileIO):
+        def write(self, content: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with OnFullDisk(path, "x") as file, pytest.raises(OSError, match="No space left"):
+        init_command._fill(file, b"name: a")
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,7 +76,7 @@ def test_other_data_of_the_same_name_is_not_taken_for_its_own(
     (tmp_path / "data").mkdir()
     (tmp_path / "data/chat.jsonl").write_text("mine")
     assert run(["init", "chat.yaml"]) == 2
-    assert "data/chat.jsonl is already here with another content" in capsys.readouterr().err
+    assert "data/chat.jsonl is already here with different content" in capsys.readouterr().err
     assert here(tmp_path) == {"data/chat.jsonl": b"mine"}
 
 

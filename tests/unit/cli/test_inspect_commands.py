@@ -260,6 +260,20 @@ def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsy
     assert "broken: cannot read its records" in shown
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_a_list_shows_names_and_states_in_full_on_a_narrow_terminal(store, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = "seventy-b-with-lr-3e-4-and-warm-up-of-50"
+    record(store, dataclasses.replace(STATUS, run=name))
+    remember_run(RunPlace(store.url, name, None))
+    assert run(["list"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["run", "state", "step"] and max(map(len, rows)) <= columns
+    end = head.index("state")
+    assert "".join(row[:end].strip() for row in rows if not row.startswith("in ")).startswith(name)
+    assert rows[0][end:].split()[:2] == ["RUNNING", "4/10"]
+
+
 def test_a_run_submitted_long_ago_that_never_spoke_does_not_stay_pending(store, capsys):
     remember_run(RunPlace(store.url, "kjv", None, "", time.time() - 3600))
     assert run(["status", "kjv", "--json"]) == 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
 import pytest
 import yaml
 
+from raypp.__main__ import main as command
 from raypp.cli import main as frame
 from raypp.cli.main import COMMANDS, FAMILIES, cli, run
 from raypp.cli.schedule_picture import schedule_picture
@@ -191,6 +193,29 @@ def test_an_interrupt_leaves_with_130(raising, error: BaseException, capsys: pyt
     raising(error)
     assert run(["plan"]) == 130
     assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def test_an_interrupt_is_told_although_closing_a_file_fails_after_it(
+    raising, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = ValueError("Can't close the ZIP file while there is an open writing handle on it.")
+    error.__context__ = KeyboardInterrupt()
+    raising(error)
+    assert run(["plan"]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def test_an_interrupt_while_the_command_line_is_imported_leaves_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *others: object) -> None:
+            if name == "raypp.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "raypp.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 130
 
 
 @pytest.mark.parametrize(("exits", "code"), [(SystemExit(4), 4), (SystemExit(None), 0), (SystemExit("words"), 1)])

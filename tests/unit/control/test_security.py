@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import json
+import os
 import shlex
 import stat
 from collections.abc import Iterator
@@ -191,3 +193,14 @@ def test_the_package_marks_the_private_file_as_private() -> None:
     _, content = build_package(None, {"SOME_SECRET": "x"})
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         assert archive.getinfo(credentials.FILE).external_attr >> 16 == 0o600
+
+
+def test_a_full_disk_below_the_home_is_told_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(JobError, match=r"RAYPP_HOME: cannot write .*/token: No space left") as caught:
+        write_private(tmp_path / "token", "secret")
+    assert "free some space" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

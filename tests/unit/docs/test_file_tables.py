@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,21 @@ def test_the_page_on_architecture_lists_the_packages_and_the_files_that_stand_al
     assert sorted(table_of(page)) == sorted(alone)
 
 
-def test_the_index_of_decisions_lists_them_all_by_their_titles() -> None:
+def test_every_package_and_file_has_a_layer_and_the_page_shows_the_layers() -> None:
+    config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = config["tool"]["importlinter"]["contracts"]
+    (layers,) = (one["layers"] for one in contracts if one["type"] == "layers")
+    layers = [layer.replace("raypp.", "") for layer in layers]
+    modules = [path.stem for path in (REPOSITORY / "raypp").glob("*.py") if not path.name.startswith("__")]
+    listed = [name for layer in layers for name in layer.split(" | ")]
+    assert sorted(listed) == sorted([*modules, *PACKAGES])
+    page = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
+    assert "```\n" + "\n".join(layers) + "\n```" in page
+
+
+def test_the_index_of_decisions_lists_them_all_by_their_titles_in_order() -> None:
     decisions = REPOSITORY / "docs/design"
     text = (decisions / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^- \[(.+)\]\((\d{4}-[\w-]+\.md)\)$", text, re.M)
     titles = {path.name: path.read_text(encoding="utf-8").splitlines()[0] for path in decisions.glob("[0-9]*.md")}
-    assert sorted((name, f"# {title}") for title, name in listed) == sorted(titles.items())
+    assert [(name, f"# {title}") for title, name in listed] == sorted(titles.items())

@@ -216,7 +216,7 @@ def test_the_command_asks_for_the_form_and_refuses_one_that_does_not_fit(
         {"model": imported.model_dump(mode="json")},
     )
     assert run(["checkpoints", "export", f"{tmp_path}/full/run", f"{tmp_path}/no", "--adapter"]) == 2
-    assert "trained all weights, no adapters" in capsys.readouterr().err
+    assert "trained all weights and has no adapters" in capsys.readouterr().err
 
 
 def test_the_state_of_a_run_is_its_adapters_and_fits_no_other_rank_or_targets(tmp_path: Path) -> None:

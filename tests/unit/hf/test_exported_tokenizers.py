@@ -191,9 +191,13 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"[1]", "is not a JSON object"), (b"{", "generation_config.json was written anew"), (b"[" * 100_000, "anew")],
+    [
+        (b"[1]", "is not a JSON object"),
+        (b"{", "generation_config.json was not copied but generated"),
+        (b"[" * 100_000, "not copied but generated"),
+    ],
 )
-def test_a_generation_config_that_is_none_is_written_anew(content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_generation_config_that_is_none_is_not_copied(content: bytes, said: str, tmp_path: Path) -> None:
     source = words_file(tmp_path / "source")
     (source.parent / "generation_config.json").write_bytes(content)
     files = tokenizer_files(str(source), vocab_size=6, context=64)

@@ -206,5 +206,5 @@ def test_pickles_torn_files_and_no_files_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is torn"):
         files.tensors()
     path.write_bytes(b"\xff" * 64)
-    with pytest.raises(CheckpointError, match="is no safetensors file: its header would have"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file: its header would have"):
         files.tensors()

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import CheckpointError, RayppError, UnreachableError
+from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
 from raypp.memory.files import LARGEST_DATA, SlotName, keeper
 from raypp.memory.peer import CopyReceiver, CopySender
 from raypp.memory.slot import Slot, encode_tail
-from raypp.memory.wire import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
 from raypp.train.preflight import Place, parse_place
 from raypp.untrusted import sockets
 from raypp.untrusted.sockets import Listener

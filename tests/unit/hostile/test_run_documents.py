@@ -134,9 +134,9 @@ HEADERS: list[tuple[str, Change | bytes]] = [
     ("it says that it has 0 bytes", b"\x00\x00"),
     ("is not JSON", (3).to_bytes(8, "little") + b"{{{"),
     ("__metadata__.raypp is missing", lambda d: (d.pop("about"), d.pop("__metadata__"))),
-    ("shape is no list of at most 64 whole numbers", lambda d: d[NORM].update(shape=[-4])),
-    ("data_offsets are no two whole numbers", lambda d: d[NORM].update(data_offsets=[0])),
-    ("data_offsets are no two whole numbers", lambda d: d[NORM].update(data_offsets=[1e308, 2])),
+    ("shape is not a list of at most 64 whole numbers", lambda d: d[NORM].update(shape=[-4])),
+    ("data_offsets is not two whole numbers", lambda d: d[NORM].update(data_offsets=[0])),
+    ("data_offsets is not two whole numbers", lambda d: d[NORM].update(data_offsets=[1e308, 2])),
     ("is not described by data_offsets, dtype, shape", lambda d: d[NORM].pop("dtype")),
     ('dtype "F9"', lambda d: d[NORM].update(dtype="F9")),
     ("does not match its shape (F32, 4000000000000000000 bytes)", lambda d: (

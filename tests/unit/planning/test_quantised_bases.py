@@ -14,7 +14,7 @@ from raypp.parallel.apply import compute_dtype
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, Part, computed_costs, dequantise_seconds
 from raypp.planning.plan import make_plan
-from raypp.planning.quantised import base_bytes, product_bytes
+from raypp.planning.quantised_base import base_bytes, product_bytes
 from raypp.spec.job import Job
 from raypp.spec.quantised import BASES
 

@@ -44,7 +44,9 @@ def lines_of(
 
 
 def sizes(name: str, widths: Sequence[int], most: int = 0) -> list[Size]:
-    wanted = ((pp, v, m) for pp in widths for v in (1, 2, 3) for m in (pp, pp + 1, 2 * pp, most or 3 * pp + 1))
+    wanted = (
+        (pp, v, m) for pp in widths for v in (1, 2, 3) for m in (pp, pp + 1, 2 * pp, 3 * pp - 1, most or 3 * pp + 1)
+    )
     return [size for size in wanted if not size_problems(schedule_named(name), *size)]
 
 

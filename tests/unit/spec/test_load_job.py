@@ -175,6 +175,11 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines(folder: Path)
             "for example `betas: [0.9, 0.95]`",
         ),
         (
+            "train: {optimizer: {lr: nan}}",
+            "train.optimizer.lr: must be a number ≥ 0, is 'nan'",
+            "for example `lr: 0.0003`",
+        ),
+        (
             "train: {optimizer: {lr: .inf}}",
             "train.optimizer.lr: must be a number ≥ 0, is inf",
             "for example `lr: 0.0003`",
@@ -182,7 +187,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines(folder: Path)
         (
             "resources: {env: {A: 1}}",
             "resources.env.A: must be text, is 1",
-            "put it in quotes: '1'",
+            "put it in quotes: '1' (in a shell: --set \"resources.env.A='1'\")",
         ),
         (
             "name: b",
@@ -210,6 +215,7 @@ def test_a_wrong_value_is_told_with_its_line_what_it_must_be_and_a_fix(
         ("name: a\n mesh: 1\n", "job.yaml:2: not valid YAML: a key is not allowed here"),
         ("name: a\n---\nname: b\n", "job.yaml:2: not valid YAML: a second document starts here (`---`)"),
         ("name: *a\n", "job.yaml:1: not valid YAML: found undefined alias 'a'"),
+        ("name: a\ndata: {path: *.txt}\n", "job.yaml:2: not valid YAML: expected alphabetic or numeric character"),
         ("name: a\nmesh: &m {pp: *m}\n", "job.yaml:2 mesh.pp: the alias contains itself"),
         ("name: !!python/name:os.system a\n", "job.yaml:1 name: the YAML tag 'tag:yaml.org,2002:python/name:os"),
         ("name: a\n? [1]\n: 2\n", "job.yaml:2: a key must be plain text"),
@@ -221,6 +227,18 @@ def test_a_text_that_is_no_job_is_told_with_its_line(folder: Path, text: str | b
     found = problems(folder, text)
     assert str(found[0]).startswith(message)
     assert found[0].fix
+
+
+def test_text_that_begins_with_a_sign_of_yaml_wants_quotes(folder: Path) -> None:
+    assert "fix: quote text that begins with" in told(folder, "name: a\ndata: {path: *.txt}\n")
+    assert "fix: quote text that begins with" in told(folder, "name: a\ndata: {path: @x}\n")
+
+
+@pytest.mark.parametrize("pattern", ["*.txt", "*/verses.txt", "*"])
+def test_an_override_may_be_a_glob_without_quotes(folder: Path, pattern: str) -> None:
+    (folder / "verses.txt").write_text("text")
+    found = load(folder, "name: a\ndata: {kind: synthetic}\n", "data.kind=text", f"data.path={pattern}")
+    assert Path(str(found.job.data.path)).name == Path(pattern).name
 
 
 def test_a_missing_file_and_a_directory_are_told(folder: Path) -> None:

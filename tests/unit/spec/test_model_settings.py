@@ -50,7 +50,7 @@ def test_a_family_whose_heads_follow_from_its_sizes_refuses_others() -> None:
 @pytest.mark.parametrize("kind", ["stablelm", "phi3", "glm"])
 def test_an_odd_number_of_rotated_dims_is_refused_with_a_share_that_is_even(kind: str) -> None:
     sizes: dict[str, Any] = {"kind": kind, "hidden_size": 48, "num_heads": 4}
-    refused = "model.rotary_share: 3 of the 12 dims of a head would be rotated; they are turned in pairs"
+    refused = "model.rotary_share: 3 of the 12 dims of a head would be rotated: not an even number"
     assert found(**sizes, rotary_share=0.25) == [refused]
     assert not found(**sizes, rotary_share=0.3334)
 

@@ -11,9 +11,10 @@ from raypp.control.hang_watch import HangWatch
 from raypp.control.machine import Committed
 from raypp.control.metrics import RunGauges
 from raypp.control.protocol import Heartbeat, RelayReport, ReportBatch
-from raypp.control.report_intake import ReportIntake
+from raypp.control.report.intake import ReportIntake
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
+from raypp.observe.status import ENDED
 from raypp.records import Requests
 
 
@@ -74,7 +75,7 @@ class ReportProcessing:
 
     def _heartbeat(self, attempt: Attempt, heartbeat: Heartbeat, now: float) -> None:
         rank = attempt.ranks[heartbeat.rank] if attempt.ranks else None
-        if rank is not None and rank.state not in ("dead", "done"):
+        if rank is not None and rank.state not in ENDED:
             rank.state = heartbeat.phase.partition(" ")[0]
         if self.watch is not None:
             sent = now - heartbeat.age_s

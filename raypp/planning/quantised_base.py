@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from raypp.spec.families import FAMILIES, family_of
+from raypp.spec.families import counted_family, family_of
 from raypp.spec.models import DecoderOptions
 from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
@@ -31,7 +31,7 @@ def base_bytes(
         ep: Ranks that share the experts.
         without: Parts (of `Weight.part`) whose quantised matrices are not counted.
     """
-    family, base = family_of(model) or FAMILIES["llama"], quantised_base(model)
+    family, base = counted_family(model), quantised_base(model)
     total = 0
     for name, weight in family.stage_weights(model, layers, first=first, last=last).items():
         if base is not None and name.startswith("model.layers.") and is_quantised(weight):

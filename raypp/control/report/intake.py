@@ -15,8 +15,7 @@ Item = ReportBatch | RelayReport | Requests
 
 
 class ReportIntake:
-    """The queue between the controller's callers and its leader, and what answers to callers are
-    made of.
+    """The queue between the controller's callers and its leader, and the data of their answers.
 
     Args:
         incarnation: Identifies this controller process.

@@ -20,7 +20,7 @@ from raypp.spec.job import Job
 
 _INT8_BLOCK = 256
 _INT8_BYTES = (_INT8_BLOCK + 4) / _INT8_BLOCK
-"""Bytes of a number in int8: each block of numbers has an fp32 scale."""
+"""Bytes of a number in int8, with its part of the fp32 scale of each block."""
 _INT8_S = {"cpu": (2.8e-9, 0.65e-9), "cuda": (2.7e-11, 0.9e-11)}
 """Seconds to quantise a number, and to add up one of a replica's. On a CPU as measured
 (docs/design/0054); on a GPU 40 and 13 bytes at 1.5 TB/s, not measured."""
@@ -48,7 +48,7 @@ class ReplicaSums:
 
 
 def sent_bytes(job: Job, numbers: float, kind: str) -> float:
-    """Returns the bytes that a rank sends to sum so many numbers over the replicas.
+    """Returns the bytes that a rank sends to sum `numbers` numbers over the replicas.
 
     An exact sum is a ring: (n - 1) / n of the numbers go around twice. In int8, every replica sends
     its numbers to every other.

@@ -64,7 +64,7 @@ def parse_control(text: bytes, frame: Frame, owner: int, who: str) -> dict[str, 
         who: Names the sender in errors.
 
     Raises:
-        CheckpointError: It is no control block, or does not agree with the frame.
+        CheckpointError: It is not a control block, or does not agree with the frame.
     """
     try:
         control = decode_control(text)

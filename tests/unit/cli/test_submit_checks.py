@@ -1,0 +1,105 @@
+"""Which names and which steps `raypp submit` accepts, and when a new run takes its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.checkpoint.layout import commit_key
+from raypp.checkpoint.run_spec import read_spec, write_spec
+from raypp.cli import run_commands
+from raypp.clusters.dashboard import Dashboard, NodeResources
+from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
+from raypp.errors import JobError, UnreachableError
+from raypp.spec.load import job_document, load_job
+from raypp.storage.directory import DirectoryStore
+
+
+class _AtUpload(Dashboard):
+    """A cluster at which something happens when the package arrives."""
+
+    def __init__(self, happens: Callable[[], None], accepts: bool) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self._happens, self._accepts = happens, accepts
+
+    def nodes(self) -> list[NodeResources]:
+        return []
+
+    def upload_package(self, name: str, data: bytes) -> str:
+        self._happens()
+        return f"gcs://{name}"
+
+    def submit_job(self, document: dict[str, Any]) -> str:
+        return str(document["submission_id"]) if self._accepts else super().submit_job(document)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "store")
+
+
+@pytest.fixture
+def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: mine\ndata: {kind: synthetic}\n")
+
+    def start(at_upload: Callable[[], None], accepts: bool = False) -> RunPlace:
+        dashboard = _AtUpload(at_upload, accepts)
+        place, _ = run_commands._submit(load_job(path), store, Cluster(dashboard.url, dashboard), resume=False)
+        return place
+
+    return start
+
+
+def test_ctrl_c_during_the_upload_leaves_the_name_free(submit, store: DirectoryStore) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        submit(interrupt)
+    assert list(store.list("")) == []
+
+
+def test_the_slower_of_two_submissions_of_a_name_is_refused_as_a_wrong_argument(submit, store: DirectoryStore) -> None:
+    with pytest.raises(JobError, match=r"job\.yaml:1 name: a run named 'mine' already exists") as caught:
+        submit(lambda: write_spec(store, "mine", {"name": "mine", "model": {"kind": "the other's"}}) and None)
+    assert caught.value.exit_code == 2
+    assert read_spec(store, "mine")["model"] == {"kind": "the other's"}
+
+
+def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, store: DirectoryStore) -> None:
+    with pytest.raises(UnreachableError):
+        submit(lambda: None)
+    assert list(store.list("")) == []
+
+
+def test_a_run_that_the_cluster_accepted_is_followed_although_the_home_cannot_be_written(
+    submit, store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "file" / "home"))
+    assert submit(lambda: None, accepts=True).submission_id.startswith("raypp-mine-")
+    assert read_spec(store, "mine")["name"] == "mine"
+    said = capsys.readouterr().err
+    assert said.startswith("warning: this machine does not remember the run: cannot write")
+    assert said.endswith(f"name it as {store.url}/mine\n")
+
+
+@pytest.mark.parametrize(("steps", "fits"), [(20, True), (19, False)])
+def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
+    tmp_path: Path, store: DirectoryStore, steps: int, fits: bool
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: mine\ndata: {kind: synthetic}\n")
+    file = load_job(path, [f"train.steps={steps}"])
+    write_spec(store, "mine", job_document(file.job))
+    store.put(commit_key("mine", 20), b"")
+    if fits:
+        run_commands._check_name(file, store, resume=True)
+        return
+    with pytest.raises(JobError, match=r"train\.steps: is 19, but the run is at step 20"):
+        run_commands._check_name(file, store, resume=True)
