@@ -14,6 +14,16 @@ from raypp.errors import Problem, RayppError, UnreachableError
 # Ray replaces 127.0.0.1 and localhost by the machine's external address, but keeps other loopback
 # addresses.
 NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
+_SETUP_WORKER = str(Path(__file__).with_name("setup_worker.py"))
+_PROGRAM = f"""
+import sys
+from ray._private import ray_constants
+from ray.scripts.scripts import main
+if sys.platform == "linux":
+    ray_constants.SETUP_WORKER_FILENAME = {_SETUP_WORKER!r}  # Ray joins it to its folder of scripts
+sys.argv[0] = "ray"
+sys.exit(main())
+"""
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
 _RAY_GAVE_UP = ("timed out during startup", "Timed out waiting for node info")
 _RAY_PATIENCE_S = 180.0  # a start takes six seconds on an idle machine, but minutes on an overloaded one
@@ -42,7 +52,7 @@ def start_ray_head(
     command = [
         sys.executable,
         "-c",
-        "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+        _PROGRAM,
         *("start", "--head", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
         f"--node-ip-address={NODE_IP}",
         f"--port={gcs_port}",

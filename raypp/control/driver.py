@@ -25,6 +25,7 @@ from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name
 from raypp.environment import check_node
 from raypp.errors import JobError
+from raypp.quick_import import quick_import
 from raypp.untrusted.text import visible_lines
 
 _LOST_S = 60.0
@@ -39,8 +40,7 @@ def main(arguments: list[str]) -> int:
         print(visible_lines(str(error)), file=sys.stderr, flush=True)  # noqa: T201
         return error.exit_code
     request = None if arguments else RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
-    import ray
-
+    ray = quick_import("ray")
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     if request is None:
         print(json.dumps(command(arguments[0], arguments[1])), flush=True)  # noqa: T201
