@@ -21,6 +21,8 @@ from raypp.schedules.one_f_one_b import build
 from raypp.schedules.simulate import Simulator, StageTimes
 
 SHARES = (0.5, 1.0, 1.5, 2.0)
+OWN_CUT = [2, 3, 2, 1]
+"""How raypp cuts this model into four."""
 INT8 = (256 + 4) / (256 * 4)
 """Size of an int8 message with rows of 256 numbers, relative to fp32."""
 
@@ -53,9 +55,9 @@ def bound_s(times: StageTimes, microbatches: int) -> float:
     return max(bounds)
 
 
-def rows(layers: Sequence[int], head: float, microbatches: int) -> list[str]:
-    """Returns the table's rows for one cut."""
-    times, pp = stage_times(layers, head), len(layers)
+def rows(layers: Sequence[int], head: float, microbatches: int, theirs: Sequence[int]) -> list[str]:
+    """Returns the table's rows for one cut, compared with torch's schedule on the cut `theirs`."""
+    times, pp, other = stage_times(layers, head), len(layers), stage_times(theirs, head)
     free = Simulator(build(pp, 1, microbatches)).run(times).makespan
     found = []
     for share in SHARES:
@@ -64,20 +66,28 @@ def rows(layers: Sequence[int], head: float, microbatches: int) -> list[str]:
             tried = depths(lambda depth: Simulator(build(pp, 1, microbatches, depth)), microbatches, here)
             best = best_depth(tried)
             apart = Simulator(build(pp, 1, microbatches, best.lookahead)).run(replace(here, cards=None)).makespan
-            theirs = torch_1f1b_s(pp, microbatches, 1.0, 2.0, share) if not head and size == 1.0 else None
+            against = [
+                torch_1f1b_s(other.forward, other.backward, microbatches, share, both_ways=both_ways) / best.step_s
+                for both_ways in (True, False)
+                if size == 1.0
+            ]
             steps = " / ".join(f"{free / depth.step_s:.2f}" for depth in tried)
             found.append(f"| {share} | {name} | {free / best.step_s:.2f} | {best.lookahead} | {steps} "
-                         f"| {free / apart:.2f} | {min(1.0, free / bound_s(here, microbatches)):.2f} "
-                         f"| {'' if theirs is None else f'{theirs / best.step_s:.2f}'} |")  # fmt: skip
+                         f"| {free / apart:.2f} | {free / bound_s(here, microbatches):.2f} "
+                         f"| {' / '.join(f'{ratio:.2f}' for ratio in against)} |")  # fmt: skip
     return found
 
 
 def print_bounds(layers: Sequence[int], microbatches: int) -> None:
-    """Prints the tables for stages that are alike, and for this cut with a head."""
+    """Prints the tables for stages that are alike, this cut with a head, and raypp's own."""
     assert all(one == other for one, other in pairwise(layers)), "without the head, the stages are alike"
-    for head, name in ((0.0, "equal stages"), (HEAD, f"layers {layers}, a head of {HEAD} layers")):
+    for cut, head, name in (
+        (layers, 0.0, "equal stages"),
+        (layers, HEAD, f"layers {layers}, a head of {HEAD} layers"),
+        (OWN_CUT, HEAD, f"layers {OWN_CUT} (raypp's own cut; torch's as before), a head of {HEAD} layers"),
+    ):
         print(f"\nP = {len(layers)}, m = {microbatches}, {name}, one card per host: share of a free link's speed")
         print("\n| message ÷ forward | format | best | lookahead | by lookahead, from 0 | a card per channel | bound "
-              "| torch ÷ best |")  # fmt: skip
+              "| torch ÷ best, links both ways / as gloo's |")  # fmt: skip
         print("|---|---|---|---|---|---|---|---|")
-        print("\n".join(rows(layers, head, microbatches)))
+        print("\n".join(rows(cut, head, microbatches, layers)))

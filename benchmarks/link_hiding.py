@@ -60,6 +60,7 @@ UNTIL_CHOSEN = 4
 
 AUTO, TORCH, FSDP = "raypp, lookahead auto", "torch Schedule1F1B", "FSDP only"
 INT8, SNAPSHOTS = "raypp, auto, int8", "raypp, auto, snapshots"
+OWN = "raypp, auto, own cut"
 NO_LIMIT, TORCH_FREE = "raypp, no limit", "torch, no limit"
 ALONE = ["--set", "checkpoint.memory_tier=false"]
 RAYPP = ["benchmarks.timed_rank", "--cut", "CUT", *ALONE]
@@ -73,11 +74,12 @@ VARIANTS: dict[str, tuple[list[str], int]] = {
     "raypp, lookahead 1": ([*RAYPP, "--set", "pipeline.lookahead=1"], 2),
     "raypp, lookahead 3": ([*RAYPP, "--set", "pipeline.lookahead=3"], 2),
     SNAPSHOTS: ([*RAYPP, "--set", "checkpoint.memory_tier=true"], UNTIL_CHOSEN),
+    OWN: (["benchmarks.timed_rank", *ALONE], UNTIL_CHOSEN),
 }
 """The variants, and how many steps of each are not counted. CUT and HOSTS are filled in."""
-CHOOSE = (AUTO, INT8, SNAPSHOTS)
+CHOOSE = (AUTO, INT8, SNAPSHOTS, OWN)
 """The variants that measure the cable at the start, so they restart for each cable."""
-USUAL = {2: list(VARIANTS)[:5], 4: list(VARIANTS)[:3]}
+USUAL = {2: list(VARIANTS)[:5], 4: [AUTO, TORCH, INT8, OWN]}
 
 Figures = dict[str, Any]
 """Results of one turn: `step_s`, `mb` that a host sends per step, and the cable's `mbit`."""
@@ -250,7 +252,7 @@ def simulated() -> None:
             times = StageTimes.equal(pp, link=share)
             steps = [simulate(build(pp, 1, microbatches, depth), times).makespan for depth in range(5)]
             best = next(depth for depth, step in enumerate(steps) if step <= min(steps) * 1.01)
-            theirs = torch_1f1b_s(pp, microbatches, 1.0, 2.0, share)
+            theirs = torch_1f1b_s([1.0] * pp, [2.0] * pp, microbatches, share)
             print(f"| {pp} | {microbatches} | {share} | {free / steps[best]:.2f} | {best} | {free / theirs:.2f} "
                   f"| {theirs / steps[best]:.2f} |")  # fmt: skip
 

@@ -2,12 +2,14 @@
 
 In its steady state, a rank sends its last result and receives its next input in one batch, and
 waits for both before it computes. A message crosses once both of its ends are posted. Each
-direction of each link carries one message at a time.
+direction of each link carries one message at a time; with gloo, which serialises the two directions
+of a group, each link does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 Op = tuple[str, int]
 """A send or receive of F or B, such as `("sF", 3)`; or a computation: `("F", 3)`, `("B", 3)`."""
@@ -34,13 +36,28 @@ def _line(pp: int, rank: int, microbatches: int) -> list[tuple[list[Op], bool]]:
     return line
 
 
-def torch_1f1b_s(pp: int, microbatches: int, forward: float, backward: float, message: float) -> float:
-    """Returns the seconds from the first forward to the last backward."""
+def torch_1f1b_s(
+    forward: Sequence[float], backward: Sequence[float], microbatches: int, message: float, *, both_ways: bool = True
+) -> float:
+    """Returns the seconds from the first forward to the last backward.
+
+    Args:
+        forward: Seconds of each stage's forward.
+        backward: Seconds of each stage's backward.
+        microbatches: Of a step.
+        message: Seconds of a message.
+        both_ways: Whether a link carries a message each way at the same time. gloo's do not.
+    """
+    pp = len(forward)
     lines = {rank: _line(pp, rank, microbatches) for rank in range(pp)}
     clock, place = dict.fromkeys(lines, 0.0), dict.fromkeys(lines, 0)
     posted: dict[tuple[str, str, int, int], float] = {}
     arrived: dict[tuple[str, int, int], float] = {}
     free: dict[tuple[str, int], float] = defaultdict(float)
+
+    def wire(direction: str, sender: int) -> tuple[str, int]:
+        """Returns what carries one message at a time: a direction of a link, or the link."""
+        return (direction, sender) if both_ways else ("", sender - (direction == "B"))
 
     def channel(rank: int, op: Op) -> tuple[str, int, int] | None:
         """Returns (direction, sending rank, microbatch); None at the ends of the pipeline."""
@@ -51,14 +68,14 @@ def torch_1f1b_s(pp: int, microbatches: int, forward: float, backward: float, me
     def advance(rank: int) -> bool:
         ops, waits = lines[rank][place[rank]]
         if ops[0][0] in ("F", "B"):
-            clock[rank] += forward if ops[0][0] == "F" else backward
+            clock[rank] += forward[rank] if ops[0][0] == "F" else backward[rank]
             return True
         keys = [(op[0][0], key) for op in ops if (key := channel(rank, op)) is not None]
         for half, key in keys:
             posted.setdefault((half, *key), clock[rank])
             if key not in arrived and ("s", *key) in posted and ("r", *key) in posted:
-                begin = max(posted["s", *key], posted["r", *key], free[key[0], key[1]])
-                arrived[key] = free[key[0], key[1]] = begin + message
+                used = wire(key[0], key[1])
+                arrived[key] = free[used] = max(posted["s", *key], posted["r", *key], free[used]) + message
         if waits and any(key not in arrived for _, key in keys):
             return False
         if waits:

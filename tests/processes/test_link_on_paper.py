@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.link_bounds import bound_s, stage_times
+from benchmarks.link_bounds import OWN_CUT, bound_s, stage_times
 from benchmarks.link_orders import DEPTHS, ORDERS, seconds
 from benchmarks.paced import HEAD
+from benchmarks.timed_rank import job_of
+from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
+from raypp.planning.choices import cut_of
 from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.schedules.one_f_one_b import build
 from raypp.schedules.simulate import Simulator, StageTimes
@@ -51,3 +54,22 @@ def test_an_order_brings_little_at_the_best_depth_and_gradients_first_costs() ->
     assert best["gradients first"] > 1.2 * best["equal shares"]
     assert best["one at a time"] > 1.04 * best["equal shares"]
     assert steps["equal shares"][1] > 1.1 * steps["needed first"][1], "where memory allows no more than 1"
+
+
+def test_torchs_schedule_is_raypps_without_a_limit_and_pays_for_a_link_that_carries_one_message() -> None:
+    times = stage_times(LAYERS)
+    alone = [torch_1f1b_s(times.forward, times.backward, MICROBATCHES, 0.0, both_ways=way) for way in (True, False)]
+    assert alone == pytest.approx([simulator(0).run(times).makespan] * 2)
+    one, both = (torch_1f1b_s(times.forward, times.backward, MICROBATCHES, 1.0, both_ways=way) for way in (False, True))
+    assert both < one
+
+
+def test_a_message_of_a_forward_does_not_allow_the_goal_against_torch_on_the_same_cut() -> None:
+    times = stage_times(LAYERS)
+    theirs = torch_1f1b_s(times.forward, times.backward, MICROBATCHES, 1.0, both_ways=False)
+    assert theirs / bound_s(replace(times, link=1.0), MICROBATCHES) < 1.6
+    assert theirs / best_s(replace(stage_times(OWN_CUT), link=1.0)) > 1.6, "raypp's own cut does"
+
+
+def test_own_cut_is_raypps() -> None:
+    assert cut_of(job_of([], world=4, steps=1)) == OWN_CUT
