@@ -18,7 +18,7 @@ from raypp.spec.job import MeshSection
 def workers(*devices: int, ip: str = "10.0.0.{}") -> list[NodeFacts]:
     """Returns `devices` workers for each node, nodes ordered by address."""
     return [
-        NodeFacts(f"node{node}", ip.format(node + 1), f"host{node}", 100 + device, "eth0", device, count)
+        NodeFacts(f"node{node}", ip.format(node + 1), f"host{node}", 100 + device, "eth0", device)
         for node, count in enumerate(devices)
         for device in range(count)
     ]
