@@ -184,6 +184,9 @@ def test_import_then_no_step_then_export_gives_the_same_bytes(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
     assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    # Weights as they lie in a file are not aligned, and some CPUs' kernels then round differently.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     assert torch.equal(model(TOKENS).logits, theirs(kind, case).logits)
     ignored = {"from_hf", "aux_loss_weight", "init_std"}
     assert options_in(tmp_path / "out").model_dump(exclude=ignored) == options.model_dump(exclude=ignored)
