@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -21,6 +22,12 @@ def test_every_folder_of_tests_belongs_to_one_tier_that_make_test_runs() -> None
         for tier in re.findall(r"\$\(([A-Z0-9]+)\)", command):
             tiers.pop(tier, None)
     assert not tiers, "in no target of `make test`"
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports a file of tests by its name alone; `make test-slow` collects all folders."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_ci_runs_the_slow_tests_of_the_tiers_that_leave_their_matrices_to_them() -> None:
