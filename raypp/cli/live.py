@@ -262,8 +262,6 @@ def summary_view(
         parts += [Text(""), Text("  loss", style="dim"), picture]
     commands = [(Text(command, style="bold"), words) for command, words in next_commands(place, status)]
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, overflow="fold")  # to be copied
-    grid.add_column()
     for command, words in commands:
         grid.add_row(Text.assemble("  ", command), Text(words, style="dim"))
     return Group(*parts, Text(""), Text("next", style="dim"), grid)
