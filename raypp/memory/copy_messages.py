@@ -7,10 +7,10 @@ tensors. Between two attempts the control block and the tail travel together (`p
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.crc32 import crc32
 from raypp.errors import CheckpointError
 from raypp.memory.files import CONTROL_BYTES, LARGEST_DATA, LARGEST_STEP, LARGEST_TAIL, Control, decode_control
 from raypp.untrusted.text import visible
@@ -97,6 +97,6 @@ def parse_facts(data: bytes, size: int, step: int, owner: int, who: str) -> tupl
     """
     text, _, tail = data.partition(b"\n")
     control = parse_control(text, Frame(step, size, len(text), len(tail)), owner, who)
-    if zlib.crc32(tail) != control["tail_crc"]:
+    if crc32(tail) != control["tail_crc"]:
         raise CheckpointError(f"the tail from {who} arrived damaged")
     return control, tail

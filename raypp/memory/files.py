@@ -18,7 +18,6 @@ import os
 import re
 import stat
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import psutil
 from annotated_types import Ge, Le, Len, Lt
 from typing_extensions import TypedDict
 
+from raypp.crc32 import crc32
 from raypp.errors import CheckpointError
 from raypp.own_process import OwnProcess
 from raypp.untrusted.documents import Bounds, Count, parse_as
@@ -176,7 +176,7 @@ def peek(path: Path) -> dict[str, Any] | None:
 def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
     """Writes the control block; readers then trust the file if `about["complete"]` is true."""
     text = json.dumps(about, separators=(",", ":")).encode()
-    block = _MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
+    block = _MAGIC + len(text).to_bytes(4, "little") + crc32(text).to_bytes(4, "little") + text
     if len(block) > CONTROL_BYTES:
         raise ValueError(f"the control block would take {len(block)} bytes, more than {CONTROL_BYTES}")
     os.pwrite(descriptor, block, 0)
@@ -219,7 +219,7 @@ def read_control(descriptor: int) -> dict[str, Any] | None:
     block = os.pread(descriptor, CONTROL_BYTES, 0)
     length, crc = int.from_bytes(block[8:12], "little"), int.from_bytes(block[12:16], "little")
     text = block[16 : 16 + length]
-    if block[:8] != _MAGIC or len(text) != length or zlib.crc32(text) != crc:
+    if block[:8] != _MAGIC or len(text) != length or crc32(text) != crc:
         return None
     try:
         return decode_control(text)

@@ -15,9 +15,9 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 
+from raypp.crc32 import crc32
 from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_frame
 from raypp.memory.files import keeper
 from raypp.memory.slot import Slot, checksum
@@ -134,7 +134,7 @@ class CopyReceiver:
         data = slot.memory(frame.size)
         connection.settimeout(_IO_S)
         _receive_into(connection, data.numpy().data)
-        fine = checksum(data) == control["data_crc"] and zlib.crc32(tail) == control["tail_crc"]
+        fine = checksum(data) == control["data_crc"] and crc32(tail) == control["tail_crc"]
         if fine:
             slot.seal(frame.step, control, frame.size, tail)
         connection.sendall(_ANSWER.pack(frame.step, fine))

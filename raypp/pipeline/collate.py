@@ -5,7 +5,6 @@ Legend: B rows of a microbatch, T its agreed length in tokens, t this rank's sha
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypp.crc32 import crc32
 from raypp.data.packing import Row
 from raypp.models.adapter_dropout import StepKeys
 from raypp.models.attention import PLAIN
@@ -72,8 +72,8 @@ def rows_digest(rows: Sequence[Row]) -> int:
     """Returns the CRC-32 of all tokens and labels; the same on ranks that read the same rows."""
     digest = 0
     for row in rows:
-        digest = zlib.crc32(row.tokens.astype(np.int64).tobytes(), digest)
-        digest = zlib.crc32(row.labels.astype(np.int64).tobytes(), digest)
+        digest = crc32(row.tokens.astype(np.int64).tobytes(), digest)
+        digest = crc32(row.labels.astype(np.int64).tobytes(), digest)
     return digest
 
 

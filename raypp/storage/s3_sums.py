@@ -16,10 +16,10 @@ from __future__ import annotations
 import base64
 import secrets
 import threading
-import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from raypp.crc32 import crc32
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3_errors import status_of
 from raypp.storage.s3_parts import PartBody
@@ -68,14 +68,14 @@ class UploadSums:
         if isinstance(body, PartBody):
             body.summed = self._unsigned
             return {"ChecksumCRC32": _encode(body.crc32())}
-        return {} if self._boto3_sums else {"ChecksumCRC32": _encode(zlib.crc32(body))}
+        return {} if self._boto3_sums else {"ChecksumCRC32": _encode(crc32(body))}
 
     def _ask(self) -> tuple[bool, bool]:
         """Returns whether checksums are compared, and whether a body with one may be unsigned."""
         key = f".raypp-probe-{secrets.token_hex(8)}"
         name, bucket = self._server.name_of(key), self._server.bucket
 
-        right, wrong = _encode(zlib.crc32(_PROBE)), _encode(zlib.crc32(b"other"))
+        right, wrong = _encode(crc32(_PROBE)), _encode(crc32(b"other"))
         body = PartBody(MemorySource((len(_PROBE),), lambda _: memoryview(_PROBE)), 0, len(_PROBE))
         body.summed = True
 
