@@ -61,6 +61,7 @@ UNTIL_CHOSEN = 4
 AUTO, TORCH, FSDP = "raypp, lookahead auto", "torch Schedule1F1B", "FSDP only"
 INT8, SNAPSHOTS = "raypp, auto, int8", "raypp, auto, snapshots"
 OWN = "raypp, auto, own cut"
+EARLY = "raypp, auto, cut 3,2,2,1"
 NO_LIMIT, TORCH_FREE = "raypp, no limit", "torch, no limit"
 ALONE = ["--set", "checkpoint.memory_tier=false"]
 RAYPP = ["benchmarks.timed_rank", "--cut", "CUT", *ALONE]
@@ -75,11 +76,13 @@ VARIANTS: dict[str, tuple[list[str], int]] = {
     "raypp, lookahead 3": ([*RAYPP, "--set", "pipeline.lookahead=3"], 2),
     SNAPSHOTS: ([*RAYPP, "--set", "checkpoint.memory_tier=true"], UNTIL_CHOSEN),
     OWN: (["benchmarks.timed_rank", *ALONE], UNTIL_CHOSEN),
+    EARLY: (["benchmarks.timed_rank", "--cut", "3,2,2,1", *ALONE], UNTIL_CHOSEN),
 }
-"""The variants, and how many steps of each are not counted. CUT and HOSTS are filled in."""
-CHOOSE = (AUTO, INT8, SNAPSHOTS, OWN)
+"""The variants, and how many steps of each are not counted. CUT and HOSTS are filled in. EARLY is for
+four hosts: as even a cut as raypp's own, with the longest stage first."""
+CHOOSE = (AUTO, INT8, SNAPSHOTS, OWN, EARLY)
 """The variants that measure the cable at the start, so they restart for each cable."""
-USUAL = {2: list(VARIANTS)[:5], 4: [AUTO, TORCH, INT8, OWN]}
+USUAL = {2: list(VARIANTS)[:5], 4: [AUTO, TORCH, INT8, OWN, EARLY]}
 
 Figures = dict[str, Any]
 """Results of one turn: `step_s`, `mb` that a host sends per step, and the cable's `mbit`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import logging
 import sys
@@ -18,6 +19,8 @@ from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE,
 from raypp.registry import load_object
 from raypp.storage.store_retry import bounded_command
 from raypp.untrusted.text import VisibleFormatter
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 COMMANDS = {
     # command: (its function, one line of help); imported on first use, so that `raypp --help` is
@@ -153,6 +156,9 @@ def run(arguments: Sequence[str]) -> int:
             return _interrupted()  # an open file that Ctrl-C leaves may fail to close, for instance a zip
         if debug:
             echo_lines(traceback.format_exc(), err=True, nl=False)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            echo(f"no space is left to write {error.filename or 'the output'}", err=True)
+            return EXIT_RUN_FAILED
         words = " ".join(in_words(error).split())
         hint = "" if debug else " (run again with --debug for the traceback)"
         echo(f"internal error: {words}{hint}", err=True)

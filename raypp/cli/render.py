@@ -42,6 +42,7 @@ _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "b
 _WIDEST_TAG = 24
 _NARROWEST_PLACE = 16
 """Columns for the URL of a store; with less room it is left out."""
+_FIX = re.compile(r"\s*\n\s*fix: ")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
@@ -265,8 +266,8 @@ def event_words(event: Event) -> tuple[str, tuple[str, str]]:
 
 
 def one_line(text: str) -> str:
-    """Joins the lines of a text, for output with a promised line."""
-    return re.sub(r"\s*\n\s*", " ", text)
+    """Joins the lines of a text, for output with a promised line. A fix follows a semicolon."""
+    return re.sub(r"\s*\n\s*", " ", _FIX.sub("; fix: ", text))
 
 
 def of_log(text: str) -> str:

@@ -18,8 +18,9 @@ from raypp.cli.find_run import find_run, open_reader, present_status, runs_below
 from raypp.cli.live import LiveView
 from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.output import echo, echo_json, echo_lines
+from raypp.cli.render import one_line
 from raypp.clusters import known_runs
-from raypp.clusters.dashboard import FINAL_JOB_STATES
+from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
@@ -213,27 +214,33 @@ def _submit(file: JobFile, store: ObjectStore, cluster: Cluster, resume: bool) -
     """Submits the run and remembers it.
 
     A new run's name is taken at the last moment: whoever interrupts the upload before can submit
-    the job again. It is free again if the cluster does not accept the run.
+    the job again. It is free again if the cluster does not accept the run. It stays taken if nobody
+    knows whether the cluster has it.
     """
-    job, view, taken = file.job, LiveView(), False
+    job, view, asked = file.job, LiveView(), False
     if resume:
         view.skip_earlier_records(RunReader(store, job.name))
 
     def write() -> None:
-        nonlocal taken
-        if resume:
-            add_spec(store, job.name, job_document(job))
-            return
+        nonlocal asked
         try:
-            write_spec(store, job.name, job_document(job))
+            (add_spec if resume else write_spec)(store, job.name, job_document(job))
         except AlreadyExists as error:  # another submission was quicker
             raise JobError(map(file.locate, error.problems)) from None
-        taken = True
+        asked = True
 
     try:
         submission = client.submit_run(job, cluster, store.url, before=write)
+    except NoAnswerError as error:
+        raise UnreachableError([*error.problems, _perhaps_accepted(job)]) from None
+    except KeyboardInterrupt:
+        if asked:
+            perhaps = _perhaps_accepted(job)
+            echo(err=True)
+            echo(f"{perhaps.what}: {perhaps.fix}", err=True)
+        raise
     except RayppError:
-        if taken:
+        if asked and not resume:
             store.delete([f"{job.name}/spec.json"])
         raise
     place = RunPlace(store.url, job.name, cluster.address, submission.submission_id, time.time())
@@ -245,6 +252,13 @@ def _submit(file: JobFile, store: ObjectStore, cluster: Cluster, resume: bool) -
     return place, view
 
 
+def _perhaps_accepted(job: Job) -> Problem:
+    """Returns the problem of a run of which nobody knows whether the cluster has it."""
+    name = shell_word(job.name)
+    fix = f"`raypp status {name}` tells; if there is no such run, submit it again with --resume"
+    return Problem("name", f"the cluster may have accepted the run {job.name!r}", fix)
+
+
 def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool) -> int:
     """Shows the run until it ends. Returns the run's exit code."""
     if as_json:
@@ -254,7 +268,10 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
         try:
             status = view.follow(place, reader, watch.over)
         except StoreError as error:
-            echo(f"cannot read the run's records from here ({error}); showing the Ray job's log instead", err=True)
+            echo(
+                f"cannot read the run's records from here ({one_line(str(error))}); showing the Ray job's log instead",
+                err=True,
+            )
             return watch.tail_log()
         code = watch.exit_code(status, reader)
         view.summary(place, status, reader.history(), reader.events())

@@ -37,6 +37,10 @@ class DashboardError(RayppError):
         self.status = status
 
 
+class NoAnswerError(UnreachableError):
+    """A request was sent whole and no answer came: the cluster may have carried it out."""
+
+
 def _cause(text: str) -> str:
     """Returns the text of an error without the stack that Ray's dashboard sends with it."""
     lines = text.splitlines()
@@ -139,7 +143,8 @@ class Dashboard:
         """Sends one HTTP request; `body` is bytes, or anything that JSON can represent.
 
         Raises:
-            UnreachableError: Nothing answers, or the cluster rejects the token.
+            UnreachableError: Nothing answers (`NoAnswerError` if the request was sent), or the
+                cluster rejects the token.
             DashboardError: The response is an error; `.status` is its HTTP status.
         """
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
@@ -164,7 +169,8 @@ class Dashboard:
             raise DashboardError(what, status=error.code) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise UnreachableError(
+            sent = not isinstance(error, urllib.error.URLError)  # urllib wraps what goes wrong before the answer
+            raise (NoAnswerError if sent else UnreachableError)(
                 Problem(
                     "address",
                     f"no Ray cluster answers at {self.url}: {reason}",
@@ -217,6 +223,7 @@ class Dashboard:
         Raises:
             DashboardError: The cluster refused, for instance because the id is taken (Ray's
                 response is then 500).
+            NoAnswerError: Whether it has the job is not known.
         """
 
         def submit() -> str:
@@ -224,9 +231,15 @@ class Dashboard:
             return str(answer.get("submission_id") or answer["job_id"])
 
         # The agent that runs drivers starts some seconds after a new head answers.
-        return _AGENT_RETRY.call(
-            submit, lambda error: isinstance(error, DashboardError) and "No available agent" in str(error)
-        )
+        try:
+            return _AGENT_RETRY.call(
+                submit, lambda error: isinstance(error, DashboardError) and "No available agent" in str(error)
+            )
+        except NoAnswerError:
+            submission_id = document.get("submission_id")
+            if submission_id and self.job(submission_id) is not None:
+                return str(submission_id)
+            raise
 
     def job(self, submission_id: str) -> dict[str, Any] | None:
         """Returns a job's record (`status`, `message`, `driver_exit_code` …) if it exists."""

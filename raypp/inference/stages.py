@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.errors import CheckpointError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.initial_weights import load_from_hf
 from raypp.hf.model_files import HfFiles
@@ -70,7 +72,8 @@ def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
 
     Raises:
         JobError: `model.from_hf` names another base than the one the adapters belong to.
-        CheckpointError: Weights are missing, torn, or have other shapes.
+        CheckpointError: Weights are missing, torn, or have other shapes; or the checkpoint was
+            removed.
         StoreError: The store does not answer.
     """
     model = job.model
@@ -83,4 +86,12 @@ def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
         load_from_hf(model.from_hf, stages, frozen=True)
     elif model.lora is not None:
         draw_weights(stages, job, frozen=True)
-    load_checkpoint(open_store(source.store), source.run, source.step, stages, None)
+    store = open_store(source.store)
+    try:
+        load_checkpoint(store, source.run, source.step, stages, None)
+    except CheckpointError:
+        if store.head(commit_key(source.run, source.step)) is not None:
+            raise
+        what = "was removed before it was read: its run keeps the newest checkpoints only"
+        fix = "run the command again, or resume the run with a larger checkpoint.keep"
+        raise CheckpointError(Problem(source.place, what, fix)) from None

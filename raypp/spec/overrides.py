@@ -12,15 +12,16 @@ from raypp.spec.limits import DEPTH, OVERRIDES, TEXT, key_problem
 from raypp.spec.pydantic_errors import shown
 
 _LONGEST_PLACE = 80
+_TEXT_BEGINS = ("*", "%", "@", "`")
 
 
 def apply_overrides(document: Document, overrides: Iterable[str]) -> None:
     """Sets `key=value` overrides in a document, in order. The last one wins.
 
     Values are YAML (`2`, `[3, 5]`, `{kind: sgd}`; an empty value is null), except for those that
-    begin with `*`, which are text such as `*.txt`: there is nothing an alias could name. Errors in
-    an override are added to the document's problems with the location `--set key=value`. Unknown
-    keys are found later, by the models.
+    begin with `*`, `%`, `@` or a backtick, which are text such as `*.txt`: YAML has no use for
+    these characters in one value. Errors in an override are added to the document's problems with
+    the location `--set key=value`. Unknown keys are found later, by the models.
     """
     settings = iter(overrides)
     for setting in islice(settings, OVERRIDES):
@@ -49,8 +50,8 @@ def _apply(document: Document, setting: str) -> Problem | None:
     if wrong := next(filter(None, map(key_problem, map(str, path))), None):
         return Problem("", *wrong)
     where = _place(setting)
-    glob = text.lstrip().startswith("*")
-    value = Document(text.strip()) if glob else read_document(text, where, numbered=False)
+    plain = text.lstrip().startswith(_TEXT_BEGINS)
+    value = Document(text.strip()) if plain else read_document(text, where, numbered=False)
     if value.problems:
         document.problems += value.problems
         return None

@@ -147,7 +147,8 @@ def translated(error: Exception, store: _Place, key: str, tried: str = "") -> Ex
             Problem(
                 store.url,
                 "no credentials for S3 were found",
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; the embedded cluster's store "
+                "needs none of them while it runs (`raypp local up`)",
             )
         )
     if isinstance(error, CredentialRetrievalError):

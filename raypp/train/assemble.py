@@ -120,8 +120,8 @@ def assemble(
             if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):
                 tell(Event("offload", words, attempt=seat.attempt, rank=seat.rank, node=seat.node))
             reducer = GradientReducer(built.modules, parameter_names(job.model, trained=True))
+            allow_long_steps(device, hang_timeout_s)  # all groups are there now
             if device.type == "cuda":
-                allow_long_steps(device, hang_timeout_s)  # all groups are there now
                 # Connects the world's ranks, which NCCL would do in the sums of the first step.
                 dist.all_reduce(torch.zeros(1, device=device))
         with part("data"):

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 # The first step may compile and connect. A dead peer is noticed by its closed connections.
 _STARTUP_S = 300.0
-# A GPU's host queues a whole step at once, so an operation of NCCL lasts as long as its step.
+# A GPU's host queues a whole step at once, so an operation of NCCL lasts as long as its step. One of
+# gloo may wait as long for a rank that is at another part of it.
 _STEP_S = 3600.0
 _CONNECT_S = 2.0
 _JOIN_S = 2.0
@@ -54,20 +55,22 @@ def pick_device(seat: Seat) -> torch.device:
 
 
 def allow_long_steps(device: torch.device, hang_timeout_s: float) -> None:
-    """Gives operations on a device at least an hour, in all groups that this process has now.
+    """Gives operations at least an hour, in all groups that this process has now.
 
     NCCL counts from when the host queues an operation, and the host queues a step within moments.
-    With torch's 10 minutes for groups that have options, 30 minutes for others, and `joined`'s 5
-    minutes for the world, a longer step would be aborted. `control.hang_watch` notices a hang
-    earlier, because it knows how long steps take.
+    An operation of gloo may wait for a rank that is at another part of a long step. With torch's 10
+    minutes for groups that have options, 30 minutes for others, and `joined`'s 5 minutes for the
+    world, a longer step would be aborted. `control.hang_watch` notices a hang earlier, because it
+    knows how long steps take.
 
     Args:
-        device: The device.
+        device: The device that computes. The ranks also agree on each step by gloo.
         hang_timeout_s: Another limit, if it is higher.
     """
     timeout = timedelta(seconds=max(_STEP_S, hang_timeout_s))
-    for backend in backends_on(device):
-        set_operation_timeout(backend, timeout)
+    for kind in {torch.device("cpu"), device}:
+        for backend in backends_on(kind):
+            set_operation_timeout(backend, timeout)
 
 
 def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: float = _STARTUP_S) -> TCPStore:
@@ -202,8 +205,8 @@ def joined(
 
     Args:
         seat: This rank's seat.
-        hang_timeout_s: Maximum duration of a collective of gloo once the run is under way, if it is
-            more than 5 minutes.
+        hang_timeout_s: Maximum duration of a collective until `allow_long_steps`, if it is more
+            than 5 minutes.
         store: The store the ranks meet at. None: rank 0 serves one at the seat's address.
         tell: Called with the interface and the links of this node, if there are other nodes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -234,6 +235,13 @@ def test_an_unexpected_error_is_one_line_and_a_traceback_only_with_debug(
     for arguments in (["--debug", "plan"], ["plan", "--debug"]):
         assert run(arguments) == 1
         assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_as_such(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(OSError), Path("/dev/full").open("w") as full:  # closing it writes again
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run(["explain"]) == 1
+    assert capsys.readouterr().err == "no space is left to write the output\n"
 
 
 def test_explain_describes_sections_inner_sections_and_keys(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,4 +60,4 @@ def test_a_run_that_has_no_step_yet_is_drawn() -> None:
 
 
 def test_an_error_stays_one_line() -> None:
-    assert "first second" in drawn(1, 1, 80, 24, error="first\nsecond")[4]
+    assert "first second; fix: third" in drawn(1, 1, 80, 24, error="first\nsecond\n  fix: third")[4]

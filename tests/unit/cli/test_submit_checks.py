@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -22,8 +25,8 @@ from raypp.storage.directory import DirectoryStore
 class _AtUpload(Dashboard):
     """A cluster at which something happens when the package arrives."""
 
-    def __init__(self, happens: Callable[[], None], accepts: bool) -> None:
-        super().__init__("http://127.0.0.1:1")
+    def __init__(self, happens: Callable[[], None], accepts: bool, url: str) -> None:
+        super().__init__(url)
         self._happens, self._accepts = happens, accepts
 
     def nodes(self) -> list[NodeResources]:
@@ -47,8 +50,8 @@ def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
     path = tmp_path / "job.yaml"
     path.write_text("name: mine\ndata: {kind: synthetic}\n")
 
-    def start(at_upload: Callable[[], None], accepts: bool = False) -> RunPlace:
-        dashboard = _AtUpload(at_upload, accepts)
+    def start(at_upload: Callable[[], None], accepts: bool = False, url: str = "http://127.0.0.1:1") -> RunPlace:
+        dashboard = _AtUpload(at_upload, accepts, url)
         place, _ = run_commands._submit(load_job(path), store, Cluster(dashboard.url, dashboard), resume=False)
         return place
 
@@ -75,6 +78,49 @@ def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, sto
     with pytest.raises(UnreachableError):
         submit(lambda: None)
     assert list(store.list("")) == []
+
+
+@contextmanager
+def cluster_that_does_not_answer(jobs: set[str]) -> Iterator[str]:
+    """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.close_connection = True
+
+        def do_GET(self) -> None:
+            known = self.path.removeprefix("/api/jobs/").rsplit("-", 3)[0] in jobs
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    thread = Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{served.server_address[1]}"
+    finally:
+        served.shutdown()
+        served.server_close()
+        thread.join()
+
+
+def test_a_run_is_followed_if_the_cluster_has_it_although_its_answer_was_lost(submit, store: DirectoryStore) -> None:
+    with cluster_that_does_not_answer({"raypp-mine"}) as url:
+        assert submit(lambda: None, url=url).submission_id.startswith("raypp-mine-")
+
+
+def test_a_run_that_the_cluster_may_have_keeps_its_name(submit, store: DirectoryStore) -> None:
+    with (
+        cluster_that_does_not_answer(set()) as url,
+        pytest.raises(UnreachableError, match=r"(?s)the cluster may have accepted the run 'mine'.*--resume"),
+    ):
+        submit(lambda: None, url=url)
+    assert read_spec(store, "mine")["name"] == "mine"
 
 
 def test_a_run_that_the_cluster_accepted_is_followed_although_the_home_cannot_be_written(

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from hf_folder import write_hf_folder
 
+from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import write_spec
 from raypp.errors import CheckpointError, JobError
 from raypp.inference import source
 from raypp.inference.source import Source, find_source
+from raypp.inference.stages import load_weights
+from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 
 TINY = Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3"
@@ -103,3 +106,19 @@ def test_a_model_of_your_own_is_refused() -> None:
     own = Source("here", {"kind": "my_model:build", "num_layers": 2}, 64, "fp32", None)
     with pytest.raises(JobError, match="my_model:build of here is a model of your own"):
         own.job()
+
+
+def test_a_checkpoint_that_its_run_removed_meanwhile_is_told_as_such(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    job = parse_job({"name": "a", "model": {"kind": "llama", **SIZES}, "data": {"kind": "synthetic"}})
+    removed = Source(
+        f"{store.url}/a/step-00000005",
+        job.model.model_dump(mode="json"),
+        *(64, "fp32", None, (), store.url, "a", 5, {}, ()),
+    )
+    with pytest.raises(CheckpointError, match=r"step-00000005: was removed before it was read.*\n.*checkpoint\.keep"):
+        load_weights(removed, job, [])
+    store.put(commit_key("a", 5), b"{")
+    with pytest.raises(CheckpointError) as torn:
+        load_weights(removed, job, [])
+    assert "removed" not in str(torn.value)

@@ -234,7 +234,7 @@ def test_text_that_begins_with_a_sign_of_yaml_wants_quotes(folder: Path) -> None
     assert "fix: quote text that begins with" in told(folder, "name: a\ndata: {path: @x}\n")
 
 
-@pytest.mark.parametrize("pattern", ["*.txt", "*/verses.txt", "*"])
+@pytest.mark.parametrize("pattern", ["*.txt", "*/verses.txt", "*", "%x", "@x", "`x"])
 def test_an_override_may_be_a_glob_without_quotes(folder: Path, pattern: str) -> None:
     (folder / "verses.txt").write_text("text")
     found = load(folder, "name: a\ndata: {kind: synthetic}\n", "data.kind=text", f"data.path={pattern}")
