@@ -1,8 +1,8 @@
 """Speed, memory and MFU of one device: `python -m benchmarks.gpu_single`.
 
 Trains Llama models of 1B and 8B parameters in bf16 on one device, with every mode of recomputation,
-with and without torch.compile, on one long document per row and on packed short ones. Needs
-neither Ray nor S3. Without a CUDA device it trains a toy model on the CPU, which shows that the
+with and without torch.compile, on one long document per row and on packed short ones. The 8B model
+has bf16 weights and 8-bit moments, so that it fits into 80 GB. Needs neither Ray nor S3. Without a CUDA device it trains a toy model on the CPU, which shows that the
 benchmark runs, not how fast a GPU is.
 
 MFU is the share of the device's peak that a run's model FLOPs take. Recomputation does not count.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import statistics
@@ -54,6 +55,10 @@ MODELS: dict[str, dict[str, Any]] = {
 """Sizes of Llama 3.1 8B and Llama 3.2 1B (their config.json), and of a model for CPUs."""
 BATCH = {"8b": (1, 4), "1b": (1, 8), "toy": (2, 4)}
 """Rows of a microbatch and microbatches of a step."""
+LESS_MEMORY: dict[str, dict[str, Any]] = {
+    "8b": {"train.precision": "bf16_pure", "train.optimizer": {"kind": "adamw", "state": "8bit"}},
+}
+"""Settings of models whose fp32 weights and moments do not fit. A CPU has no 8b."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Variant:
             "train.micro_batch_size": rows,
             "pipeline.microbatches": microbatches,
             "train.precision": precision,
+            "checkpoint.memory_tier": False,  # its first snapshots would fall into the timed steps
+            **LESS_MEMORY.get(self.model, {}),
             **self.settings,
         }
         return [word for key, value in keys.items() for word in ("--set", f"{key}={json.dumps(value)}")]
@@ -100,8 +107,11 @@ def variants(models: list[str], seq_lens: list[int]) -> list[Variant]:
             base = {"train.compile": True, "train.activation_checkpointing": "full"}
             others: dict[str, dict[str, Any]] = {
                 "packed documents": {"data.document_len": [seq_len // 16, seq_len // 2]},
-                "fp32 without TF32": {"train.precision": "fp32", "train.tf32": False},
             }
+            if model in LESS_MEMORY:
+                others["fp32 moments"] = {"train.optimizer": {"kind": "adamw", "state": "fp32"}}
+            else:
+                others["fp32 without TF32"] = {"train.precision": "fp32", "train.tf32": False}
             if torch.cuda.is_available():
                 others |= {f"attention {kernel}": {"train.attention": kernel} for kernel in ("plain", "flex")}
             for name, changed in others.items():
@@ -116,7 +126,7 @@ def run(variant: Variant, precision: str, steps: int) -> dict[str, Any] | str:
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
              "--master-port", str(free_port()), "-m", "benchmarks.timed_rank", "--steps", str(steps),
-             *variant.arguments(precision)],
+             "--no-save", *variant.arguments(precision)],
             check=False, capture_output=True, text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "BENCH_OUT": out, "BENCH_STORE": f"{folder}/store"},
         )  # fmt: skip
@@ -138,6 +148,12 @@ def model_flops(job: Job) -> dict[str, float]:
 
 
 def matmul_rate(device: str, precision: str) -> float:
+    """Measures `best_product` in a process of its own, which then leaves the device to the runs."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(best_product, (device, precision))
+
+
+def best_product(device: str, precision: str) -> float:
     """Measures the FLOP/s of a square product of matrices: the best of several."""
     size = 8192 if device == "cuda" else 1024
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32

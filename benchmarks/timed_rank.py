@@ -32,9 +32,14 @@ from raypp.train.rank import run_rank
 
 
 class StepTimer:
-    """Records wall and CPU time when a rank starts to read a step; on rank 0, each step's parts."""
+    """Records wall and CPU time when a rank starts to read a step; on rank 0, each step's parts.
 
-    def __init__(self) -> None:
+    Args:
+        stop_after: Steps after which rank 0 stops the run without a checkpoint; 0: never.
+    """
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self._stop_after = stop_after
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.parts: list[dict[str, float]] = []
@@ -58,7 +63,7 @@ class StepTimer:
         self.events.append({"kind": event.kind, "message": event.message, "details": event.details})
 
     def requests(self) -> Requests:
-        return Requests()
+        return Requests(stop=bool(self._stop_after) and len(self.parts) >= self._stop_after, save_before_stop=False)
 
 
 def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", url: str = "/tmp/unused") -> Job:
@@ -128,6 +133,7 @@ def main() -> None:
     parser.add_argument("--no-yield", action="store_true", help="limited uploads do not give way to training")
     parser.add_argument("--pace", type=float, help="sleep this many seconds per layer (benchmarks.paced)")
     parser.add_argument("--sums", choices=("after", "at-once"), help="start sums over replicas at another time")
+    parser.add_argument("--no-save", action="store_true", help="stop after the steps without a checkpoint")
     arguments = parser.parse_args()
     if arguments.pace:
         sleep_instead(arguments.pace)
@@ -139,12 +145,13 @@ def main() -> None:
         never_give_way()
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
     world = int(os.environ["WORLD_SIZE"])
-    job = job_of(arguments.set, world=world, steps=arguments.steps, cut=arguments.cut, url=url)
-    timer = StepTimer()
+    steps = arguments.steps + arguments.no_save  # the run is stopped before its last step, which saves
+    job = job_of(arguments.set, world=world, steps=steps, cut=arguments.cut, url=url)
+    timer = StepTimer(arguments.steps if arguments.no_save else 0)
     seat = seat_from_environment(job)
     run_rank(job, seat, timer)
-    wall = [b - a for a, b in zip(timer.wall, timer.wall[1:], strict=False)]
-    cpu = [b - a for a, b in zip(timer.cpu, timer.cpu[1:], strict=False)]
+    wall = [b - a for a, b in zip(timer.wall, timer.wall[1:], strict=False)][: arguments.steps]
+    cpu = [b - a for a, b in zip(timer.cpu, timer.cpu[1:], strict=False)][: arguments.steps]
     if os.environ.get("BENCH_OUT"):
         with open(f"{os.environ['BENCH_OUT']}.{seat.rank}", "w") as out:  # noqa: PTH123
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

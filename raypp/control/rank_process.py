@@ -18,7 +18,7 @@ log = logging.getLogger("raypp")
 
 # A process outlives the failure of a communicator and takes a seat in the next attempt, and raypp's
 # own watch decides what hangs. With torch's defaults its threads end the process by SIGABRT.
-_NCCL_OF_TORCH = {
+NCCL_OF_TORCH = {
     # 2: abort the communicators after an error. 1: also end the process. 3, the default: only end
     # it. 0: do nothing, so that kernels wait for dead peers.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -33,6 +33,7 @@ _NCCL_OF_TORCH = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
+"""Variables of a rank's process, unless the job's `resources.env` sets them."""
 
 
 def set_seat_environment(seat: Seat) -> None:
@@ -48,7 +49,7 @@ def set_seat_environment(seat: Seat) -> None:
         "MASTER_PORT": seat.master_port,
     }
     os.environ.update({key: str(value) for key, value in environment.items()})
-    for key, setting in _NCCL_OF_TORCH.items():
+    for key, setting in NCCL_OF_TORCH.items():
         os.environ.setdefault(key, setting)  # the job's resources.env may say otherwise
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from raypp.data.loader import Microbatch
 from raypp.models.loss import token_loss_sum
+from raypp.parallel.failed_groups import check_groups
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Requests
 from raypp.spec.job import Job
@@ -95,6 +96,7 @@ class Evaluator:
             progress(done)
         dist.all_reduce(total)
         loss = float(total) / tokens if tokens else 0.0
+        check_groups()  # after an abort, forwards compute with what was never received
         return Evaluation(loss, tokens, time.perf_counter() - started)
 
 

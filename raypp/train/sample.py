@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.data.tokenizer import open_tokenizer
 from raypp.errors import JobError, Problem
 from raypp.parallel.apply import compute_dtype
+from raypp.parallel.failed_groups import check_groups
 from raypp.pipeline.decode import LENGTH, PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.pipeline.next_token import Choice
 from raypp.records import Event
@@ -75,6 +76,7 @@ class Sampler:
             for module in stage.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # gathered weights must not outlive the next optimizer step
+        check_groups()  # after an abort, tokens may come from what was never received
         samples = [
             {"prompt": text, "text": self._tokenizer.decode(found), "tokens": found, "finish": finish}
             for text, found, finish in zip(self._options.prompts, tokens, finishes, strict=True)

@@ -27,6 +27,7 @@ from harness import _in_turn, run_ranks
 from training import merged, train_steps
 
 from raypp import ports
+from raypp.control.rank_process import NCCL_OF_TORCH
 from raypp.mesh.geometry import Mesh
 from raypp.spec.load import parse_job
 from raypp.train.cuda_settings import prepare_queues
@@ -69,6 +70,8 @@ def share_the_device(rank: int, world: int, port: int) -> None:
             NCCL_NET="Socket",
             NCCL_SOCKET_IFNAME="lo",
         )
+        for key, setting in NCCL_OF_TORCH.items():  # as in raypp's own processes, or a failure ends them
+            os.environ.setdefault(key, setting)
         # No rank takes the others' memory.
         torch.cuda.set_per_process_memory_fraction(0.9 / world, 0)
 

@@ -1,7 +1,7 @@
 """Every schedule, lookahead and mesh axis on one device gives the numbers of one rank on the CPU.
 
-The ranks share the device (`ranks.py`): NCCL on a GPU, gloo without one. All jobs of a world run in
-the same processes. Each job computes one step in fp32, so that no update amplifies a rounding.
+The ranks share the device (`ranks.py`): NCCL on a GPU, gloo without one. Several jobs of a world
+run in the same processes. Each job computes one step in fp32, so that no update amplifies a rounding.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "compiled": document(mesh={"pp": 2}, train={"compile": True, "activation_checkpointing": "full"}),
 }
 JOBS = {**EXACT, **ROUNDED}
+TOGETHER = 8
 QUICK = {
     "1f1b, lookahead 2", "zbv, lookahead 0", "fsdp", "ring", "experts, ep", "pp and fsdp", "bf16, fsdp",
     "int8 messages", "compiled",
@@ -119,11 +120,21 @@ def reference(kind: str) -> dict[str, Any]:
     return train(document(models[kind]), 1, "cpu")
 
 
+def batches() -> list[tuple[str, ...]]:
+    """Returns the jobs in groups that run in the same processes: of one world, all slow or none.
+
+    On a GPU each job makes communicators anew, and the processes have 240 s. "compiled" is alone.
+    """
+    groups: dict[tuple[int, bool, bool], list[str]] = {}
+    for name, job in JOBS.items():
+        groups.setdefault((world_of(job), name in SLOW, name == "compiled"), []).append(name)
+    return [tuple(names[at : at + TOGETHER]) for names in groups.values() for at in range(0, len(names), TOGETHER)]
+
+
 @cache
-def results(world: int, slow: bool) -> dict[str, dict[str, Any]]:
-    """Runs all jobs of a world, one after another in the same processes; of slow tests, or of the
-    others."""
-    names = [name for name, job in JOBS.items() if world_of(job) == world and (name in SLOW) is slow]
+def results(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Runs jobs of one world, one after another in the same processes."""
+    world = world_of(JOBS[names[0]])
     found = run_in_turn_on_one_device(world, train_without_syncs, [(JOBS[name],) for name in names])
     return {name: merged(ranks) for name, ranks in zip(names, found, strict=True)}
 
@@ -154,7 +165,8 @@ def train_without_syncs(rank: int, world: int, port: int, job: dict[str, Any]) -
 def compared(name: str, bound: float) -> None:
     job = JOBS[name]
     kind = "tied" if job["model"].get("tie_embeddings") else job["model"]["kind"]
-    assert_close(results(world_of(job), name in SLOW)[name], reference(kind), bound)
+    names = next(names for names in batches() if name in names)
+    assert_close(results(names)[name], reference(kind), bound)
 
 
 @pytest.mark.parametrize("name", thinned(EXACT, SLOW))

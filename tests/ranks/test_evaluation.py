@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import run_in_turn
+from harness import run_in_turn, run_ranks
 from test_mesh_does_not_change_numbers import document
 from training import seat_of, thinned
 
@@ -19,10 +19,12 @@ from raypp.data.loader import open_loader
 from raypp.models.loss import IGNORED
 from raypp.models.stage import build_stage
 from raypp.parallel.context import WholeRows
+from raypp.parallel.failed_groups import before_abort
 from raypp.pipeline.collate import collate
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
+from raypp.train.lost_peer import LostPeerError
 from raypp.train.rank import run_rank
 
 pytestmark = pytest.mark.ranks
@@ -77,6 +79,27 @@ def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, 
         "phases": sorted(listener.phases),
         "weights": weights,
     }
+
+
+class AbortsDuring(Listener):
+    """Marks the communicators as aborted, as soon as the rank is in a phase."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self._fatal = phase
+
+    def phase(self, name: str, detail: str = "") -> None:
+        super().phase(name, detail)
+        if name == self._fatal:
+            before_abort()
+
+
+def aborted(rank: int, world: int, port: int, source: dict[str, Any], during: str) -> list[str]:
+    """Returns the kinds of the events that a rank reports whose communicators are aborted."""
+    job, listener = parse_job(source), AbortsDuring(during)
+    with pytest.raises(LostPeerError):
+        run_rank(job, seat_of(rank, world, port, job), listener)
+    return [event.kind for event in listener.events]
 
 
 VIRTUAL = {"stages_per_rank": 2}
@@ -193,3 +216,9 @@ def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(name: str
     for ours, theirs in zip(losses(run_of(name)), losses(reference_of(name)), strict=True):
         assert (ours[0], ours[2]) == (theirs[0], theirs[2])
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+
+
+def test_after_an_abort_no_loss_is_reported(tmp_path: Path) -> None:
+    source = evaluated() | {"checkpoint": {"url": str(tmp_path)}}
+    (kinds,) = run_ranks(1, aborted, source, "evaluate")
+    assert "evaluated" not in kinds

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_in_turn
-from test_evaluation import VIRTUAL, Listener
+from harness import run_in_turn, run_ranks
+from test_evaluation import VIRTUAL, Listener, aborted
 from test_mesh_does_not_change_numbers import document
 from training import seat_of
 
@@ -119,3 +119,9 @@ def test_samples_are_what_the_weights_of_their_step_continue(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MESHES if "fsdp" not in name])
 def test_every_pipeline_takes_the_same_samples(name: str) -> None:
     assert run_of(name)["samples"] == run_of("one")["samples"]
+
+
+def test_after_an_abort_no_sample_is_reported(tmp_path: Path) -> None:
+    source = source_of("one", samples=True) | {"checkpoint": {"url": str(tmp_path)}}
+    (kinds,) = run_ranks(1, aborted, source, "sample")
+    assert "sampled" not in kinds

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypp.control.rank_process import _NCCL_OF_TORCH
+from raypp.control.rank_process import NCCL_OF_TORCH
 from raypp.parallel.rank_groups import _PIPELINE_CTAS, _few_ctas
 from raypp.train.cuda_settings import _ALLOCATOR, ALLOCATOR_VARIABLES
 from raypp.train.device_memory import _FULL
@@ -31,7 +31,7 @@ def missing(library: Path, names: tuple[str, ...]) -> list[str]:
 
 
 def test_torch_reads_the_variables_that_keep_a_process_after_a_failure() -> None:
-    assert missing(TORCH / "libtorch_cuda.so", tuple(_NCCL_OF_TORCH)) == []
+    assert missing(TORCH / "libtorch_cuda.so", tuple(NCCL_OF_TORCH)) == []
 
 
 def test_torch_and_cublas_have_the_errors_that_are_recognised() -> None:
