@@ -2,8 +2,9 @@
 
 Trains Llama models of 1B and 8B parameters in bf16 on one device, with every mode of recomputation,
 with and without torch.compile, on one long document per row and on packed short ones. The 8B model
-has bf16 weights and 8-bit moments, so that it fits into 80 GB. Needs neither Ray nor S3. Without a CUDA device it trains a toy model on the CPU, which shows that the
-benchmark runs, not how fast a GPU is.
+has bf16 weights and 8-bit moments, so that it fits into 80 GB. Needs neither Ray nor S3. Without a
+CUDA device it trains a toy model on the CPU, which shows that the benchmark runs, not how fast a
+GPU is.
 
 MFU is the share of the device's peak that a run's model FLOPs take. Recomputation does not count.
 Three formulas are in use, and all three are printed, per token of a row of T tokens:

@@ -78,8 +78,8 @@ VARIANTS: dict[str, tuple[list[str], int]] = {
     OWN: (["benchmarks.timed_rank", *ALONE], UNTIL_CHOSEN),
     EARLY: (["benchmarks.timed_rank", "--cut", "3,2,2,1", *ALONE], UNTIL_CHOSEN),
 }
-"""The variants, and how many steps of each are not counted. CUT and HOSTS are filled in. EARLY is for
-four hosts: as even a cut as raypp's own, with the longest stage first."""
+"""The variants, and how many steps of each are not counted. CUT and HOSTS are filled in. EARLY is
+for four hosts: as even a cut as raypp's own, with the longest stage first."""
 CHOOSE = (AUTO, INT8, SNAPSHOTS, OWN, EARLY)
 """The variants that measure the cable at the start, so they restart for each cable."""
 USUAL = {2: list(VARIANTS)[:5], 4: [AUTO, TORCH, INT8, OWN, EARLY]}

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 # The first step may compile and connect. A dead peer is noticed by its closed connections.
 _STARTUP_S = 300.0
-# A GPU's host queues a whole step at once, so an operation of NCCL lasts as long as its step. One of
-# gloo may wait as long for a rank that is at another part of it.
+# A GPU's host queues a whole step at once, so an operation of NCCL lasts as long as its step. One
+# of gloo may wait as long for a rank that is at another part of it.
 _STEP_S = 3600.0
 _CONNECT_S = 2.0
 _JOIN_S = 2.0

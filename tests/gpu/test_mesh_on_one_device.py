@@ -1,7 +1,8 @@
 """Every schedule, lookahead and mesh axis on one device gives the numbers of one rank on the CPU.
 
 The ranks share the device (`ranks.py`): NCCL on a GPU, gloo without one. Several jobs of a world
-run in the same processes. Each job computes one step in fp32, so that no update amplifies a rounding.
+run in the same processes. Each job computes one step in fp32, so that no update amplifies a
+rounding.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ def test_bf16_uses_the_variable_length_kernel_and_stays_near_fp32() -> None:
 
 def assert_same_losses(found: list[float], reference: list[float]) -> None:
     """Of the first step within 1e-6. Then the kernels' atomic sums of gradients, whose order
-    differs, have gone through updates: AdamW's first ones turn small differences into large ones."""
+    differs, have gone through updates, and AdamW's first ones turn small differences into large
+    ones."""
     assert found[0] == pytest.approx(reference[0], rel=1e-6)
     assert found == pytest.approx(reference, rel=1e-4)
 
