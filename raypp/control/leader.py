@@ -81,6 +81,10 @@ class Leader:
         # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
         self._store = open_store(self._job.checkpoint.url)
+        # Giving up ends the ranks, which may be healthy: a restarted controller waits at least as
+        # long as they would without one.
+        patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
+        self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
         self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
         self._gauges = RunGauges(request.run)
         self._reports = ReportProcessing(self.intake, self.record, self._gauges)
@@ -90,6 +94,7 @@ class Leader:
         """Leads the run until it has ended."""
         try:
             self._begin()
+            self._store_retry = _STORE_RETRY
             while self.outcome is None:
                 self._turn()
         except Exception as error:
@@ -130,17 +135,17 @@ class Leader:
 
     def _begin(self) -> None:
         run = self._request.run
-        earlier = self.record.earlier_status() if self._restarted else None
+        earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
         if earlier is not None and earlier.state.final:
             self._end_by_name()
-            self.outcome = earlier_outcome(run, earlier, self.record.earlier_events())
+            self.outcome = earlier_outcome(run, earlier, self._ask_store(self.record.earlier_events))
             return
         if not self._restarted:
             self._end_by_name()  # an earlier submission whose controller is gone for good
         self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
         # Not chosen again after a restart: the devices counted at first may be gone with a lost
         # node.
-        chosen = run_events.last_device(self.record.earlier_events()) if self._restarted else None
+        chosen = run_events.last_device(self._ask_store(self.record.earlier_events)) if self._restarted else None
         device = choose_device(self._job, chosen, self.record.event)
         self._placement = Placement.of(self._job, self._sizing.largest().world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
@@ -158,7 +163,7 @@ class Leader:
     def _take_over(self, last: int, newest: int | None, earlier: RunStatus | None) -> None:
         """Takes over the living ranks of the last attempt; without any, starts the next attempt or
         ends the run."""
-        events = self.record.resume(newest, earlier)
+        events = self._ask_store(lambda: self.record.resume(newest, earlier))
         self.machine = replace(self.machine, error=earlier.error if earlier else None)
         finish = run_events.recorded_end(events)
         if finish is not None:
@@ -207,7 +212,7 @@ class Leader:
 
     def _ask_store(self, question: Callable[[], T]) -> T:
         """Asks the store, and retries while it does not answer."""
-        return _STORE_RETRY.call(question, lambda error: isinstance(error, StoreError))
+        return self._store_retry.call(question, lambda error: isinstance(error, StoreError))
 
     # Processing reports and events ----------------------------------------------------------------
 
