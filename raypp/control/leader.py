@@ -63,6 +63,8 @@ class Leader:
 
     def __init__(self, request: RunRequest, handle: Any, restarted: bool) -> None:
         self.outcome: Outcome | None = None
+        self.begun = threading.Event()
+        """Set once the ranks of an earlier controller process, if any, are taken over."""
         self.machine = m.Machine()
         self.intake = ReportIntake(secrets.token_hex(4))
         self._request = request
@@ -95,6 +97,7 @@ class Leader:
         try:
             self._begin()
             self._store_retry = _STORE_RETRY
+            self.begun.set()
             while self.outcome is None:
                 self._turn()
         except Exception as error:
@@ -102,6 +105,8 @@ class Leader:
             reason = f"the controller failed: {in_words(error)}"
             code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
             self._finish(m.Finish(RunState.FAILED, reason, code))
+        finally:
+            self.begun.set()
 
     def _turn(self) -> None:
         """Carries out what is due, and processes what has happened."""
