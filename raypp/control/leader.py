@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _POLL_S_PER_RANK = 0.0005
 _LONGEST_POLL_S = 1.0
+_PAUSED_S = 5.0  # a turn takes at most a second or two
 _STORE_RETRY = Backoff(timeout_s=150.0, first_s=2.0, longest_s=2.0)
 
 T = TypeVar("T")
@@ -79,6 +80,8 @@ class Leader:
         self._end_is_recorded = False
         """An earlier controller process recorded how the run ended."""
         self._wake_at: float | None = None
+        self._listened_at = time.monotonic()
+        """When this thread last looked for reports."""
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
         # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
@@ -116,6 +119,7 @@ class Leader:
         attempt = self._attempt
         if attempt is not None:
             events = attempt.poll(self._poll_s)
+            self._notice_pause()
             self._process_reports(wait_s=0.0)
             for event in events:
                 self._process_event(event)
@@ -273,10 +277,23 @@ class Leader:
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
-        self._reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
+        self._listened_at = now = time.monotonic()
+        self._reports.watch = HangWatch(attempt.ranks, timeout_s, now, rank_of_stage)
+
+    def _notice_pause(self) -> None:
+        """Leaves a time in which this thread took no reports out of the watch for hangs: everything
+        was paused, or this process, or it waited for the store."""
+        now = time.monotonic()
+        gap_s, self._listened_at = now - self._listened_at, now
+        if self._reports.watch is not None and gap_s > _PAUSED_S:
+            log.warning("took no reports for %.1f s, which do not count as a hang", gap_s)
+            self._reports.watch.skip(gap_s, now)
 
     def _check_hang(self, attempt: Attempt) -> None:
-        stall = self._reports.watch.stalled(time.monotonic()) if self._reports.watch is not None else None
+        now = time.monotonic()
+        if now - self._listened_at > _PAUSED_S:
+            return  # paused within this turn: the next one notices it first
+        stall = self._reports.watch.stalled(now) if self._reports.watch is not None else None
         if stall is None or not self.training:
             return
         self._reports.watch = None
