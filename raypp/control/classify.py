@@ -21,7 +21,11 @@ _LONGEST_CAUSE, _LONGEST_DETAILS = 2000, 8000
 
 def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
     """Returns the failure record of a rank that an exception ended."""
-    kind, cause = kind_and_cause(error)
+    try:
+        kind, cause = kind_and_cause(error)
+    except Exception as second:  # noqa: BLE001  a user's exception may fail to say what it is
+        name, reason = type(error).__name__, type(second).__name__
+        kind, cause = FailureKind.RAISED, f"{name}, whose message cannot be read ({reason})"
     return RankFailure(
         rank=seat.rank,
         label=seat.label,
@@ -32,6 +36,13 @@ def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
         step=step,
         details=scrubbed("".join(traceback.format_exception(error))[-_LONGEST_DETAILS:]),
     )
+
+
+def end_untold(error: BaseException, seat: Seat) -> RankFailure:
+    """Returns the failure of a rank that could not tell how it ended, because of this
+    exception."""
+    cause = f"{type(error).__name__} kept the rank from telling how it ended; see its log"
+    return RankFailure(seat.rank, seat.label, seat.node, os.getpid(), FailureKind.UNKNOWN, cause)
 
 
 def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 from typing import Any
 
@@ -14,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypp.control.process_log import say
 from raypp.control.protocol import NAMESPACE, WorkerStatus
 from raypp.control.ray_nodes import all_nodes
 from raypp.memory.files import files_of, remove_run
@@ -68,7 +68,7 @@ def exit_if_ended() -> None:
         # raises.
         if {"name": name, "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True):
             return
-        print("Ray no longer has this actor: its process exits", file=sys.stderr, flush=True)  # noqa: T201
+        say("Ray no longer has this actor: its process exits")
         os._exit(0)
 
 

@@ -17,6 +17,7 @@ from raypp.control.protocol import BatchAnswer, Outcome, RelayAnswer, RelayRepor
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
+_BEGINNING_S = 60.0
 
 
 class Controller:
@@ -72,6 +73,8 @@ class Controller:
             `committed` (a step or None) and `what`, a message.
         """
         leader = self._leader
+        end = time.monotonic() + patience_s
+        leader.begun.wait(patience_s)
         at = leader.record.step
         if not leader.training:
             return {"committed": None, "what": f"the run is {leader.machine.state}, no rank is training"}
@@ -79,7 +82,6 @@ class Controller:
             at = 1
         if (leader.machine.committed_step or 0) < at:
             leader.intake.save_wanted = True
-        end = time.monotonic() + patience_s
         while (leader.machine.committed_step or 0) < at:
             if leader.outcome is not None or time.monotonic() > end:
                 return {"committed": None, "what": f"no checkpoint was committed; the run is {leader.machine.state}"}
@@ -87,12 +89,13 @@ class Controller:
         return {"committed": leader.machine.committed_step, "what": leader.record.checkpoint_url()}
 
     def timeline(self, steps: int) -> dict[str, Any]:
-        """Asks the ranks to trace their next steps; returns at once.
+        """Asks the ranks to trace their next steps; returns at once, when the run is led.
 
         Returns:
             `traced`: whether ranks are training, and `what`, a message.
         """
         leader = self._leader
+        leader.begun.wait(_BEGINNING_S)
         if not leader.training:
             return {"traced": False, "what": f"the run is {leader.machine.state}, no rank is training"}
         leader.intake.trace_wanted = steps

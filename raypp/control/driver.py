@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,9 +27,11 @@ from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest,
 from raypp.environment import check_node
 from raypp.errors import JobError
 from raypp.quick_import import quick_import
+from raypp.retry import Backoff
 from raypp.untrusted.text import visible_lines
 
 _LOST_S = 60.0
+_ASK_AGAIN_S = 0.2  # a restarted controller may end its run, and leave, within a second
 
 
 def main(arguments: list[str]) -> int:
@@ -61,33 +64,59 @@ def find_controller(run: str) -> Any:
 def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
     """Sends a command to a run's controller and waits until it is done.
 
+    While the controller restarts it is sent again, so the controller may get it twice: a run has
+    one stop and one trace at a time, and a second save is of a later step.
+
     Args:
         name: save | stop | stop-now | facts | timeline-N, for N steps.
+        patience_s: Of all tries together.
 
     Returns:
         `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`,
         `step`, `checkpoint`; for facts the status; for a timeline `traced` and `what`.
     """
-    import ray
-
+    end = time.monotonic() + patience_s
     controller = find_controller(run)
     if controller is None:
         return {"found": False}
+    return answer_of(lambda: _ask(controller, name, max(1.0, end - time.monotonic())), patience_s)
+
+
+def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str, Any]:
+    """Returns the answer of a controller, and that it was found; asks again while it restarts.
+
+    Raises:
+        ActorUnavailableError: It has not come back.
+    """
+    from ray.exceptions import ActorUnavailableError, RayActorError
+
+    again = Backoff(patience_s, _ASK_AGAIN_S, _ASK_AGAIN_S)
     try:
-        if name == "save":
-            return {"found": True, **ray.get(controller.save.remote(patience_s))}
-        if name.startswith("timeline-"):
-            steps = int(name.removeprefix("timeline-"))
-            return {"found": True, **ray.get(controller.timeline.remote(steps), timeout=patience_s)}
-        if name == "facts":
-            return {"found": True, **ray.get(controller.facts.remote(), timeout=patience_s)}
+        return {"found": True, **again.call(ask, lambda error: isinstance(error, ActorUnavailableError))}
+    except ActorUnavailableError:
+        raise
+    except RayActorError:
+        return {"found": False}
+
+
+def _ask(controller: Any, name: str, patience_s: float) -> dict[str, Any]:
+    """Asks a controller once; see `command`."""
+    import ray
+
+    answer: dict[str, Any]
+    if name == "save":
+        answer = ray.get(controller.save.remote(patience_s))
+    elif name.startswith("timeline-"):
+        answer = ray.get(controller.timeline.remote(int(name.removeprefix("timeline-"))), timeout=patience_s)
+    elif name == "facts":
+        answer = ray.get(controller.facts.remote(), timeout=patience_s)
+    else:
         ray.get(controller.stop.remote(name == "stop"), timeout=patience_s)
         outcome: Outcome | None = ray.get(controller.outcome.remote(patience_s))
-    except ray.exceptions.RayActorError:
-        return {"found": False}
-    if outcome is None:
-        return {"found": True, "state": None}
-    return {"found": True, "state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
+        if outcome is None:
+            return {"state": None}
+        answer = {"state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
+    return answer
 
 
 def _controller(request: RunRequest) -> Any:

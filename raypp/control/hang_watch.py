@@ -19,6 +19,7 @@ _START_LIMIT_S = 600.0
 _HEARTBEAT_DUE_S = 5.0  # ranks send up to four a second; a loaded machine may be late
 _SLOW_STEPS = 10.0
 _SLOW_STORE = 10.0  # a rank may wait this many times as long for the upload before its own
+_GAPS_KEPT = 20
 _OWN_LIMIT = ("finish",)  # waits for the last upload, which has its own time limit
 
 
@@ -59,12 +60,24 @@ class HangWatch:
         self._timeout_s = timeout_s
         self._heartbeats = [_LastHeartbeat(now) for _ in ranks]
         self._steps: deque[float] = deque(maxlen=20)
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
 
     def add_heartbeat(self, rank: int, phase: str, idle_s: float, sent: float, inside: str = "") -> None:
         """Records what a rank reported at `sent`, unless a newer heartbeat is known."""
         if sent < self._heartbeats[rank].at:
             return
+        idle_s -= sum(max(0.0, min(end, sent) - max(begin, sent - idle_s)) for begin, end in self._gaps)
         self._heartbeats[rank] = _LastHeartbeat(sent, phase, idle_s, inside)
+
+    def skip(self, gap_s: float, now: float) -> None:
+        """Leaves out the last `gap_s` seconds, in which no report could be taken.
+
+        They count neither as silence nor as idleness: whatever kept this process from its work, for
+        example a pause of the whole machine, may have kept the ranks from theirs.
+        """
+        self._gaps.append((now - gap_s, now))
+        for last in self._heartbeats:
+            last.at = min(last.at + gap_s, now)
 
     def add_step(self, seconds: float) -> None:
         """Records the duration of a step."""

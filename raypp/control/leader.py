@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _POLL_S_PER_RANK = 0.0005
 _LONGEST_POLL_S = 1.0
+_PAUSED_S = 5.0  # a turn takes at most a second or two
 _STORE_RETRY = Backoff(timeout_s=150.0, first_s=2.0, longest_s=2.0)
 
 T = TypeVar("T")
@@ -63,6 +64,8 @@ class Leader:
 
     def __init__(self, request: RunRequest, handle: Any, restarted: bool) -> None:
         self.outcome: Outcome | None = None
+        self.begun = threading.Event()
+        """Set once the ranks of an earlier controller process, if any, are taken over."""
         self.machine = m.Machine()
         self.intake = ReportIntake(secrets.token_hex(4))
         self._request = request
@@ -77,10 +80,16 @@ class Leader:
         self._end_is_recorded = False
         """An earlier controller process recorded how the run ended."""
         self._wake_at: float | None = None
+        self._listened_at = time.monotonic()
+        """When this thread last looked for reports."""
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
         # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
         self._store = open_store(self._job.checkpoint.url)
+        # Giving up ends the ranks, which may be healthy: a restarted controller waits at least as
+        # long as they would without one.
+        patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
+        self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
         self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
         self._gauges = RunGauges(request.run)
         self._reports = ReportProcessing(self.intake, self.record, self._gauges)
@@ -90,6 +99,8 @@ class Leader:
         """Leads the run until it has ended."""
         try:
             self._begin()
+            self._store_retry = _STORE_RETRY
+            self.begun.set()
             while self.outcome is None:
                 self._turn()
         except Exception as error:
@@ -97,6 +108,8 @@ class Leader:
             reason = f"the controller failed: {in_words(error)}"
             code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
             self._finish(m.Finish(RunState.FAILED, reason, code))
+        finally:
+            self.begun.set()
 
     def _turn(self) -> None:
         """Carries out what is due, and processes what has happened."""
@@ -106,6 +119,7 @@ class Leader:
         attempt = self._attempt
         if attempt is not None:
             events = attempt.poll(self._poll_s)
+            self._notice_pause()
             self._process_reports(wait_s=0.0)
             for event in events:
                 self._process_event(event)
@@ -130,17 +144,17 @@ class Leader:
 
     def _begin(self) -> None:
         run = self._request.run
-        earlier = self.record.earlier_status() if self._restarted else None
+        earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
         if earlier is not None and earlier.state.final:
             self._end_by_name()
-            self.outcome = earlier_outcome(run, earlier, self.record.earlier_events())
+            self.outcome = earlier_outcome(run, earlier, self._ask_store(self.record.earlier_events))
             return
         if not self._restarted:
             self._end_by_name()  # an earlier submission whose controller is gone for good
         self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
         # Not chosen again after a restart: the devices counted at first may be gone with a lost
         # node.
-        chosen = run_events.last_device(self.record.earlier_events()) if self._restarted else None
+        chosen = run_events.last_device(self._ask_store(self.record.earlier_events)) if self._restarted else None
         device = choose_device(self._job, chosen, self.record.event)
         self._placement = Placement.of(self._job, self._sizing.largest().world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
@@ -158,7 +172,7 @@ class Leader:
     def _take_over(self, last: int, newest: int | None, earlier: RunStatus | None) -> None:
         """Takes over the living ranks of the last attempt; without any, starts the next attempt or
         ends the run."""
-        events = self.record.resume(newest, earlier)
+        events = self._ask_store(lambda: self.record.resume(newest, earlier))
         self.machine = replace(self.machine, error=earlier.error if earlier else None)
         finish = run_events.recorded_end(events)
         if finish is not None:
@@ -207,7 +221,7 @@ class Leader:
 
     def _ask_store(self, question: Callable[[], T]) -> T:
         """Asks the store, and retries while it does not answer."""
-        return _STORE_RETRY.call(question, lambda error: isinstance(error, StoreError))
+        return self._store_retry.call(question, lambda error: isinstance(error, StoreError))
 
     # Processing reports and events ----------------------------------------------------------------
 
@@ -263,10 +277,23 @@ class Leader:
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
-        self._reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
+        self._listened_at = now = time.monotonic()
+        self._reports.watch = HangWatch(attempt.ranks, timeout_s, now, rank_of_stage)
+
+    def _notice_pause(self) -> None:
+        """Leaves a time in which this thread took no reports out of the watch for hangs: everything
+        was paused, or this process, or it waited for the store."""
+        now = time.monotonic()
+        gap_s, self._listened_at = now - self._listened_at, now
+        if self._reports.watch is not None and gap_s > _PAUSED_S:
+            log.warning("took no reports for %.1f s, which do not count as a hang", gap_s)
+            self._reports.watch.skip(gap_s, now)
 
     def _check_hang(self, attempt: Attempt) -> None:
-        stall = self._reports.watch.stalled(time.monotonic()) if self._reports.watch is not None else None
+        now = time.monotonic()
+        if now - self._listened_at > _PAUSED_S:
+            return  # paused within this turn: the next one notices it first
+        stall = self._reports.watch.stalled(now) if self._reports.watch is not None else None
         if stall is None or not self.training:
             return
         self._reports.watch = None

@@ -96,7 +96,8 @@ class RunRecord:
 
         Ranks report again what may not have been written, so all that is written counts as known.
         The earlier status may be older than the history, because a round of writes ends with the
-        status.
+        status. May be called again after a `StoreError`, because it reads everything before it
+        changes anything.
 
         Args:
             earlier: The last status of that process.

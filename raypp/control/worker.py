@@ -8,10 +8,8 @@ import gc
 import importlib
 import os
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +17,12 @@ import psutil
 import ray
 
 from raypp.control import process_evidence
-from raypp.control.classify import failure_of
+from raypp.control.classify import end_untold, failure_of
 from raypp.control.cleanup import exit_if_ended
 from raypp.control.credentials import load_private_environment
 from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
+from raypp.control.process_log import say, say_exception
 from raypp.control.protocol import RankEnd, WorkerInfo, WorkerStatus
 from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment
 from raypp.control.report.reporter import ControllerReporter, LogTail
@@ -205,6 +204,16 @@ class Worker:
     # The rank -------------------------------------------------------------------------------------
 
     def _run_seat(self, job: dict[str, Any], seat: Seat) -> None:
+        try:
+            end = self._live(job, seat)
+        except BaseException as error:  # noqa: BLE001  without an end, the run would wait for ever
+            say_exception()
+            end = RankEnd(end_untold(error, seat), False, "its end could not be told")
+        with self._changed:
+            self._end = end
+            self._changed.notify_all()
+
+    def _live(self, job: dict[str, Any], seat: Seat) -> RankEnd:
         before = set(threading.enumerate())
         set_seat_environment(seat)
         self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails, self._relay)
@@ -212,9 +221,7 @@ class Worker:
             result = self._result(job, seat, reporter)
         gc.collect()  # groups, stores and tensors that an exception kept alive
         reusable, why = self._reusable(result, before)
-        with self._changed:
-            self._end = RankEnd(result, reusable, why, reporter.unwritten())
-            self._changed.notify_all()
+        return RankEnd(result, reusable, why, reporter.unwritten())
 
     def _result(self, job: dict[str, Any], seat: Seat, reporter: ControllerReporter) -> RankResult | RankFailure:
         """Runs the rank; turns any exception into a failure for the controller."""
@@ -229,7 +236,7 @@ class Worker:
             if self._leaving == seat.attempt:
                 cause = "left the attempt, as requested"
                 return dataclasses.replace(failure, kind=FailureKind.LOST_PEER, cause=cause)
-            traceback.print_exc()
+            say_exception()
             return failure
 
     def _reusable(self, result: RankResult | RankFailure, before: set[threading.Thread]) -> tuple[bool, str]:
@@ -293,7 +300,7 @@ class Worker:
 
     def _exit_as_orphan(self) -> None:
         """Saves a last checkpoint, removes the run's placement groups, and exits."""
-        print("no controller for too long: saving, then exiting", file=sys.stderr)  # noqa: T201
+        say("no controller for too long: saving, then exiting")
         with self._changed:
             busy = self._seat is not None and self._end is None
             if busy and self._reporter is not None:

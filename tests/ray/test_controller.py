@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
@@ -192,3 +193,19 @@ def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     run.wait_end()
     assert _environment(run, 2)["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-mine"
     assert "of-mine" not in run.cluster.dashboard.job_logs(run.submission_id)
+
+
+def test_a_pause_of_all_processes_is_not_taken_for_a_hang(start_run: StartRun) -> None:
+    """As when a machine, or the container of a cluster, is paused and goes on."""
+    run = start_run("paused", steps=100_000, every=0, recovery={"hang_timeout_s": 3})
+    run.wait_step(3)
+    controller = next(int(one["pid"]) for one in run.actors() if one["name"] == "raypp/paused" and one["pid"])
+    pids = [controller, *run.pids()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(10)  # more than the 3 s, and the 5 s that a report may be late
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    run.wait_step(run.status()["step"] + 100)
+    assert run.command("stop")["state"] == "STOPPED"
+    assert "rank_failed" not in run.kinds() and run.status()["attempt"] == 1

@@ -98,7 +98,8 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     run.wait_step(3)
     controller = _controller(run)
     _all(run, signal.SIGSTOP)
-    asking = threading.Thread(target=run.command, args=("stop",))
+    answers: list[dict[str, Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(run.command("stop")))
     asking.start()
     run.wait(lambda: "stop_requested" in run.kinds(), "the stop")
     os.kill(controller, signal.SIGKILL)
@@ -106,6 +107,8 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     status = run.wait_end()
     asking.join()
     _assert_all_agree(run, status, "stopped", status["step"])
+    told = {"found": True, "state": "STOPPED", "step": status["step"], "checkpoint": status["checkpoint"]}
+    assert answers == [told], "the command was told that the run has no controller"
     assert run.kinds().count("stop_requested") == 1
     if number == signal.SIGCONT:  # the stand-ins' commits hold no data; the last one is always that of the last step
         assert status["checkpoint"].endswith(f"step-{status['step']:08d}")

@@ -4,7 +4,6 @@ second."""
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from raypp.control.credentials import scrubbed
 from raypp.control.process_evidence import inside
+from raypp.control.process_log import flush, say
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report.buffer import ReportBuffer
 from raypp.control.report.route import report_route
@@ -109,8 +109,7 @@ class ControllerReporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Sends the rest, including log lines; what cannot be sent is in `unwritten`."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         self._closing = True
         self._wake.set()
         self._thread.join(timeout=_ANSWER_S)
@@ -126,7 +125,7 @@ class ControllerReporter:
             except Exception as error:  # noqa: BLE001  a controller that is away must not disturb training
                 self._buffer.requeue(batch)
                 if not away:
-                    print(f"the controller does not answer: {type(error).__name__}", file=sys.stderr)  # noqa: T201
+                    say(f"the controller does not answer: {type(error).__name__}")
                 away = True
                 if last:
                     return

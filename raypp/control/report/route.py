@@ -3,13 +3,13 @@ fails."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
+from raypp.control.process_log import say
 from raypp.control.protocol import BatchAnswer, ReportBatch
 
 HEARTBEAT_S = 1.0
@@ -68,8 +68,7 @@ class ReportRoute:
         if failure is not None:  # the controller is there, so it is the relay that failed
             self._relay_again_at = time.monotonic() + self._next_pause_s
             self._next_pause_s = min(2 * self._next_pause_s, _LONGEST_PAUSE_S)
-            name = type(failure).__name__
-            print(f"reporting directly: the relay does not answer ({name})", file=sys.stderr)  # noqa: T201
+            say(f"reporting directly: the relay does not answer ({type(failure).__name__})")
         return answer
 
 

@@ -90,3 +90,34 @@ def test_waiting_for_the_last_upload_is_no_stall() -> None:
     for rank in range(3):
         watch.add_heartbeat(rank, "finish", 400.0, 500.0)
     assert watch.stalled(500.0) is None
+
+
+def test_a_pause_of_everything_is_no_hang() -> None:
+    """The first reports after it say that every rank has been idle since before."""
+    watch, other = training(3.0, step_s=0.1), training(3.0, step_s=0.1)
+    for rank in range(3):
+        for one in (watch, other):
+            one.add_heartbeat(rank, "step 0F1", 0.1, 100.0)
+    assert other.stalled(110.0) is not None, "no pause, or nobody noticed"
+    watch.skip(9.9, 110.0)
+    assert watch.stalled(110.0) is None
+    for rank in range(3):
+        watch.add_heartbeat(rank, "step 0F1", 10.3, 110.2)
+    assert watch.stalled(110.2) is None
+
+
+def test_after_a_pause_a_rank_that_does_not_move_or_says_nothing_is_still_found() -> None:
+    idle, silent = training(3.0, step_s=0.1), training(3.0, step_s=0.1)
+    for watch in (idle, silent):
+        for rank in range(3):
+            watch.add_heartbeat(rank, "step 0F1", 0.1, 100.0)
+        watch.skip(9.9, 110.0)
+    for seconds, found in ((2.0, False), (4.0, True)):
+        for rank in range(3):
+            idle.add_heartbeat(rank, "step 0F1", 10.1 + seconds, 110.0 + seconds)
+        assert (idle.stalled(110.0 + seconds) is not None) == found
+    for seconds, found in ((7.0, False), (9.0, True)):
+        for rank in (0, 2):
+            silent.add_heartbeat(rank, "step 0F1", 0.1, 110.0 + seconds)
+        stall = silent.stalled(110.0 + seconds)
+        assert (stall is not None and stall.rank == 1) == found

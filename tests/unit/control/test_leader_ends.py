@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from raypp.control import leader as leader_module
+from raypp.control import placement
 from raypp.control.leader import Leader
-from raypp.control.protocol import RunRequest
+from raypp.control.protocol import Outcome, RunRequest
+from raypp.control.report import relay
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import Event, RunState, StepReport
+from raypp.retry import Backoff
 from raypp.spec.load import job_document, parse_job
+from raypp.storage import ObjectInfo, StoreError, open_store
+from raypp.storage.directory import DirectoryStore
 
 
 class _Failing(Leader):
@@ -42,3 +54,74 @@ def test_processes_that_cannot_be_ended_one_by_one_are_ended_by_the_name_of_thei
     outcome = leader.outcome
     assert outcome is not None and (outcome.state, outcome.exit_code) == ("FAILED", 1)
     assert outcome.reason == "the controller failed: KeyError: 0"
+
+
+_REFUSED = 5
+
+
+class _Away(DirectoryStore):
+    """Does not answer the first reads of each key and each folder."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked: Counter[str] = Counter()
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        self._ask(key)
+        return super().get(key, start, end)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._ask(prefix)
+        return super().list(prefix)
+
+    def _ask(self, key: str) -> None:
+        self.asked[key] += 1
+        if self.asked[key] <= _REFUSED:
+            raise StoreError(f"{key}: no answer")
+
+
+class _Restarted(_Failing):
+    """The controller's second process, which takes the run over; it ends at its first turn."""
+
+    def __init__(self, store: Path) -> None:
+        job = parse_job(
+            {
+                "name": "r",
+                "checkpoint": {"url": str(store)},
+                "resources": {"device": "cpu"},
+                "recovery": {"orphan_timeout_s": 60},
+            }
+        )
+        Leader.__init__(self, RunRequest("r", job_document(job)), None, restarted=True)
+        self.ended = []
+
+    def _begin(self) -> None:
+        Leader._begin(self)
+
+    def _turn(self) -> None:
+        self.outcome = Outcome("r", "RUNNING", 0, self.record.step, None, "")
+
+
+def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store comes back later than a retry usually lasts, but before the ranks would give up."""
+    with RunRecorder(open_store(str(tmp_path)), "r", "c-first") as recorder:
+        recorder.event(Event("submitted", "submitted", attempt=0))
+        recorder.step(StepReport(7, 1.0, 1.0, 10, 10, 0.1, 100.0, 1))
+        recorder.status(RunStatus("r", RunState.RUNNING, steps=20, step=5, attempt=1))
+    store = _Away(tmp_path)
+    monkeypatch.setattr(leader_module, "open_store", lambda url: store)
+    monkeypatch.setattr(leader_module, "_STORE_RETRY", Backoff(timeout_s=0.02, first_s=0.02, longest_s=0.02))
+    monkeypatch.setattr(leader_module, "find_workers", lambda run: [])
+    monkeypatch.setattr(placement, "existing_group", lambda name: None)
+    monkeypatch.setattr(relay, "actors_of", lambda run: ([], []))
+    leader = _Restarted(tmp_path)
+    leader.run()
+    leader.record.close()
+    assert leader.ended == []
+    assert all(store.asked[key] > _REFUSED for key in ("r/status.json", "r/events/", "r/history/"))
+    outcome = leader.outcome
+    assert outcome is not None and (outcome.state, outcome.step) == ("RUNNING", 7)
+    told = [event.kind for event in RunReader(DirectoryStore(tmp_path), "r").events()]
+    assert told == ["submitted", "controller_restarted"]

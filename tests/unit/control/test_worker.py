@@ -3,12 +3,18 @@ answers."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
+from raypp.control import worker as worker_module
 from raypp.control.protocol import RankEnd
 from raypp.control.worker import Worker
 from raypp.errors import DataError, RayppError
@@ -29,15 +35,24 @@ class NotFiniteError(RayppError):
     failure_kind = FailureKind.NONFINITE
 
 
+class WordlessError(Exception):
+    """Cannot say what it is, like a user's exception whose own message has a mistake."""
+
+    def __str__(self) -> str:
+        raise AttributeError("no attribute 'what'")
+
+
 def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
     """By attempt: 1, 2 and 7 wait until they are told to leave, 3 raises, 4 leaves a thread at
-    work, 6 is not finite, 5 and 9 are fine."""
+    work, 6 is not finite, 8 raises what has no words, 5 and 9 are fine."""
     reporter.event(Event("lived", f"attempt {seat.attempt}", attempt=seat.attempt))
     _lived.add(seat.attempt)
     if seat.attempt == 3:
         raise DataError("all wrong")
     if seat.attempt == 6:
         raise NotFiniteError("step 3: the loss is nan")
+    if seat.attempt == 8:
+        raise WordlessError
     if seat.attempt == 4:
         threading.Thread(target=_go.wait, args=(20,), name="raypp-save-7", daemon=True).start()
     while seat.attempt in (1, 2, 7):
@@ -58,6 +73,19 @@ def worker() -> Iterator[Worker]:
     _go.clear()
     yield Worker("run", "pp0", {}, None, 1e6, f"{__name__}:live")
     _go.set()
+
+
+@contextlib.contextmanager
+def _full_disk(buffering: str) -> Iterator[None]:
+    """The disk of this process' log is full; Python writes there at once, or line by line."""
+    raw = io.FileIO("/dev/full", "w")
+    full: Any = io.TextIOWrapper(cast(Any, raw) if buffering == "none" else io.BufferedWriter(raw), line_buffering=True)
+    try:
+        with contextlib.redirect_stdout(full), contextlib.redirect_stderr(full):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def _begin(worker: Worker, attempt: int) -> None:
@@ -124,3 +152,44 @@ def test_a_process_whose_step_was_not_finite_takes_another_seat(worker: Worker) 
     _begin(worker, 6)
     end = _end(worker, 6)
     assert isinstance(end.result, RankFailure) and (end.result.kind, end.reusable) == ("nonfinite", True)
+
+
+@pytest.mark.parametrize("buffering", ["none", "lines"])
+def test_a_rank_whose_log_is_on_a_full_disk_still_tells_how_it_failed(worker: Worker, buffering: str) -> None:
+    with _full_disk(buffering):
+        with pytest.raises(OSError, match="No space left"):
+            print("a line", file=sys.stderr, flush=True)
+        _begin(worker, 3)
+        end = _end(worker, 3)
+    assert isinstance(end.result, RankFailure)
+    assert (end.result.kind, end.result.cause) == ("user_error", "all wrong")
+
+
+def test_an_orphan_whose_log_is_on_a_full_disk_still_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    exited = threading.Event()
+    removed: list[str] = []
+    monkeypatch.setattr(worker_module, "holds_devices", lambda run: False)
+    monkeypatch.setattr(worker_module, "remove_groups_of", removed.append)
+    monkeypatch.setattr(os, "_exit", lambda code: exited.set())
+    with _full_disk("none"):
+        Worker("run", "pp0", {}, None, 0.2, f"{__name__}:live")
+        assert exited.wait(60.0) and removed == ["run"]
+
+
+def test_an_exception_that_cannot_say_what_it_is_ends_the_rank_all_the_same(worker: Worker) -> None:
+    _begin(worker, 8)
+    end = _end(worker, 8)
+    assert isinstance(end.result, RankFailure) and end.result.kind == "raised"
+    assert end.result.cause == "WordlessError, whose message cannot be read (AttributeError)"
+    assert "raise WordlessError" in end.result.details
+
+
+def test_a_rank_has_an_end_whatever_fails_around_it(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(seat: Seat) -> None:
+        raise WordlessError
+
+    monkeypatch.setattr(worker_module, "set_seat_environment", fail)
+    _begin(worker, 5)
+    end = _end(worker, 5)
+    assert isinstance(end.result, RankFailure) and not end.reusable
+    assert (end.result.kind, end.result.cause.partition(" ")[0]) == ("unknown", "WordlessError")
