@@ -22,6 +22,7 @@ from raypp.checkpoint.commit import (
     write_commit,
 )
 from raypp.checkpoint.layout import commit_key, rank_key, split_location
+from raypp.checkpoint.leftovers import find_leftovers
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError, JobError
@@ -228,6 +229,22 @@ def test_a_dry_run_removes_nothing(store: DirectoryStore) -> None:
     before = {info.key for info in store.list()}
     assert len(prune(store, RUN, 1, dry_run=True).objects) == 3
     assert {info.key for info in store.list()} == before
+
+
+def test_the_objects_of_an_imported_step_0_are_no_leftovers(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    write_commit(store, commit_of(0, 1, put_objects(store, 0, 1)))
+    claim_attempt(store, RUN, 2)
+    assert not find_leftovers(store, RUN, 2, just_begun=True)
+    assert not find_leftovers(store, RUN, 3)
+
+
+def test_an_import_that_may_be_about_to_commit_step_0_keeps_its_objects(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    put_objects(store, 0, 1)
+    claim_attempt(store, RUN, 2)
+    assert not find_leftovers(store, RUN, 2, just_begun=True)
+    assert len(find_leftovers(store, RUN, 2).objects) == 2
 
 
 class Died(BaseException):

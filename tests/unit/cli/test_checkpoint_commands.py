@@ -129,3 +129,18 @@ def test_prune_finds_what_broken_off_attempts_left_and_spares_the_newest(
     assert "kept 1 uploads of the newest attempt" in text
     assert [left.key for left in store.unfinished()] == [rank_key("kjv", 40, 3, 0)]
     assert store.head(rank_key("kjv", 40, 2, 1)) is None
+
+
+def test_prune_counts_no_weights_of_an_import_as_freed(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim_next_attempt(store, "imported")
+    key = rank_key("imported", 0, 1, 0)
+    store.put(key, b"weights")
+    records = (ObjectRecord(key, 7, hashlib.sha256(b"weights").hexdigest(), 0),)
+    write_commit(store, Commit("imported", 0, 1, {"pp": 1}, {}, {}, records))
+    claim_next_attempt(store, "imported")
+    command = ["checkpoints", "prune", f"{store.url}/imported", "--keep", "1", "--keep-every", "0"]
+    assert run([*command, "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["objects"], told["bytes"], told["uploads"]) == ([], 0, 0, 0)
