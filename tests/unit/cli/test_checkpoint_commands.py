@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from urllib.parse import quote
 
@@ -116,7 +117,7 @@ def test_prune_finds_what_broken_off_attempts_left_and_spares_the_newest(
     newest = max(1, newest_attempt(store, "kjv"))
     while newest < 3:
         newest = claim_next_attempt(store, "kjv")
-    incoming = store.root / ".raypp-incoming"
+    incoming = store.root / f".raypp-incoming-{os.geteuid()}"
     for attempt in (2, 3):
         (incoming / f"{quote(rank_key('kjv', 40, attempt, 0), safe='')}~0123456789abcdef").write_bytes(b"half")
     store.put(rank_key("kjv", 40, 2, 1), b"whole, and never committed")
