@@ -38,12 +38,14 @@ class Announcement(TypedDict, total=False):
         facts: How long it took.
         error: Why it could not store its part; instead of the other two.
         committed: Whether the commit succeeded.
+        void: The save failed before COMMIT was written for the first time, so none can appear.
     """
 
     object: ObjectRecord | None
     facts: Facts
     error: str
     committed: bool
+    void: bool
 
 
 def read_announcement(data: bytes, step: int, rank: int) -> Announcement:

@@ -62,11 +62,12 @@ def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, 
     """
     living = newest_attempt(store, run) if attempt is None else attempt
     there = list(store.list(steps_prefix(run)))
-    committed = {step for info in there if (step := step_of(run, info.key)) and info.key == commit_key(run, step)}
-    top = max(committed, default=0)
+    steps = {info.key: step for info in there if (step := step_of(run, info.key)) is not None}
+    committed = {step for key, step in steps.items() if key == commit_key(run, step)}
+    top = max(committed, default=-1)
     objects = []
     for info in there:
-        owner, step = _owner(info.key), step_of(run, info.key)
+        owner, step = _owner(info.key), steps.get(info.key)
         if owner is None or step is None or owner >= living or step in committed:
             continue
         if not (just_begun and owner == living - 1 and step > top):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.commit import list_checkpoints, newest_attempt, read_commit
 from raypp.checkpoint.layout import attempt_number, commit_key, step_of, steps_prefix
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError
@@ -52,11 +52,14 @@ def prune(
             Commits above it by older attempts are void, because the caller started below them, and
             are removed. Uncommitted objects above it stay unless they are of older attempts: they
             may belong to a save in progress.
-        attempt: The caller's attempt, with `newest`.
+        attempt: The caller's attempt, with `newest`. Without it, uncommitted objects of the newest
+            claimed attempt stay, whatever their step: it may have fallen back below the newest
+            commit, and be saving there.
         dry_run: Only reports what would be removed.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
+    living = newest_attempt(store, run) if attempt is None else None
     committed = [checkpoint.step for checkpoint in list_checkpoints(store, run)]
     if not committed:
         return Pruned((), (), 0)
@@ -87,6 +90,8 @@ def prune(
         writer = attempt_number(info.key.rpartition("/")[0]) or 0
         if attempt is not None and writer > attempt:
             continue
+        if living is not None and writer >= living and not _is_past(store, run, committed, step, writer):
+            continue
         if info.key == commit_key(run, step):
             if step in doomed:
                 commits[info.key] = info.size
@@ -114,6 +119,15 @@ def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[se
         except CheckpointError:
             unreadable.add(step)
     return used, unreadable
+
+
+def _is_past(store: ObjectStore, run: str, committed: Sequence[int], step: int, attempt: int) -> bool:
+    """Returns whether this or a newer attempt committed this or a higher step.
+
+    If so, this attempt's save of the step is over, because an attempt saves its steps in order.
+    """
+    later = (other for other in reversed(committed) if other >= step)
+    return any(_is_of_newer_attempt(store, run, other, attempt - 1) for other in later)
 
 
 def _is_of_newer_attempt(store: ObjectStore, run: str, step: int, attempt: int | None) -> bool:

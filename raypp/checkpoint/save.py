@@ -25,7 +25,7 @@ from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import upload_snapshot, with_patience
 from raypp.errors import CheckpointError, RayppError, in_words
 from raypp.records import Event, Reporter, Seat
-from raypp.storage import ObjectStore
+from raypp.storage import ObjectStore, StoreError
 from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ class CheckpointSaver:
         self._before_s = 0.0
         self._last_step: int | None = None
         self._committed: int | None = None
+        self._committing: int | None = None
+        self._unsettled: dict[int, str] = {}
         self._optimizer: torch.optim.Optimizer | None = None
 
     def save(
@@ -193,6 +195,7 @@ class CheckpointSaver:
             if self.seat.device == "cuda":
                 torch.cuda.set_device(self.seat.device_index)  # a new thread would use device 0, and its memory
             try:
+                self._remove_failed()
                 snapshot.data()  # waits for the copy, which does not count as upload time
                 copied, yielded_s = time.monotonic(), self._pace.yielded_s
                 record = self._upload(step, snapshot)
@@ -216,7 +219,40 @@ class CheckpointSaver:
         except Exception as error:  # noqa: BLE001 - as above
             if not self._closed.is_set():
                 self._report_failure(step, in_words(error))
-            self._try_announce(step, _OUTCOME, {"committed": False})
+            self._try_announce(step, _OUTCOME, {"committed": False, "void": self._committing != step})
+
+    def _remove_failed(self) -> None:
+        """Deletes this rank's objects of saves that failed.
+
+        On a nearly full disk they would make every later save fail, because retention removes them
+        only after a commit. An outcome that is not known is not asked for again.
+        """
+        for step, key in list(self._unsettled.items()):
+            try:
+                if self._is_void(step):
+                    self.store.delete([key])
+            except StoreError as error:
+                log.warning("cannot remove %s: %s", key, error)
+                continue  # tried again before the next upload
+            del self._unsettled[step]
+
+    def _is_void(self, step: int) -> bool:
+        """Returns whether this attempt will surely never commit a step that it began to save.
+
+        Waits for the outcome. The committing rank knows it before it begins another upload.
+        """
+        try:
+            said = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)[_OUTCOME]
+            if not said.get("void", False):
+                return False
+            if self.store.head(commit_key(self.run, step)) is None:
+                return True
+            return read_commit(self.store, self.run, step).attempt != self.seat.attempt
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the server may be gone, the COMMIT unreadable
+            log.debug("the outcome of the save of step %d is not known: %s", step, error)
+            return False
 
     def _upload(self, step: int, snapshot: Snapshot) -> ObjectRecord | None:
         """Uploads this rank's object; returns None if other ranks write all that it holds."""
@@ -226,6 +262,7 @@ class CheckpointSaver:
         key = rank_key(self.run, step, seat.attempt, seat.rank)
         if self.store.head(commit_key(self.run, step)) is not None:
             self._refuse_own_commit(step)
+        self._unsettled[step] = key
         about = {"run": self.run, "step": step, "attempt": seat.attempt, "rank": seat.rank}
         return upload_snapshot(self.store, key, snapshot, seat.rank, about, self._closed.wait, pace=self._pace)
 
@@ -253,6 +290,7 @@ class CheckpointSaver:
             raise CheckpointError("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
         records = tuple(record for message in said.values() if (record := message.get("object")) is not None)
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
+        self._committing = step
         with_patience(lambda: write_commit(self.store, commit), self._closed.wait)
         self._committed = step
         self._report_commit(commit, [message["facts"] for message in said.values()], time.monotonic() - started)

@@ -24,7 +24,7 @@ from raypp.hf.model_files import HfFiles
 from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
-from raypp.storage import ObjectStore, open_store
+from raypp.storage import ObjectStore, open_for_others, open_store
 from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import shell_word
 
@@ -69,26 +69,26 @@ def export_command(
     store, commit, _ = open_checkpoint(run)
     _check_form(commit, adapter, merged, dtype)
     lend_store_settings()
-    there = open_store(target)
-    _check_empty(there)
-    try:
-        job = read_spec(store, commit.run)
-    except CheckpointError:
-        job = None
-    with progress_bar("exporting", None) as advance:
-        if adapter:
-            done = export_adapter(store, commit, there, job=job, tokenizer=tokenizer, progress=advance)
-        else:
-            done = export_hf(
-                store,
-                commit,
-                there,
-                dtype=_DTYPES[dtype] if dtype else None,
-                shard_bytes=max(1, int(shard_gb * 1e9)),
-                job=job,
-                tokenizer=tokenizer,
-                progress=advance,
-            )
+    with open_for_others(target) as there:
+        _check_empty(there)
+        try:
+            job = read_spec(store, commit.run)
+        except CheckpointError:
+            job = None
+        with progress_bar("exporting", None) as advance:
+            if adapter:
+                done = export_adapter(store, commit, there, job=job, tokenizer=tokenizer, progress=advance)
+            else:
+                done = export_hf(
+                    store,
+                    commit,
+                    there,
+                    dtype=_DTYPES[dtype] if dtype else None,
+                    shard_bytes=max(1, int(shard_gb * 1e9)),
+                    job=job,
+                    tokenizer=tokenizer,
+                    progress=advance,
+                )
     if as_json:
         echo_json({"run": commit.run, "step": commit.step, "target": there.url, **asdict(done)})
         return

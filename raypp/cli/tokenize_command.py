@@ -20,7 +20,7 @@ from raypp.clusters.find import lend_store_settings
 from raypp.errors import DataError, JobError
 from raypp.spec.checks import check_spec
 from raypp.spec.load import load_job
-from raypp.storage import open_store
+from raypp.storage import open_for_others
 from raypp.untrusted.text import shell_word
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
             name = f"{output.name}: " if output.name else ""
             echo(f"{name}keeps {shards} finished shard{'s' if shards != 1 else ''}", err=True)
 
-    store = open_store(f"{out.rstrip('/')}/{output.name}" if output.name else out)
-    with _progress(output.name) as (total, advance):
+    place = f"{out.rstrip('/')}/{output.name}" if output.name else out
+    with open_for_others(place) as store, _progress(output.name) as (total, advance):
         told = Options(processes, total=total, progress=advance, found=say_found)
         return store.url.removeprefix("file://"), write_shards(output.read, output.request, store, told)
 

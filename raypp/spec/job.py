@@ -306,7 +306,8 @@ class CheckpointSection(Section):
     every_steps: int = Field(default=10, ge=0, le=limits.COUNT)
     """Steps between saves. Also saves at the end. 0: only at the end."""
     keep: int = Field(default=3, ge=1, le=limits.COUNT)
-    """Number of committed checkpoints to keep. Older ones are deleted after a commit."""
+    """Number of committed checkpoints to keep. Older ones are deleted after a commit, so the store
+    needs room for one more."""
     keep_every: int = Field(default=0, ge=0, le=limits.COUNT)
     """Keep checkpoints whose step is a multiple of this forever. 0: none."""
     if_busy: Literal["wait", "skip"] = "wait"

@@ -1,6 +1,6 @@
 """Object stores: a directory or an S3 bucket behind one small Protocol."""
 
-from raypp.storage.open import open_store
+from raypp.storage.open import open_for_others, open_store
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,
@@ -23,5 +23,6 @@ __all__ = [
     "ServerNotThere",
     "StoreError",
     "Unfinished",
+    "open_for_others",
     "open_store",
 ]

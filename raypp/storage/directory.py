@@ -9,7 +9,7 @@ import random
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
@@ -46,6 +46,7 @@ KIND = StoreKind(
 )
 
 _TEMPORARY = ".raypp-incoming"
+"""The beginning of the names of folders of temporary files; each user has one."""
 _STALE_AFTER_S = 24 * 3600.0
 _DELETERS_S = 30.0
 """Seconds for which a writer retries while others delete the last objects of its folder."""
@@ -73,18 +74,22 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
 
 
 class DirectoryStore:
-    """Stores objects as files under `root`, with mode 0600.
+    """Stores objects as files under `root`.
 
     Several hosts may share it over a network file system with atomic `rename` and `link` (NFS has
-    them). A write goes to a temporary file in one folder of the root, is synced, and is then moved
-    to its name. The temporary files of a killed writer are `unfinished`.
+    them), and so may several users. A write goes to a temporary file in the user's folder in the
+    root, is synced, and is then moved to its name. The temporary files of a killed writer are
+    `unfinished`, for the same user.
 
     Args:
         root: An absolute path; created by the first write.
+        public: Files and folders get the modes that the umask leaves. Else only their owner may
+            read them.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, public: bool = False) -> None:
         self.root = root
+        self.public = public
         self._links: bool | None = None
 
     @property
@@ -133,15 +138,12 @@ class DirectoryStore:
         return ObjectInfo(key, status.st_size, status.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        folder = check_prefix(prefix).rpartition("/")[0]
         try:
-            for info in walk(self.root, folder, _TEMPORARY):
-                if info.key.startswith(prefix):
-                    yield info
+            yield from walk(self.root, check_prefix(prefix), without=_TEMPORARY)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise self._failure(error, folder) from error
+            raise self._failure(error, prefix.rpartition("/")[0]) from error
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -163,25 +165,29 @@ class DirectoryStore:
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         wanted = _quoted(check_prefix(prefix))
-        try:
-            entries = sorted(os.scandir(self.root / _TEMPORARY), key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            raise self._failure(error, _TEMPORARY) from error
-        for entry in entries:
+        entries: list[tuple[str, os.DirEntry[str]]] = []
+        for folder in self._temporaries():
+            try:
+                entries += sorted(((folder.name, entry) for entry in os.scandir(folder)), key=lambda one: one[1].name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise self._failure(error, folder.name) from error
+        for place, entry in entries:
             name = entry.name.rpartition("~")[0]
             key = unquote(name)
             if name.startswith(wanted) and not problem_of_key(key) and not problem_of_key(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        yield Unfinished(key, entry.name, status.st_mtime)
+                        yield Unfinished(key, f"{place}/{entry.name}", status.st_mtime)
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         for one in unfinished:
+            folder, _, name = check_key(one.id).partition("/")
             try:
-                (self._temporary() / check_key(one.id).replace("/", "")).unlink(missing_ok=True)
+                if self.root / folder in self._temporaries():
+                    (self.root / folder / name.replace("/", "")).unlink(missing_ok=True)
             except OSError as error:
                 raise self._failure(error, one.key) from error
 
@@ -232,15 +238,27 @@ class DirectoryStore:
         return path
 
     def _temporary(self) -> Path:
-        """Returns the folder of temporary files.
+        """Returns this user's folder of temporary files, into which other users cannot look.
 
         Raises:
             StoreError: It is a link: raypp deletes what is old there.
         """
-        path = self.root / _TEMPORARY
+        path = self.root / f"{_TEMPORARY}-{os.geteuid()}"
         if path.is_symlink():
             raise StoreError(Problem(str(path), "is a link; raypp keeps temporary files there", "delete the link"))
         return path
+
+    def _temporaries(self) -> Sequence[Path]:
+        """Returns the folders in which this user's temporary files may lie.
+
+        Earlier versions had one folder, of the user who wrote first.
+        """
+        found, before = [self._temporary()], self.root / _TEMPORARY
+        with contextlib.suppress(OSError):
+            status = before.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                found.append(before)
+        return found
 
     def _opened(self, path: Path, key: str) -> BinaryIO:
         """Opens a regular file; never waits, as opening a FIFO would."""
@@ -261,7 +279,7 @@ class DirectoryStore:
 
     def _incoming(self, key: str) -> Path:
         """Returns a new temporary name; it contains the key, truncated if that is long."""
-        # A single folder in the root: all hosts see it, and a rename stays within one file system.
+        # A folder in the root: all hosts see it, and a rename stays within one file system.
         return self._temporary() / f"{_quoted(key)[:_LONGEST_NAME]}~{secrets.token_hex(8)}"
 
     def _write(self, key: str, chunks: Iterable[Data], size: int, if_absent: bool) -> None:
@@ -269,8 +287,7 @@ class DirectoryStore:
         path = self._path_to_change(key)
         incoming = self._incoming(key)
         try:
-            _make_folders(incoming.parent)
-            with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with os.fdopen(_create(incoming, 0o666 if self.public else 0o600), "wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()
@@ -290,13 +307,14 @@ class DirectoryStore:
     def _move(self, incoming: Path, path: Path, if_absent: bool) -> None:
         """`link` refuses to replace, `rename` replaces; both are atomic."""
         place: Callable[[Path, Path], object] = _link if if_absent else os.replace
+        mode = 0o777 if self.public else 0o700
         give_up_at = time.monotonic() + _DELETERS_S
         new: set[Path] = set()
         while True:
             try:
                 # Nothing slow between the two: until the file is there, a concurrent delete of the
                 # folder's last object may remove the folder.
-                new |= _create_folders(path.parent)
+                new |= _create_folders(path.parent, mode)
                 place(incoming, path)
                 break
             except FileNotFoundError:
@@ -332,16 +350,24 @@ class DirectoryStore:
                 oldest = here.stat().st_mtime - _STALE_AFTER_S
             finally:
                 here.unlink(missing_ok=True)
-            for path in self._temporary().iterdir():
+            for path in [path for folder in self._temporaries() for path in folder.iterdir()]:
                 with contextlib.suppress(OSError):  # its writer may rename it at any time
                     if path.lstat().st_mtime < oldest:
                         path.unlink()
 
+    def remove_temporary(self) -> None:
+        """Removes this user's folders of temporary files, if nothing is being written."""
+        with contextlib.suppress(StoreError):  # a link, which is the user's own
+            for folder in self._temporaries():
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
     def _failure(self, error: OSError, key: str) -> StoreError:
         place = f"{self.url}/{key}"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            refused = visible(str(_refused_at(error, self.root)))
             return AccessRefused(
-                Problem(place, f"not allowed: {error.strerror}", f"make {self.root} writable for this user")
+                Problem(place, f"not allowed: {error.strerror}", f"let this user read and write {refused}")
             )
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StoreError(
@@ -359,6 +385,30 @@ class DirectoryStore:
 def _quoted(key: str) -> str:
     """Encodes a key as one file name; keys with a common prefix get names with a common prefix."""
     return quote(key, safe="").replace("~", "%7E")
+
+
+def _refused_at(error: OSError, root: Path) -> Path:
+    """Returns the folder, or the file that cannot be read, which refused access."""
+    name = error.filename2 or error.filename
+    path = Path(os.fsdecode(name)) if isinstance(name, str | bytes | os.PathLike) else root
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):  # missing, or in a folder that may not be entered
+            if stat.S_ISDIR(place.stat().st_mode) or not os.access(place, os.R_OK, effective_ids=True):
+                return place
+    return root
+
+
+def _create(incoming: Path, mode: int) -> int:
+    """Creates a temporary file, and its folder; returns the open file."""
+    give_up_at = time.monotonic() + _DELETERS_S
+    while True:
+        try:
+            _make_folders(incoming.parent)
+            return os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        except FileNotFoundError:  # another process of this user has just removed the empty folder
+            if time.monotonic() > give_up_at or not incoming.parent.parent.is_dir():
+                raise
+            time.sleep(random.uniform(0, _LONGEST_PAUSE_S))
 
 
 def _link(incoming: Path, path: Path) -> None:
@@ -385,8 +435,8 @@ def _create_exclusively(incoming: Path, path: Path) -> None:
 
     One of several writers wins. A reader may see an incomplete file.
     """
-    data = incoming.read_bytes()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    data, mode = incoming.read_bytes(), stat.S_IMODE(incoming.stat().st_mode)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         try:
             file.write(data)
             file.flush()
@@ -402,8 +452,8 @@ def _make_folders(path: Path) -> None:
         _sync_directory(folder.parent)
 
 
-def _create_folders(path: Path) -> set[Path]:
-    """Creates a folder and its parents.
+def _create_folders(path: Path, mode: int = 0o700) -> set[Path]:
+    """Creates a folder with a mode, and its parents.
 
     Returns:
         Those that did not exist.
@@ -419,7 +469,7 @@ def _create_folders(path: Path) -> set[Path]:
         new.add(folder)
     for folder in sorted(new):
         try:
-            folder.mkdir(mode=0o700 if folder == path else 0o777)
+            folder.mkdir(mode=mode if folder == path else 0o777)
         except FileExistsError:
             # Looked at once: it may go and return at any time.
             if not stat.S_ISDIR(folder.stat().st_mode):

@@ -27,18 +27,22 @@ class _Level:
     names: list[str]
 
 
-def walk(root: Path, folder: str, without: str) -> Iterator[ObjectInfo]:
-    """Yields every regular file below a folder. Links are followed, but not in a circle.
+def walk(root: Path, prefix: str, without: str) -> Iterator[ObjectInfo]:
+    """Yields every regular file whose path begins with the prefix.
+
+    Links are followed, but not in a circle. Looks into no folder that can hold no such file: it may
+    be another user's.
 
     Args:
         root: The store's folder.
-        folder: Where to begin, relative to the root; may be empty.
-        without: A folder of the root that is left out.
+        prefix: Beginning of the paths, relative to the root; may be empty.
+        without: Entries of the root whose names begin so are left out.
 
     Raises:
         OSError: A folder cannot be read.
         StoreError: There are too many files, or links to folders.
     """
+    folder = prefix.rpartition("/")[0]
     foreign = ForeignNames(str(root))
     entries = links = 0
     levels = _open(root, folder, (root / folder).stat())
@@ -49,7 +53,7 @@ def walk(root: Path, folder: str, without: str) -> Iterator[ObjectInfo]:
             continue
         name = level.names.pop()
         key = f"{level.folder}/{name}" if level.folder else name
-        if key == without:
+        if not key.startswith(prefix) or (not level.folder and name.startswith(without)):
             continue
         entries += 1
         if entries > MOST_LISTED:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, cast
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import store_forms, store_kind
+from raypp.storage.directory import DirectoryStore
 from raypp.storage.store import ObjectStore
 from raypp.storage.store_retry import Patience
 
@@ -41,3 +44,20 @@ def open_store(url: str, *, missing_bucket: MissingBucket = "error", patience: P
     if kind.name == "file" and "://" in url and not url.lower().startswith("file:"):
         raise JobError(Problem(key, f"{url!r} is not a URL", f"use {store_forms()}"))
     return cast(ObjectStore, kind.build()(url, missing_bucket=missing_bucket, patience=patience))
+
+
+@contextmanager
+def open_for_others(url: str) -> Iterator[ObjectStore]:
+    """Opens a store to write files that others read, such as exported models and token shards.
+
+    In a directory they have the modes that the umask leaves, and no folder of temporary files
+    stays. Other stores are opened as by `open_store`.
+    """
+    store = open_store(url)
+    if isinstance(store, DirectoryStore):
+        store.public = True
+    try:
+        yield store
+    finally:
+        if isinstance(store, DirectoryStore):
+            store.remove_temporary()

@@ -22,6 +22,7 @@ from raypp.checkpoint.commit import (
     write_commit,
 )
 from raypp.checkpoint.layout import commit_key, rank_key, split_location
+from raypp.checkpoint.leftovers import find_leftovers
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import CheckpointError, JobError
@@ -222,12 +223,55 @@ def test_a_void_newer_commit_does_not_push_the_good_one_out(store: DirectoryStor
     assert steps(store) == [15]
 
 
+@pytest.mark.parametrize("old_commit", [False, True])
+def test_a_prune_by_hand_spares_a_save_in_progress_below_the_newest_commit(
+    store: DirectoryStore, old_commit: bool
+) -> None:
+    """Attempt 2 could not use step 100, and saves step 90, which attempt 1 may have committed."""
+    claim_attempt(store, RUN, 1)
+    for step in (90, 100) if old_commit else (100,):
+        save(store, step)
+    claim_attempt(store, RUN, 2)
+    under_way = rank_key(RUN, 90, 2, 0)
+    store.put(under_way, content(90, 2, 0))
+    assert under_way not in prune(store, RUN, 1).objects
+    assert store.head(under_way) is not None
+    assert steps(store) == [100]
+    assert not any(store.list(f"{RUN}/step-00000090/attempt-1"))
+
+
+def test_a_prune_by_hand_removes_what_the_newest_attempt_left_below_its_own_commit(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    save(store, 100)
+    claim_attempt(store, RUN, 2)
+    failed = put_objects(store, 80, 2)
+    write_commit(store, commit_of(90, 2, put_objects(store, 90, 2)))
+    assert set(prune(store, RUN, 2).objects) == {record.key for record in failed}
+    assert steps(store) == [90, 100]
+
+
 def test_a_dry_run_removes_nothing(store: DirectoryStore) -> None:
     for step in (10, 20):
         save(store, step)
     before = {info.key for info in store.list()}
     assert len(prune(store, RUN, 1, dry_run=True).objects) == 3
     assert {info.key for info in store.list()} == before
+
+
+def test_the_objects_of_an_imported_step_0_are_no_leftovers(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    write_commit(store, commit_of(0, 1, put_objects(store, 0, 1)))
+    claim_attempt(store, RUN, 2)
+    assert not find_leftovers(store, RUN, 2, just_begun=True)
+    assert not find_leftovers(store, RUN, 3)
+
+
+def test_an_import_that_may_be_about_to_commit_step_0_keeps_its_objects(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
+    put_objects(store, 0, 1)
+    claim_attempt(store, RUN, 2)
+    assert not find_leftovers(store, RUN, 2, just_begun=True)
+    assert len(find_leftovers(store, RUN, 2).objects) == 2
 
 
 class Died(BaseException):

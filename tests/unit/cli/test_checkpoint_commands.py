@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from urllib.parse import quote
 
@@ -116,7 +117,7 @@ def test_prune_finds_what_broken_off_attempts_left_and_spares_the_newest(
     newest = max(1, newest_attempt(store, "kjv"))
     while newest < 3:
         newest = claim_next_attempt(store, "kjv")
-    incoming = store.root / ".raypp-incoming"
+    incoming = store.root / f".raypp-incoming-{os.geteuid()}"
     for attempt in (2, 3):
         (incoming / f"{quote(rank_key('kjv', 40, attempt, 0), safe='')}~0123456789abcdef").write_bytes(b"half")
     store.put(rank_key("kjv", 40, 2, 1), b"whole, and never committed")
@@ -129,3 +130,18 @@ def test_prune_finds_what_broken_off_attempts_left_and_spares_the_newest(
     assert "kept 1 uploads of the newest attempt" in text
     assert [left.key for left in store.unfinished()] == [rank_key("kjv", 40, 3, 0)]
     assert store.head(rank_key("kjv", 40, 2, 1)) is None
+
+
+def test_prune_counts_no_weights_of_an_import_as_freed(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim_next_attempt(store, "imported")
+    key = rank_key("imported", 0, 1, 0)
+    store.put(key, b"weights")
+    records = (ObjectRecord(key, 7, hashlib.sha256(b"weights").hexdigest(), 0),)
+    write_commit(store, Commit("imported", 0, 1, {"pp": 1}, {}, {}, records))
+    claim_next_attempt(store, "imported")
+    command = ["checkpoints", "prune", f"{store.url}/imported", "--keep", "1", "--keep-every", "0"]
+    assert run([*command, "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["objects"], told["bytes"], told["uploads"]) == ([], 0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_what_was_imported_is_exported_again(tmp_path: Path, capsys: pytest.Capt
     assert "already contains a model" in capsys.readouterr().err
     assert run(["checkpoints", "export", "s/moe", "half", "--dtype", "bf16"]) == 0
     assert (tmp_path / "half" / "model.safetensors").stat().st_size < sum(t.nbytes for t in before.values())
+
+
+def test_programs_of_other_users_may_read_an_export(tmp_path: Path) -> None:
+    model(tmp_path / "hf")
+    assert run(["checkpoints", "import", "hf", "s/a"]) == 0
+    before = os.umask(0o022)
+    try:
+        assert run(["checkpoints", "export", "s/a", "out"]) == 0
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "out").iterdir())
+    assert {"config.json", "model.safetensors"} <= {path.name for path in files}
+    assert all(path.is_file() and path.stat().st_mode & 0o044 == 0o044 for path in files)
 
 
 def test_import_into_a_job_wants_the_jobs_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

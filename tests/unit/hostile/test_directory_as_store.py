@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raypp.errors import JobError
-from raypp.storage import NotFound, StoreError, directory_walk
+from raypp.storage import NotFound, StoreError, Unfinished, directory_walk
 from raypp.storage import store as stores
 from raypp.storage.directory import DirectoryStore
 
@@ -162,8 +162,8 @@ def test_the_folder_of_temporary_files_is_no_link(store: DirectoryStore, tmp_pat
     elsewhere.mkdir()
     (elsewhere / "thesis").write_bytes(b"mine")
     os.utime(elsewhere / "thesis", (0, 0))
-    (store.root / ".raypp-incoming").rmdir()
-    (store.root / ".raypp-incoming").symlink_to(elsewhere)
+    (store.root / f".raypp-incoming-{os.geteuid()}").rmdir()
+    (store.root / f".raypp-incoming-{os.geteuid()}").symlink_to(elsewhere)
     for use in (store.probe, lambda: store.put("run/x", b"1"), store.limitations):
         with pytest.raises(StoreError, match="is a link"):
             use()
@@ -171,7 +171,7 @@ def test_the_folder_of_temporary_files_is_no_link(store: DirectoryStore, tmp_pat
 
 
 def test_unfinished_writes_are_files_with_names_of_keys(store: DirectoryStore) -> None:
-    incoming = store.root / ".raypp-incoming"
+    incoming = store.root / f".raypp-incoming-{os.geteuid()}"
     (incoming / "run%2Fnew~0123456789abcdef").write_bytes(b"half")
     for name in ("..%2F..%2Fetc~0123456789abcdef", "%1B[2J~0123456789abcdef", "\udcff~0123456789abcdef"):
         (incoming / name).touch()
@@ -180,3 +180,9 @@ def test_unfinished_writes_are_files_with_names_of_keys(store: DirectoryStore) -
     assert [one.key for one in found] == ["run/new"]
     store.discard(found)
     assert not list(store.unfinished())
+
+
+def test_only_temporary_files_are_discarded(store: DirectoryStore) -> None:
+    (store.root / "run" / "thesis").write_bytes(b"mine")
+    store.discard([Unfinished("run/x", "run/thesis", 0.0), Unfinished("run/x", "thesis", 0.0)])
+    assert (store.root / "run" / "thesis").exists()

@@ -92,7 +92,7 @@ def test_what_counts_as_forgotten_is_judged_by_the_file_systems_clock_alone(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("a", b"")
-    fresh = store.root / ".raypp-incoming" / "fresh~1"
+    fresh = store.root / f".raypp-incoming-{os.geteuid()}" / "fresh~1"
     fresh.write_bytes(b"half")
     monkeypatch.setattr(time, "time", lambda: 4e9)  # this host's clock is far in the future
     store.probe()

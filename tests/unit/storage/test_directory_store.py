@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from raypp.errors import JobError
-from raypp.storage import AccessRefused, StoreError, open_store
+from raypp.storage import AccessRefused, StoreError, open_for_others, open_store
 from raypp.storage.directory import DirectoryStore
 
 
@@ -22,6 +24,83 @@ def test_files_are_private(store: DirectoryStore) -> None:
     store.put("a/c", b"secret", if_absent=True)
     for name in ("a/b", "a/c"):
         assert stat.S_IMODE((store.root / name).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750)])
+def test_public_files_have_the_modes_that_the_umask_leaves(
+    tmp_path: Path, mask: int, file: int, folder: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_source: Path, _target: Path) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    before = os.umask(mask)
+    try:
+        with open_for_others(str(tmp_path / "out")) as store:
+            store.put("a", b"weights")
+            store.put_stream("part/b", [b"weights"], 7)
+            store.put("c", b"weights", if_absent=True)
+            monkeypatch.setattr(os, "link", refuse)
+            store.put("d", b"weights", if_absent=True)
+    finally:
+        os.umask(before)
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.iterdir()) == ["a", "c", "d", "part"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*") if path.is_file()} == {file}
+    assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((out / "part").stat().st_mode) == folder
+
+
+def test_a_folder_of_temporary_files_stays_while_another_process_writes(tmp_path: Path) -> None:
+    with open_for_others(str(tmp_path)) as store:
+        store.put("a", b"")
+        other = tmp_path / f".raypp-incoming-{os.geteuid()}" / "b~0123456789abcdef"
+        other.write_bytes(b"half")
+    assert other.exists()
+
+
+def test_writers_go_on_while_others_end_and_remove_the_folder_of_temporary_files(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def write(number: int) -> None:
+        try:
+            for turn in range(50):
+                with open_for_others(str(tmp_path)) as store:
+                    store.put(f"{number}-{turn}", b"x")
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(list(tmp_path.iterdir())) == 200
+
+
+def test_a_listing_looks_into_no_folder_that_cannot_hold_what_is_wanted(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be another user's, and closed."""
+    for key in ("a-run/step-1/x", "a-run/step-2/x", "b-run/x", "a-key"):
+        store.put(key, b"")
+    looked, scan = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looked.append(str(path.relative_to(store.root))) or scan(path))
+    assert [info.key for info in store.list("a-run/step-1")] == ["a-run/step-1/x"]
+    assert looked == ["a-run", "a-run/step-1"]
+    assert [info.key for info in store.list("a-")] == ["a-key", "a-run/step-1/x", "a-run/step-2/x"]
+    assert "b-run" not in looked
+
+
+def test_what_an_earlier_version_left_in_its_folder_is_found(store: DirectoryStore) -> None:
+    store.put("a", b"")
+    before = store.root / ".raypp-incoming"
+    before.mkdir(mode=0o700)
+    (before / "run%2Fnew~0123456789abcdef").write_bytes(b"half")
+    left = list(store.unfinished("run/"))
+    assert [one.key for one in left] == ["run/new"]
+    assert [info.key for info in store.list()] == ["a"]
+    store.discard(left)
+    assert not any(before.iterdir())
 
 
 def test_a_folder_goes_with_its_last_object(store: DirectoryStore) -> None:
@@ -54,7 +133,7 @@ def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(store: D
 
 def test_what_a_killed_writer_left_is_swept_by_probe_after_a_day(store: DirectoryStore) -> None:
     store.put("a", b"")
-    left = store.root / ".raypp-incoming" / "left"
+    left = store.root / f".raypp-incoming-{os.geteuid()}" / "left"
     left.write_bytes(b"half")
     store.probe()
     assert left.exists()
@@ -74,6 +153,14 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(AccessRefused, match="not allowed"):
         open_store(str(tmp_path / "new")).probe()
+
+
+def test_a_link_to_nothing_as_a_store_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a disk is not mounted."""
+    (tmp_path / "store").symlink_to(tmp_path / "gone" / "disk")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("tried again"))
+    with pytest.raises(StoreError, match="check that this machine can reach the directory"):
+        open_store(str(tmp_path / "store")).put("a", b"")
 
 
 def test_a_file_as_a_store_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Several users of one directory store."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raypp.storage.directory import DirectoryStore
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as several users")
+
+_AS_OTHERS = """
+import os, sys
+from pathlib import Path
+from raypp.checkpoint.commit import claim_next_attempt
+from raypp.storage import AccessRefused
+from raypp.storage.directory import DirectoryStore
+os.umask(0o022)
+store = DirectoryStore(Path(sys.argv[1]))
+
+def begin(user):
+    os.seteuid(0)
+    os.seteuid(user)
+
+for user in map(int, sys.argv[2:]):
+    begin(user)
+    run = f"run-{user}"
+    assert claim_next_attempt(store, run) == 1
+    def chunks():
+        yield b"12"
+        assert [left.key for left in store.unfinished()] == [f"{run}/step-1/a"], list(store.unfinished())
+        yield b"34"
+    store.put_stream(f"{run}/step-1/a", chunks(), 4)
+    assert store.get(f"{run}/step-1/a") == b"1234"
+    store.probe()
+first, second = sys.argv[2:]
+begin(int(second))
+for use in (lambda: store.put(f"run-{first}/step-1/b", b""), lambda: store.get(f"run-{first}/step-1/a"),
+            lambda: list(store.list(f"run-{first}/"))):
+    try:
+        use()
+        sys.exit("not refused")
+    except AccessRefused as error:
+        print(str(error).partition("let this user read and write ")[2])
+"""
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user may write to; pytest's own are private."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o1777)
+        yield Path(folder)
+
+
+def act(folder: Path, *users: int) -> list[str]:
+    words = [sys.executable, "-c", _AS_OTHERS, str(folder), *map(str, users)]
+    done = subprocess.run(words, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_second_user_writes_too_and_is_told_which_folder_of_the_first_is_private(shared: Path) -> None:
+    told = act(shared, 65533, 65534)
+    assert set(told) <= {f"{shared}/run-65533/step-1", f"{shared}/run-65533/attempts"}
+    assert len(told) == 3
+    assert {path.stat().st_mode & 0o777 for path in shared.glob(".raypp-incoming*")} == {0o700}
+
+
+def test_a_user_writes_where_root_was_first(shared: Path) -> None:
+    DirectoryStore(shared).put("run/a", b"")
+    assert len(act(shared, 65533, 65534)) == 3
+
+
+def test_a_file_that_is_private_is_named(shared: Path) -> None:
+    (shared / "run").mkdir(mode=0o755)
+    (shared / "run" / "a").write_bytes(b"")
+    (shared / "run" / "a").chmod(0o600)
+    script = """
+import os, sys
+from pathlib import Path
+from raypp.storage.directory import DirectoryStore
+os.seteuid(65534)
+DirectoryStore(Path(sys.argv[1])).get("run/a")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(shared)], text=True, capture_output=True)
+    assert f"let this user read and write {shared}/run/a" in done.stderr
