@@ -36,7 +36,7 @@ class Announcement(TypedDict, total=False):
     Attributes:
         object: The object that the rank stored; None if other ranks hold all of its state.
         facts: How long it took.
-        error: Why it could not store its part; instead of the other two.
+        error: Why it could not store its part, instead of the other two; or why there is no commit.
         committed: Whether the commit succeeded.
     """
 

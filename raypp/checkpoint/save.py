@@ -1,8 +1,8 @@
 """Asynchronous saves: training waits only for a copy to host memory; a thread does the rest.
 
 Every rank uploads its own object and announces it. The committing rank (rank 0) waits for all
-announcements and creates COMMIT. A failed save is reported as an event and never raised, because
-training is worth more than one save.
+announcements and creates COMMIT. A failed save is reported as an event and not raised, because
+training is worth more than one save. Only `finish` raises: no save follows the last one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from raypp.checkpoint.retention import prune
 from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import upload_snapshot, with_patience
-from raypp.errors import CheckpointError, RayppError, in_words
+from raypp.errors import CheckpointError, Problem, RayppError, in_words
+from raypp.failure_kinds import FailureKind
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectStore
 from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
@@ -32,6 +34,23 @@ log = logging.getLogger(__name__)
 
 _OUTCOME = -1
 """The rank under which the committing rank announces whether the commit succeeded."""
+_LONGEST_WHY = 2000
+
+
+class NotSavedError(RayppError):
+    """The last state of an attempt is in no checkpoint: this rank's part or the commit failed."""
+
+    failure_kind = FailureKind.SAVE_FAILED
+
+
+class PeerNotSavedError(NotSavedError):
+    """The same, because of another rank."""
+
+    failure_kind = FailureKind.LOST_PEER
+
+
+class _PartsMissingError(CheckpointError):
+    """Other ranks could not store their parts."""
 
 
 class CheckpointSaver:
@@ -85,6 +104,8 @@ class CheckpointSaver:
         self._before_s = 0.0
         self._last_step: int | None = None
         self._committed: int | None = None
+        self._own_error: Exception | None = None
+        self._why = ""
         self._optimizer: torch.optim.Optimizer | None = None
 
     def save(
@@ -112,7 +133,7 @@ class CheckpointSaver:
             self._optimizer = optimizer
         snapshot = self._buffer.take(gather_state(stages, optimizer, self.seat.coordinates).values())
         self._snapshot, self._before_s = snapshot, time.perf_counter() - started
-        self._last_step = step
+        self._last_step, self._own_error, self._why = step, None, ""
         self._thread = threading.Thread(
             target=self._store,
             args=(step, snapshot, dict(extra), self._before_s),
@@ -162,6 +183,24 @@ class CheckpointSaver:
             self._learn_outcome(self._last_step)
         return self._committed
 
+    def finish(self) -> int | None:
+        """Waits for the last save of the attempt, like `wait`, and requires that it is committed.
+
+        Raises:
+            NotSavedError: It is not: this rank's part or the commit failed.
+            PeerNotSavedError: It is not, because of another rank.
+        """
+        committed = self.wait()
+        if self._last_step is None or committed == self._last_step:
+            return committed
+        head = f"the last checkpoint, of step {self._last_step}, was not saved"
+        own = self._own_error
+        if own is None and (self._why or self.seat.rank != COMMITTING_RANK):
+            raise PeerNotSavedError(f"{head}: {self._why or 'rank 0 gave no reason'}")
+        problem = own.problems[0] if isinstance(own, RayppError) else Problem("", self._why or "its thread ended")
+        what = str(replace(problem, fix=""))
+        raise NotSavedError(f"{head}: {what}", problem.fix or "check the store: `raypp doctor --store URL`") from own
+
     def close(self) -> None:
         """Abandons a save in progress; call `wait` first to finish it."""
         self._closed.set()
@@ -207,7 +246,8 @@ class CheckpointSaver:
         except Abandoned:
             return
         except Exception as error:  # noqa: BLE001 - nothing catches it in a thread; every failure becomes an event
-            self._report_failure(step, f"rank {rank} could not store its part: {in_words(error)}")
+            self._own_error, self._why = error, f"rank {rank} could not store its part: {in_words(error)}"
+            self._report_failure(step, self._why)
             self._try_announce(step, rank, {"error": in_words(error)})
         if rank != COMMITTING_RANK:
             return
@@ -216,7 +256,10 @@ class CheckpointSaver:
         except Exception as error:  # noqa: BLE001 - as above
             if not self._closed.is_set():
                 self._report_failure(step, in_words(error))
-            self._try_announce(step, _OUTCOME, {"committed": False})
+            if self._own_error is None and not isinstance(error, _PartsMissingError):
+                self._own_error = error
+            self._why = self._why or in_words(error)
+            self._try_announce(step, _OUTCOME, {"committed": False, "error": self._why[:_LONGEST_WHY]})
 
     def _upload(self, step: int, snapshot: Snapshot) -> ObjectRecord | None:
         """Uploads this rank's object; returns None if other ranks write all that it holds."""
@@ -250,7 +293,7 @@ class CheckpointSaver:
             if "error" in message or "facts" not in message
         }
         if failed:
-            raise CheckpointError("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
+            raise _PartsMissingError("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
         records = tuple(record for message in said.values() if (record := message.get("object")) is not None)
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         with_patience(lambda: write_commit(self.store, commit), self._closed.wait)
@@ -289,6 +332,7 @@ class CheckpointSaver:
         try:
             said = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)
             committed = said[_OUTCOME].get("committed", False)
+            self._why = self._why or said[_OUTCOME].get("error", "")
         except Exception as error:  # noqa: BLE001 - the server ends with the committing rank, so ask the store
             log.debug("no message about the commit of step %d: %s", step, error)
             try:

@@ -66,7 +66,8 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
 
     Returns:
         `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`,
-        `step`, `checkpoint`; for facts the status; for a timeline `traced` and `what`.
+        `step`, `checkpoint`, `exit_code`, `reason`; for facts the status; for a timeline `traced`
+        and `what`.
     """
     import ray
 
@@ -87,7 +88,8 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
         return {"found": False}
     if outcome is None:
         return {"found": True, "state": None}
-    return {"found": True, "state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
+    end = {"state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
+    return {"found": True, **end, "exit_code": outcome.exit_code, "reason": outcome.reason}
 
 
 def _controller(request: RunRequest) -> Any:
