@@ -7,6 +7,8 @@ training is worth more than one save. Only `finish` raises: no save follows the 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raypp.checkpoint.announce import Announcement, Announcements, Facts
+from raypp.checkpoint.announce import TELLS_PER_TIMEOUT, Announcement, Announcements, Facts, ProgressTeller
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit, ObjectRecord, job_identity, read_commit, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.retention import prune
@@ -28,7 +30,7 @@ from raypp.errors import CheckpointError, Problem, RayppError, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectStore
-from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
+from raypp.storage.rate_limit import Abandoned, Pace
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class CheckpointSaver:
         keep: Number of committed checkpoints to keep.
         keep_every: Checkpoints whose step is a multiple of it are never removed; 0 for none.
         pace: Rate limit of this rank's uploads; None for no limit.
-        commit_timeout_s: How long the committing rank waits for the other ranks' parts.
+        commit_timeout_s: How long ranks wait for another one that sends no more of its part.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class CheckpointSaver:
         self._committed: int | None = None
         self._own_error: Exception | None = None
         self._why = ""
+        self._others_progress = 0
         self._optimizer: torch.optim.Optimizer | None = None
 
     def save(
@@ -135,7 +138,7 @@ class CheckpointSaver:
         self._snapshot, self._before_s = snapshot, time.perf_counter() - started
         self._last_step, self._own_error, self._why = step, None, ""
         self._thread = threading.Thread(
-            target=self._store,
+            target=self._run,
             args=(step, snapshot, dict(extra), self._before_s),
             name=f"raypp-save-{step}",
             daemon=True,
@@ -213,8 +216,13 @@ class CheckpointSaver:
         if self._thread is None or not self._thread.is_alive():
             return
         started = time.perf_counter()
-        self._reporter.phase("save", f"step {step} waits for the save of step {self._last_step}")
-        self._thread.join()
+        before = None
+        while self._thread.is_alive():
+            now = (self._pace.sent, self._others_progress)
+            if now != before:  # a wait without it counts as a hang
+                self._reporter.phase("save", f"step {step} waits for the save of step {self._last_step}")
+            before = now
+            self._thread.join(self._timeout_s / TELLS_PER_TIMEOUT)
         waited = time.perf_counter() - started
         self._report(
             "save_waited",
@@ -224,8 +232,26 @@ class CheckpointSaver:
             seconds=round(waited, 3),
         )
 
+    def _run(self, step: int, snapshot: Snapshot, extra: dict[str, Any], stall_s: float) -> None:
+        """Runs in the thread: stores this rank's part, and meanwhile tells the others of progress.
+
+        The committing rank waits for the parts as long as more of each is sent. The other ranks
+        wait for the outcome as long as its thread lives, since it knows what it waits for.
+        """
+        alive = itertools.count()
+        rank, value = self.seat.rank, lambda: self._pace.sent
+        if rank == COMMITTING_RANK:
+            rank, value = _OUTCOME, lambda: next(alive)
+        alone = self.seat.world_size == 1
+        telling = ProgressTeller(self._announcements, step, rank, value, self._timeout_s / TELLS_PER_TIMEOUT)
+        with contextlib.nullcontext() if alone else telling:
+            self._store(step, snapshot, extra, stall_s)
+
+    def _note_progress(self) -> None:
+        self._others_progress += 1
+
     def _store(self, step: int, snapshot: Snapshot, extra: dict[str, Any], stall_s: float) -> None:
-        """Runs in the thread: uploads, announces, and on the committing rank commits."""
+        """Uploads, announces, and on the committing rank commits."""
         started = time.monotonic()
         rank = self.seat.rank
         try:
@@ -283,10 +309,9 @@ class CheckpointSaver:
 
     def _commit(self, step: int, extra: dict[str, Any], started: float) -> None:
         seat = self.seat
-        # Another rank's upload may have given way to its training where this one's did not.
-        longer_s = YIELDED * (time.monotonic() - started) if self._pace.bytes_per_s else 0.0
-        timeout_s = self._timeout_s + longer_s
-        said = self._announcements.wait_all(step, range(seat.world_size), timeout_s, self._closed.is_set)
+        said = self._announcements.wait_all(
+            step, range(seat.world_size), self._timeout_s, self._closed.is_set, self._note_progress
+        )
         failed = {
             rank: message.get("error", "its message has no facts")
             for rank, message in said.items()
