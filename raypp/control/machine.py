@@ -53,6 +53,7 @@ class Machine:
         shape: The mesh of the current or next attempt; None: that of the job.
         reshaping: The current attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
+        grows_from: The mesh of the attempt that is to save and end for a larger one.
         adopted: An earlier controller process started the current attempt, and may have asked it to
             end for a larger mesh.
     """
@@ -73,6 +74,7 @@ class Machine:
     shape: Shape | None = None
     reshaping: bool = False
     grown_at: int | None = None
+    grows_from: Shape | None = None
     adopted: bool = False
 
 
@@ -320,7 +322,7 @@ def _reshape(machine: Machine, event: Reshape) -> Step:
     committed = machine.committed_step or 0
     progress = machine.grown_at is None or committed > machine.grown_at
     if event.shape.world > event.world and machine.phase is RunPhase.RUNNING and progress:
-        machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed)
+        machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed, grows_from=machine.shape)
         return machine, (_SAVE_AND_STOP,)
     return machine, ()
 
@@ -339,8 +341,8 @@ def _failed(machine: Machine, failure: RankFailure) -> Step:
 
 def _after_attempt(machine: Machine) -> Step:
     """Decides what follows when the attempt has ended."""
-    reshaping = machine.reshaping
-    machine = replace(machine, reshaping=False)
+    reshaping, before = machine.reshaping, machine.grows_from
+    machine = replace(machine, reshaping=False, grows_from=None)
     if machine.finish is not None:
         return _finish(machine, machine.finish)
     if machine.stop and not machine.failures:
@@ -349,6 +351,8 @@ def _after_attempt(machine: Machine) -> Step:
         return replace(machine, phase=RunPhase.LAUNCHING), (Launch(),)
     end = AttemptEnd(machine.attempt, machine.failures, machine.committed_step)
     machine = replace(machine, history=(*machine.history, end), failures=())
+    if before is not None and save_may_help(machine):
+        machine = replace(machine, shape=before)  # another mesh cannot use the snapshots in memory
     if machine.stop and not (machine.saves and (machine.saving_again or save_may_help(machine))):
         reason = f"a rank failed before the last checkpoint: {machine.error}"
         return _finish(machine, Finish(RunState.STOPPED, reason, exit_code=int(machine.saves)))

@@ -231,6 +231,17 @@ def test_a_failure_while_the_run_was_to_grow_keeps_no_process() -> None:
     assert play(growing, m.RankFailed(failure()))[1] == [m.EndAttempt(keep=False)]
 
 
+def test_a_run_that_cannot_save_before_it_grows_keeps_its_mesh_which_its_snapshots_fit() -> None:
+    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    machine, commands = play(growing, UNSAVED, m.AttemptEnded(), m.DelayOver(), m.Claimed(2), m.Seated())
+    assert (machine.shape, machine.restarts, machine.state) == (HALF, 1, RunState.RUNNING)
+    assert play(machine, m.Reshape(WHOLE, 2))[1] == [], "not before there is a newer commit"
+    machine, commands = play(machine, m.Committed(9), m.Reshape(WHOLE, 2), m.Finished(True), m.AttemptEnded())
+    assert (machine.shape, commands[-1]) == (WHOLE, m.Launch())
+    killed, _ = play(growing, m.RankFailed(failure()), m.AttemptEnded())
+    assert killed.shape == WHOLE
+
+
 _SHAPES = st.sampled_from([WHOLE, HALF, Shape(1, 1, 1, 1, 1, 8)])
 _FAILURES = ["killed", "raised", "lost_peer", "save_failed"]
 _EVENTS = st.one_of(
