@@ -32,6 +32,8 @@ class Traits:
         in_numbers: It was found in computed numbers, which say nothing after a communicator failed.
         symptom: For an exception: if a full disk or too little memory caused it, that is the
             failure instead.
+        save_again: The store may be at fault and not the state: a run that was to save and stop
+            starts again for that save.
         exit_code: Exit code of a run that ends because of it (see `raypp.errors`).
     """
 
@@ -47,6 +49,7 @@ class Traits:
     taints_snapshots: bool = False
     in_numbers: bool = False
     symptom: bool = False
+    save_again: bool = False
     exit_code: int = 1
 
 
@@ -71,7 +74,11 @@ class FailureKind(StrEnum):
     HUNG = "hung", Traits("the attempt hangs and waits for this rank", ends_process=True)
     STORE_DOWN = "store_down", Traits("the store does not respond, or refuses requests", symptom=True)
     UNREACHABLE = "unreachable", Traits("an address does not respond", symptom=True)
-    DISK_FULL = "disk_full", Traits("a file system is full")
+    DISK_FULL = "disk_full", Traits("a file system is full", save_again=True)
+    SAVE_FAILED = (
+        "save_failed",
+        Traits("the last checkpoint could not be saved", symptom=True, keeps_process=True, save_again=True),
+    )
     NONFINITE = (
         "nonfinite",
         Traits("the loss or the gradients are not finite", recurring=True, keeps_process=True, in_numbers=True),

@@ -7,6 +7,8 @@ come in the same order on every rank, and would queue behind the pipeline.
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,6 +21,10 @@ from typing_extensions import TypedDict
 from raypp.checkpoint.commit import ObjectRecord
 from raypp.untrusted.documents import Bounds, Seconds, parse_as
 
+log = logging.getLogger(__name__)
+
+TELLS_PER_TIMEOUT = 20
+"""How often a rank tells its progress, and others look, in the time for which they wait for it."""
 _POLL_S = 0.02
 
 
@@ -36,7 +42,7 @@ class Announcement(TypedDict, total=False):
     Attributes:
         object: The object that the rank stored; None if other ranks hold all of its state.
         facts: How long it took.
-        error: Why it could not store its part; instead of the other two.
+        error: Why it could not store its part, instead of the other two; or why there is no commit.
         committed: Whether the commit succeeded.
         void: The save failed before COMMIT was written for the first time, so none can appear.
     """
@@ -64,19 +70,30 @@ class Announcements(Protocol):
         """Publishes a message, once. Never waits for other ranks."""
         ...
 
+    def progress(self, step: int, rank: int, value: int) -> None:
+        """Publishes that a rank still works on its message: it does while the value changes."""
+        ...
+
     def wait_all(
-        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, Announcement]:
         """Waits for the messages of these ranks about a step.
 
         Args:
             step: The step.
             ranks: Ranks whose messages to wait for.
-            timeout_s: Longest wait.
+            timeout_s: Longest wait for a rank that makes no progress.
             stopped: Polled during the wait; True ends it.
+            progressed: Called when one of them has made progress.
 
         Raises:
-            TimeoutError: Some ranks sent nothing in time, or `stopped`; the message names them.
+            TimeoutError: Some ranks sent nothing, and no progress, in time, or `stopped`; the
+                message names them.
             CheckpointError: A message is not an announcement.
         """
         ...
@@ -99,24 +116,85 @@ class StoreAnnouncements:
     def announce(self, step: int, rank: int, message: Announcement) -> None:
         self._store.set(self._key(step, rank), json.dumps(message, default=asdict))
 
+    def progress(self, step: int, rank: int, value: int) -> None:
+        self._store.set(self._progress_key(step, rank), str(value))
+
     def wait_all(
-        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, Announcement]:
-        deadline = time.monotonic() + timeout_s
+        begun = looked = time.monotonic()
         messages: dict[int, Announcement] = {}
+        heard: dict[int, tuple[bytes, float]] = {}
         for rank in ranks:
             key = self._key(step, rank)
             while not self._store.check([key]):
-                if time.monotonic() > deadline or stopped():
+                now = time.monotonic()
+                if stopped() or now - looked > timeout_s / TELLS_PER_TIMEOUT:
                     silent = [other for other in ranks if not self._store.check([self._key(step, other)])]
-                    if not silent:
-                        continue  # the last one has just reported
-                    raise TimeoutError(
-                        f"ranks {silent} did not report in time that their part of step {step} is stored"
-                    )
+                    if self._look(step, silent, heard):
+                        progressed()
+                    late = [other for other in silent if now - heard.get(other, (b"", begun))[1] > timeout_s]
+                    if late or (silent and stopped()):
+                        raise TimeoutError(
+                            f"ranks {late or silent} did not report in time that their part of step {step} is stored"
+                        )
+                    looked = now
                 time.sleep(_POLL_S)
             messages[rank] = read_announcement(self._store.get(key), step, rank)
         return messages
 
+    def _look(self, step: int, ranks: Sequence[int], heard: dict[int, tuple[bytes, float]]) -> bool:
+        """Notes when each rank's progress last changed; returns whether one has changed now."""
+        changed = False
+        for rank in ranks:
+            key = self._progress_key(step, rank)
+            value = self._store.get(key) if self._store.check([key]) else b""
+            if value != heard.get(rank, (b"", 0.0))[0]:
+                heard[rank], changed = (value, time.monotonic()), True
+        return changed
+
     def _key(self, step: int, rank: int) -> str:
         return f"raypp-checkpoint/{self._attempt}/{step}/{rank}"
+
+    def _progress_key(self, step: int, rank: int) -> str:
+        return f"{self._key(step, rank)}/progress"
+
+
+class ProgressTeller:
+    """Publishes in a thread of its own how far a rank's part of a step is, from time to time.
+
+    Args:
+        announcements: Where to publish it.
+        step: The step.
+        rank: The rank.
+        value: Returns the progress.
+        every_s: Seconds between two values.
+    """
+
+    def __init__(
+        self, announcements: Announcements, step: int, rank: int, value: Callable[[], int], every_s: float
+    ) -> None:
+        self._announcements, self._step, self._rank = announcements, step, rank
+        self._value, self._every_s = value, every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="raypp-progress", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_unused: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            try:
+                self._announcements.progress(self._step, self._rank, self._value())
+            except Exception as error:  # noqa: BLE001 - the message itself fails as well, and is reported
+                log.debug("cannot announce progress of step %d: %s", self._step, error)
+                return

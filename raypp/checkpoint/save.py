@@ -1,37 +1,58 @@
 """Asynchronous saves: training waits only for a copy to host memory; a thread does the rest.
 
 Every rank uploads its own object and announces it. The committing rank (rank 0) waits for all
-announcements and creates COMMIT. A failed save is reported as an event and never raised, because
-training is worth more than one save.
+announcements and creates COMMIT. A failed save is reported as an event and not raised, because
+training is worth more than one save. Only `finish` raises: no save follows the last one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from raypp.checkpoint.announce import Announcement, Announcements, Facts
+from raypp.checkpoint.announce import TELLS_PER_TIMEOUT, Announcement, Announcements, Facts, ProgressTeller
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit, ObjectRecord, job_identity, read_commit, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import upload_snapshot, with_patience
-from raypp.errors import CheckpointError, RayppError, in_words
+from raypp.errors import CheckpointError, Problem, RayppError, in_words
+from raypp.failure_kinds import FailureKind
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectStore, StoreError
-from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
+from raypp.storage.rate_limit import Abandoned, Pace
 
 log = logging.getLogger(__name__)
 
 _OUTCOME = -1
 """The rank under which the committing rank announces whether the commit succeeded."""
+_LONGEST_WHY = 2000
+
+
+class NotSavedError(RayppError):
+    """The last state of an attempt is in no checkpoint: this rank's part or the commit failed."""
+
+    failure_kind = FailureKind.SAVE_FAILED
+
+
+class PeerNotSavedError(NotSavedError):
+    """The same, because of another rank."""
+
+    failure_kind = FailureKind.LOST_PEER
+
+
+class _PartsMissingError(CheckpointError):
+    """Other ranks could not store their parts."""
 
 
 class CheckpointSaver:
@@ -51,7 +72,7 @@ class CheckpointSaver:
         keep: Number of committed checkpoints to keep.
         keep_every: Checkpoints whose step is a multiple of it are never removed; 0 for none.
         pace: Rate limit of this rank's uploads; None for no limit.
-        commit_timeout_s: How long the committing rank waits for the other ranks' parts.
+        commit_timeout_s: How long ranks wait for another one that sends no more of its part.
     """
 
     def __init__(
@@ -87,6 +108,9 @@ class CheckpointSaver:
         self._committed: int | None = None
         self._committing: int | None = None
         self._unsettled: dict[int, str] = {}
+        self._own_error: Exception | None = None
+        self._why = ""
+        self._others_progress = 0
         self._optimizer: torch.optim.Optimizer | None = None
 
     def save(
@@ -114,9 +138,9 @@ class CheckpointSaver:
             self._optimizer = optimizer
         snapshot = self._buffer.take(gather_state(stages, optimizer, self.seat.coordinates).values())
         self._snapshot, self._before_s = snapshot, time.perf_counter() - started
-        self._last_step = step
+        self._last_step, self._own_error, self._why = step, None, ""
         self._thread = threading.Thread(
-            target=self._store,
+            target=self._run,
             args=(step, snapshot, dict(extra), self._before_s),
             name=f"raypp-save-{step}",
             daemon=True,
@@ -164,6 +188,24 @@ class CheckpointSaver:
             self._learn_outcome(self._last_step)
         return self._committed
 
+    def finish(self) -> int | None:
+        """Waits for the last save of the attempt, like `wait`, and requires that it is committed.
+
+        Raises:
+            NotSavedError: It is not: this rank's part or the commit failed.
+            PeerNotSavedError: It is not, because of another rank.
+        """
+        committed = self.wait()
+        if self._last_step is None or committed == self._last_step:
+            return committed
+        head = f"the last checkpoint, of step {self._last_step}, was not saved"
+        own = self._own_error
+        if own is None and (self._why or self.seat.rank != COMMITTING_RANK):
+            raise PeerNotSavedError(f"{head}: {self._why or 'rank 0 gave no reason'}")
+        problem = own.problems[0] if isinstance(own, RayppError) else Problem("", self._why or "its thread ended")
+        what = str(replace(problem, fix=""))
+        raise NotSavedError(f"{head}: {what}", problem.fix or "check the store: `raypp doctor --store URL`") from own
+
     def close(self) -> None:
         """Abandons a save in progress; call `wait` first to finish it."""
         self._closed.set()
@@ -176,8 +218,13 @@ class CheckpointSaver:
         if self._thread is None or not self._thread.is_alive():
             return
         started = time.perf_counter()
-        self._reporter.phase("save", f"step {step} waits for the save of step {self._last_step}")
-        self._thread.join()
+        before = None
+        while self._thread.is_alive():
+            now = (self._pace.sent, self._others_progress)
+            if now != before:  # a wait without it counts as a hang
+                self._reporter.phase("save", f"step {step} waits for the save of step {self._last_step}")
+            before = now
+            self._thread.join(self._timeout_s / TELLS_PER_TIMEOUT)
         waited = time.perf_counter() - started
         self._report(
             "save_waited",
@@ -187,8 +234,26 @@ class CheckpointSaver:
             seconds=round(waited, 3),
         )
 
+    def _run(self, step: int, snapshot: Snapshot, extra: dict[str, Any], stall_s: float) -> None:
+        """Runs in the thread: stores this rank's part, and meanwhile tells the others of progress.
+
+        The committing rank waits for the parts as long as more of each is sent. The other ranks
+        wait for the outcome as long as its thread lives, since it knows what it waits for.
+        """
+        alive = itertools.count()
+        rank, value = self.seat.rank, lambda: self._pace.sent
+        if rank == COMMITTING_RANK:
+            rank, value = _OUTCOME, lambda: next(alive)
+        alone = self.seat.world_size == 1
+        telling = ProgressTeller(self._announcements, step, rank, value, self._timeout_s / TELLS_PER_TIMEOUT)
+        with contextlib.nullcontext() if alone else telling:
+            self._store(step, snapshot, extra, stall_s)
+
+    def _note_progress(self) -> None:
+        self._others_progress += 1
+
     def _store(self, step: int, snapshot: Snapshot, extra: dict[str, Any], stall_s: float) -> None:
-        """Runs in the thread: uploads, announces, and on the committing rank commits."""
+        """Uploads, announces, and on the committing rank commits."""
         started = time.monotonic()
         rank = self.seat.rank
         try:
@@ -210,7 +275,8 @@ class CheckpointSaver:
         except Abandoned:
             return
         except Exception as error:  # noqa: BLE001 - nothing catches it in a thread; every failure becomes an event
-            self._report_failure(step, f"rank {rank} could not store its part: {in_words(error)}")
+            self._own_error, self._why = error, f"rank {rank} could not store its part: {in_words(error)}"
+            self._report_failure(step, self._why)
             self._try_announce(step, rank, {"error": in_words(error)})
         if rank != COMMITTING_RANK:
             return
@@ -219,7 +285,11 @@ class CheckpointSaver:
         except Exception as error:  # noqa: BLE001 - as above
             if not self._closed.is_set():
                 self._report_failure(step, in_words(error))
-            self._try_announce(step, _OUTCOME, {"committed": False, "void": self._committing != step})
+            if self._own_error is None and not isinstance(error, _PartsMissingError):
+                self._own_error = error
+            self._why = self._why or in_words(error)
+            outcome: Announcement = {"committed": False, "error": self._why[:_LONGEST_WHY]}
+            self._try_announce(step, _OUTCOME, {**outcome, "void": self._committing != step})
 
     def _remove_failed(self) -> None:
         """Deletes this rank's objects of saves that failed.
@@ -277,17 +347,16 @@ class CheckpointSaver:
 
     def _commit(self, step: int, extra: dict[str, Any], started: float) -> None:
         seat = self.seat
-        # Another rank's upload may have given way to its training where this one's did not.
-        longer_s = YIELDED * (time.monotonic() - started) if self._pace.bytes_per_s else 0.0
-        timeout_s = self._timeout_s + longer_s
-        said = self._announcements.wait_all(step, range(seat.world_size), timeout_s, self._closed.is_set)
+        said = self._announcements.wait_all(
+            step, range(seat.world_size), self._timeout_s, self._closed.is_set, self._note_progress
+        )
         failed = {
             rank: message.get("error", "its message has no facts")
             for rank, message in said.items()
             if "error" in message or "facts" not in message
         }
         if failed:
-            raise CheckpointError("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
+            raise _PartsMissingError("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
         records = tuple(record for message in said.values() if (record := message.get("object")) is not None)
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         self._committing = step
@@ -327,6 +396,7 @@ class CheckpointSaver:
         try:
             said = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)
             committed = said[_OUTCOME].get("committed", False)
+            self._why = self._why or said[_OUTCOME].get("error", "")
         except Exception as error:  # noqa: BLE001 - the server ends with the committing rank, so ask the store
             log.debug("no message about the commit of step %d: %s", step, error)
             try:

@@ -32,6 +32,7 @@ from raypp.errors import (
     JobError,
     Problem,
     RayppError,
+    RunFailedError,
     UnreachableError,
 )
 from raypp.kinds import store_kind
@@ -149,7 +150,12 @@ def _stop(place: RunPlace, reader: RunReader, cluster: Cluster, *, no_save: bool
             Problem("RUN", f"{place.name} was asked to stop but has not ended yet", "use --no-save to stop it at once")
         )
     checkpoint = answer["checkpoint"] or "none"
-    return f"{place.name}: {answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}"
+    ended = f"{answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}"
+    if answer.get("exit_code"):
+        raise RunFailedError(
+            Problem("RUN", f"{place.name}: {ended}: {answer['reason']}", f"see `raypp events {shell_word(place.name)}`")
+        )
+    return f"{place.name}: {ended}"
 
 
 def _sides(versions: dict[str, str]) -> str:
@@ -328,9 +334,11 @@ class _JobWatch:
             if self._ended is not None:
                 break
             time.sleep(0.1)
-        if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
+        if status["state"] == RunState.SUCCEEDED:
             return EXIT_OK
         code = _recorded_exit_code(reader) if is_final(status) else None  # a driver that was killed has none
+        if status["state"] == RunState.STOPPED:
+            return code or EXIT_OK
         code = (self.job or {}).get("driver_exit_code") if code is None else code
         if not is_final(status):
             message = (self.job or {}).get("message") or "it no longer exists"
@@ -352,7 +360,7 @@ class _JobWatch:
 
 
 def _recorded_exit_code(reader: RunReader) -> int | None:
-    ends = [event for event in reader.events() if event.kind == "failed"]
+    ends = [event for event in reader.events() if event.kind in ("failed", "stopped")]
     code = ends[-1].details.get("exit_code") if ends else None
     return code if isinstance(code, int) else None
 

@@ -243,7 +243,7 @@ class Attempt:
         failures = self._ends.failures(timeout_s)
         results = [rank.result for rank in self.ranks if rank.result is not None]
         if len(results) == len(self.ranks):
-            return [Finished(any(result.stopped for result in results))]
+            return [Finished(any(result.stopped for result in results), max(result.step for result in results))]
         return [RankFailed(failure) for failure in failures]
 
     def _poll_ending(self, timeout_s: float) -> list[AttemptEvent]:

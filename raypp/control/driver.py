@@ -73,7 +73,8 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
 
     Returns:
         `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`,
-        `step`, `checkpoint`; for facts the status; for a timeline `traced` and `what`.
+        `step`, `checkpoint`, `exit_code`, `reason`; for facts the status; for a timeline `traced`
+        and `what`.
     """
     end = time.monotonic() + patience_s
     controller = find_controller(run)
@@ -116,6 +117,7 @@ def _ask(controller: Any, name: str, patience_s: float) -> dict[str, Any]:
         if outcome is None:
             return {"state": None}
         answer = {"state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
+        answer |= {"exit_code": outcome.exit_code, "reason": outcome.reason}
     return answer
 
 

@@ -369,7 +369,7 @@ class Leader:
             record.flush()
         self._end_processes()
         record.end_trackers(state)
-        if state is RunState.FAILED:
+        if state is RunState.FAILED and not m.save_may_help(self.machine):
             with contextlib.suppress(Exception):  # ranks that end normally remove theirs themselves
                 remove_snapshots(run)
         record.update_status(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)

@@ -44,6 +44,8 @@ class Machine:
         restarts: Attempts started because one failed.
         committed_step: Newest commit known.
         stop: The operator wants the run to end.
+        saves: And to save before.
+        saving_again: The save before the stop failed; attempts are started only to repeat it.
         history: How attempts failed, oldest first.
         failures: Of the current attempt.
         finish: How the run ends after the current attempt, when that is decided already.
@@ -51,6 +53,7 @@ class Machine:
         shape: The mesh of the current or next attempt; None: that of the job.
         reshaping: The current attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
+        grows_from: The mesh of the attempt that is to save and end for a larger one.
         adopted: An earlier controller process started the current attempt, and may have asked it to
             end for a larger mesh.
     """
@@ -62,6 +65,8 @@ class Machine:
     restarts: int = 0
     committed_step: int | None = None
     stop: bool = False
+    saves: bool = False
+    saving_again: bool = False
     history: tuple[AttemptEnd, ...] = ()
     failures: tuple[RankFailure, ...] = ()
     finish: Finish | None = None
@@ -69,6 +74,7 @@ class Machine:
     shape: Shape | None = None
     reshaping: bool = False
     grown_at: int | None = None
+    grows_from: Shape | None = None
     adopted: bool = False
 
 
@@ -142,6 +148,8 @@ class Finished:
     """Every rank returned normally."""
 
     stopped: bool
+    step: int | None = None
+    """The last step that is done; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +225,7 @@ class Finish:
 Command: TypeAlias = Launch | EndAttempt | SendRequests | Delay | Finish
 Step: TypeAlias = tuple[Machine, tuple[Command, ...]]
 
+_SAVE_AND_STOP = SendRequests(Requests(stop=True, save_before_stop=True))
 _ALIVE = (RunPhase.LAUNCHING, RunPhase.RUNNING, RunPhase.ENDING)
 
 
@@ -246,8 +255,7 @@ def step(machine: Machine, event: MachineEvent) -> Step:
         case Finished(stopped=True) if machine.phase is RunPhase.RUNNING and _continues(machine):
             return replace(machine, phase=RunPhase.ENDING, state=RunState.RECOVERING, reshaping=True), (EndAttempt(),)
         case Finished() if machine.phase is RunPhase.RUNNING:
-            finish = Finish(RunState.STOPPED if event.stopped else RunState.SUCCEEDED)
-            return replace(machine, phase=RunPhase.ENDING, finish=finish), (EndAttempt(),)
+            return replace(machine, phase=RunPhase.ENDING, finish=_end_of_work(machine, event)), (EndAttempt(),)
         case AttemptEnded() if machine.phase is RunPhase.ENDING:
             return _after_attempt(machine)
         case DelayOver() if machine.phase is RunPhase.WAITING:
@@ -282,6 +290,25 @@ def _continues(machine: Machine) -> bool:
     return not machine.stop and (machine.reshaping or machine.adopted)
 
 
+def _end_of_work(machine: Machine, event: Finished) -> Finish:
+    """Returns how a run ends whose ranks returned normally.
+
+    An attempt that was started to save before a stop has failed if it found no newer state than the
+    newest checkpoint.
+    """
+    if not event.stopped:
+        return Finish(RunState.SUCCEEDED)
+    if machine.saving_again and event.step is not None and event.step <= (machine.history[-1].committed_step or 0):
+        return _without_its_save(machine, f"{machine.error}; the state was in no memory any more")
+    return Finish(RunState.STOPPED)
+
+
+def _without_its_save(machine: Machine, reason: str, exit_code: int = 1) -> Finish:
+    """Returns the end of a run that was to save before it stopped, and could not."""
+    newest = "there is none" if machine.committed_step is None else f"the newest is of step {machine.committed_step}"
+    return Finish(RunState.FAILED, f"stopped without its last checkpoint ({newest}): {reason}", exit_code)
+
+
 def _reshape(machine: Machine, event: Reshape) -> Step:
     """Shrinks at once, and only before ranks have seats; grows only when ranks train, after a save
     and after progress.
@@ -295,8 +322,8 @@ def _reshape(machine: Machine, event: Reshape) -> Step:
     committed = machine.committed_step or 0
     progress = machine.grown_at is None or committed > machine.grown_at
     if event.shape.world > event.world and machine.phase is RunPhase.RUNNING and progress:
-        machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed)
-        return machine, (SendRequests(Requests(stop=True, save_before_stop=True)),)
+        machine = replace(machine, shape=event.shape, reshaping=True, grown_at=committed, grows_from=machine.shape)
+        return machine, (_SAVE_AND_STOP,)
     return machine, ()
 
 
@@ -314,8 +341,8 @@ def _failed(machine: Machine, failure: RankFailure) -> Step:
 
 def _after_attempt(machine: Machine) -> Step:
     """Decides what follows when the attempt has ended."""
-    reshaping = machine.reshaping
-    machine = replace(machine, reshaping=False)
+    reshaping, before = machine.reshaping, machine.grows_from
+    machine = replace(machine, reshaping=False, grows_from=None)
     if machine.finish is not None:
         return _finish(machine, machine.finish)
     if machine.stop and not machine.failures:
@@ -324,22 +351,37 @@ def _after_attempt(machine: Machine) -> Step:
         return replace(machine, phase=RunPhase.LAUNCHING), (Launch(),)
     end = AttemptEnd(machine.attempt, machine.failures, machine.committed_step)
     machine = replace(machine, history=(*machine.history, end), failures=())
-    if machine.stop:
-        return _finish(machine, Finish(RunState.STOPPED, f"a rank failed before the last checkpoint: {machine.error}"))
+    if before is not None and save_may_help(machine):
+        machine = replace(machine, shape=before)  # another mesh cannot use the snapshots in memory
+    if machine.stop and not (machine.saves and (machine.saving_again or save_may_help(machine))):
+        reason = f"a rank failed before the last checkpoint: {machine.error}"
+        return _finish(machine, Finish(RunState.STOPPED, reason, exit_code=int(machine.saves)))
     decision = machine.policy.decide(machine.history)
     if isinstance(decision, GiveUp):
-        return _finish(machine, Finish(RunState.FAILED, decision.reason, decision.exit_code))
-    return replace(machine, phase=RunPhase.WAITING, state=RunState.RECOVERING), (Delay(decision.delay_s),)
+        finish = Finish(RunState.FAILED, decision.reason, decision.exit_code)
+        if machine.stop:
+            finish = _without_its_save(machine, decision.reason, decision.exit_code)
+        return _finish(machine, finish)
+    state = RunState.STOPPING if machine.stop else RunState.RECOVERING
+    machine = replace(machine, phase=RunPhase.WAITING, state=state, saving_again=machine.stop)
+    return machine, (Delay(decision.delay_s),)
+
+
+def save_may_help(machine: Machine) -> bool:
+    """Returns whether the last attempt failed in a way that may leave its state in memory only."""
+    return bool(machine.history) and root_cause(machine.history[-1].failures).kind.traits.save_again
 
 
 def _stop(machine: Machine, save: bool) -> Step:
-    machine = replace(machine, stop=True, state=RunState.STOPPING)
+    machine = replace(machine, stop=True, saves=save, state=RunState.STOPPING)
+    if save and machine.phase in (RunPhase.WAITING, RunPhase.LAUNCHING) and save_may_help(machine):
+        return replace(machine, saving_again=True), (_SAVE_AND_STOP,)
     if machine.phase in (RunPhase.IDLE, RunPhase.WAITING):
         return _finish(machine, Finish(RunState.STOPPED))
     if machine.phase is RunPhase.ENDING:
-        return machine, ()
+        return machine, (_SAVE_AND_STOP,) if save else ()
     if machine.phase is RunPhase.RUNNING and save:
-        return machine, (SendRequests(Requests(stop=True, save_before_stop=True)),)
+        return machine, (_SAVE_AND_STOP,)
     return replace(machine, phase=RunPhase.ENDING, finish=Finish(RunState.STOPPED)), (EndAttempt(),)
 
 

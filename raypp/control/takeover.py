@@ -103,7 +103,9 @@ class Takeover:
         if stop is None:
             return None
         saved = (newest or 0) >= step or not stop.save_before_stop
-        return Finish(RunState.STOPPED, "" if saved else "no rank was left to save the last checkpoint")
+        if saved:
+            return Finish(RunState.STOPPED)
+        return Finish(RunState.STOPPED, "no rank was left to save the last checkpoint", exit_code=1)
 
 
 def earlier_outcome(run: str, earlier: RunStatus, events: Sequence[Event]) -> Outcome:

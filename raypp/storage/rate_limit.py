@@ -47,6 +47,9 @@ class Pace:
         bytes_per_s: The limit; 0 for none, and then nothing gives way either.
         stopped: Polled before each piece; True ends the upload with `Abandoned`.
         gives_way: Returns whether traffic that goes first is under way; None: there is none.
+
+    Attributes:
+        sent: Bytes that were let through here, again after a failure: it grows while data flows.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Pace:
         self._stopped = stopped
         self._gives_way = gives_way
         self._bucket = _Bucket()
+        self.sent = 0
 
     def shared(self, stopped: Callable[[], bool]) -> Pace:
         """Returns an object under the same shared limit, with its own stop condition."""
@@ -85,8 +89,11 @@ class Pace:
             Abandoned: The upload must stop.
         """
         self._check()
-        if not self.bytes_per_s:
-            return
+        if self.bytes_per_s:
+            self._wait(size)
+        self.sent += size  # of several threads, one addition may be lost: it grows all the same
+
+    def _wait(self, size: int) -> None:
         bucket, own_s = self._bucket, size / self.bytes_per_s
         # One at a time: pieces that have all waited for the same pause must not leave together.
         while not bucket.turn.acquire(timeout=0.5):

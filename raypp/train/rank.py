@@ -56,6 +56,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
     Raises:
         LostPeerError: Another rank died; this rank did not fail.
         DeviceMemoryError: The device is out of memory; says what held it and what would fit.
+        NotSavedError: The checkpoint after the last step, or before a stop, could not be saved.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
     try:
@@ -189,9 +190,11 @@ def _train(
 ) -> RankResult:
     """Runs the training loop. All ranks act on a request between the same two steps."""
     job, seat = runner.job, runner.seat
-    done = saved = restored
+    done = restored
+    # What was restored from memory is in no checkpoint yet.
+    saved = restored if tier is None else min(restored, max(tier.committed, 0))
     position = runner.loader.position()
-    stopped = False
+    stopped, keeps = False, True
     every = job.checkpoint.every_steps
     spikes = SpikeWatch(job.recovery.spike_factor)
     watch = Stopwatch(runner.device)
@@ -205,7 +208,7 @@ def _train(
             saved = done
         if wanted.stop:
             tracer.finish()
-            stopped = True
+            stopped, keeps = True, wanted.save_before_stop
             break
         if wanted.trace:
             tracer.begin(done + 1, wanted.trace)
@@ -247,7 +250,7 @@ def _train(
             if seat.rank == 0:
                 reporter.event(samples)
     reporter.phase("finish")
-    committed = saver.wait()
+    committed = saver.finish() if keeps else saver.wait()
     return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)
 
 

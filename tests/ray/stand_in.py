@@ -2,7 +2,8 @@
 
 The ranks of a run share a directory (`STAND_IN_DIR` in `resources.env`). Rank 0 writes its progress
 there, `commit` holds the newest committed step, and `over-N` ends attempt N. `STAND_IN_FAULT` is
-`kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible.
+`kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible. The kind
+`unsaved` fails the last save of an attempt, and leaves the state in `memory` for the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import time
 from pathlib import Path
 
-from raypp.errors import DataError
+from raypp.errors import DataError, RayppError
+from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankResult, Reporter, Seat, StepReport
 from raypp.spec.job import Job
 
@@ -21,6 +23,12 @@ _STEP_S = 0.05
 _VICTIM_S = 30.0
 _left: set[int] = set()
 """Attempts that this process was asked to leave."""
+
+
+class Unsaved(RayppError):
+    """Stands in for the error of a last save."""
+
+    failure_kind = FailureKind.SAVE_FAILED
 
 
 def leave(seat: Seat) -> None:
@@ -38,7 +46,8 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
 
 
 def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
-    step = committed = _read(place / "commit")
+    committed = _read(place / "commit")
+    step = max(committed, _read(place / "memory"))
     stopped = False
     for old in range(max(1, committed - 20), committed + 1):  # like a checkpoint, which holds the newest reports
         reporter.step(StepReport(old, 1.0 / old, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt - 1))
@@ -61,6 +70,8 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
         if step > committed and (
             requests.save or due or step == job.train.steps or (stopped and requests.save_before_stop)
         ):
+            if stopped or step == job.train.steps:
+                _fail_to_save(seat, step, place)
             committed = step
             _write(place / "commit", step)
             reporter.event(Event("committed", f"step {step}", attempt=seat.attempt, step=step))
@@ -118,6 +129,13 @@ def _fault(seat: Seat, step: int, place: Path) -> None:
         ctypes.string_at(0)
     if kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/full")
+
+
+def _fail_to_save(seat: Seat, step: int, place: Path) -> None:
+    kind, _, _, times = os.environ.get("STAND_IN_FAULT", ":::0").split(":")
+    if kind == "unsaved" and seat.attempt <= int(times):
+        _write(place / "memory", step)
+        raise Unsaved(f"the last checkpoint, of step {step}, was not saved: the disk is full")
 
 
 def _write(path: Path, step: int) -> None:

@@ -133,6 +133,38 @@ def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: Sta
     assert run.status()["state"] != "STOPPED"
 
 
+def test_a_run_whose_last_save_fails_is_started_again_and_succeeds_once_it_is_saved(start_run: StartRun) -> None:
+    run = start_run("unsaved", steps=8, every=5, fault="unsaved:-1:0:1")
+    status = run.wait_end()
+    assert (status["state"], status["restarts"]) == ("SUCCEEDED", 1)
+    assert [one.step for one in run.reader.events() if one.kind == "committed"] == [5, 8]
+    (failed,) = (one for one in run.reader.events() if one.kind == "rank_failed" and one.details["kind"] != "lost_peer")
+    assert failed.details["kind"] == "save_failed" and "of step 8, was not saved" in failed.message
+    assert run.exit_code() == 0
+
+
+def test_a_stop_whose_save_fails_once_is_repeated_by_another_attempt(start_run: StartRun) -> None:
+    run = start_run("stop-again", steps=4000, every=0, fault="unsaved:-1:0:1")
+    run.wait_step(3)
+    answer = run.command("stop")
+    assert (answer["state"], answer["exit_code"], run.status()["restarts"]) == ("STOPPED", 0, 1)
+    assert answer["checkpoint"].endswith(f"step-{answer['step']:08d}")
+    assert {attempt for attempt, _ in run.taken()} == {1}, "the second attempt only saved"
+    assert run.exit_code() == 0
+    run.assert_nothing_left()
+
+
+def test_a_stop_whose_save_never_succeeds_fails_the_run(start_run: StartRun) -> None:
+    run = start_run("stop-in-vain", steps=4000, every=2, fault="unsaved:-1:0:99", recovery={"max_restarts": 1})
+    run.wait_step(3)
+    answer = run.command("stop")
+    assert (answer["state"], answer["exit_code"], run.status()["restarts"]) == ("FAILED", 1, 1)
+    newest = max(one.step or 0 for one in run.reader.events() if one.kind == "committed")
+    assert answer["reason"].startswith(f"stopped without its last checkpoint (the newest is of step {newest}): rank 0")
+    assert run.exit_code() == 1
+    run.assert_nothing_left()
+
+
 def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> None:
     run = start_run("stop", steps=4000, every=0)
     run.wait_step(3)

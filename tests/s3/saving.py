@@ -31,8 +31,16 @@ class Together:
     def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
         self.said[step, rank] = message
 
+    def progress(self, step: int, rank: int, value: int) -> None:
+        pass
+
     def wait_all(
-        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         end = time.monotonic() + timeout_s
         while any((step, rank) not in self.said for rank in ranks):

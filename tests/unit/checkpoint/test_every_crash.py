@@ -97,8 +97,16 @@ class Shared:
             self._life.act(lambda: self._talk.said.update({(step, rank): message}))
             self._talk.news.notify_all()
 
+    def progress(self, step: int, rank: int, value: int) -> None:
+        pass
+
     def wait_all(
-        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         """Returns what all have said; raises TimeoutError once a rank can no longer say it."""
         talk = self._talk

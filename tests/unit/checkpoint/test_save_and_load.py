@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,12 +19,14 @@ from torch import nn
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.save import CheckpointSaver, NotSavedError
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.tensor_file import BLOCK_BYTES
 from raypp.checkpoint.verify import verify_checkpoint
+from raypp.control.classify import kind_and_cause
 from raypp.errors import CheckpointError
+from raypp.failure_kinds import FailureKind
 from raypp.records import Coordinates, Seat
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
@@ -40,8 +44,16 @@ class Heard:
     def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
         self.said[step, rank] = message
 
+    def progress(self, step: int, rank: int, value: int) -> None:
+        pass
+
     def wait_all(
-        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         silent = [rank for rank in ranks if (step, rank) not in self.said]
         if silent:
@@ -76,10 +88,12 @@ def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path)
 
 
-def saver(store: Any, told: Told, *, attempt: int = 1, keep: int = 9, world: int = 1) -> CheckpointSaver:
-    seat = Seat(RUN, attempt, 0, world, Coordinates(), ONE)
+def saver(
+    store: Any, told: Told, *, attempt: int = 1, keep: int = 9, rank: int = 0, world: int = 1, talk: Heard | None = None
+) -> CheckpointSaver:
+    seat = Seat(RUN, attempt, rank, world, Coordinates(), ONE)
     job = {"model": {"kind": "llama"}, "resources": {"env": {"TOKEN": "secret"}}}
-    return CheckpointSaver(store, RUN, job, seat, Heard(), told, keep, commit_timeout_s=5)
+    return CheckpointSaver(store, RUN, job, seat, talk or Heard(), told, keep, commit_timeout_s=5)
 
 
 def saved(store: DirectoryStore, steps: Sequence[int] = (3,)) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -295,6 +309,70 @@ def test_a_failed_save_is_an_event_and_training_goes_on_to_the_next(
     assert "bad day" in told.events[0].message
     saving.save(2, [stage], optimizer, {})
     assert saving.wait() == 2
+
+
+class FullStore(DirectoryStore):
+    """Finds no room for objects, until there is."""
+
+    full = True
+
+    def put_stream(self, key: str, chunks: Any, size: int) -> None:
+        if self.full:
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root / key))
+            raise self._failure(error, key) from error
+        super().put_stream(key, chunks, size)
+
+
+def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told, stage = FullStore(tmp_path), Told(), model()
+    saving = saver(store, told)
+    monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
+    optimizer = adamw(stage)
+    assert saving.finish() is None, "no save was asked for"
+    saving.save(1, [stage], optimizer, {})
+    with pytest.raises(NotSavedError, match=r"of step 1, was not saved: .* the disk is full") as full:
+        saving.finish()
+    kind, cause = kind_and_cause(full.value)
+    assert kind is FailureKind.DISK_FULL and cause.startswith(str(tmp_path)), cause
+    assert "fix: free some space" in str(full.value)
+    store.full = False
+    saving.save(2, [stage], optimizer, {})
+    assert saving.finish() == 2, "an earlier failure does not count once a newer step is committed"
+
+
+def test_ranks_agree_that_the_last_save_failed_and_on_whose_fault_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk, ends = Heard(), {}
+    stores = {1: FailingStore(tmp_path, 9), 0: DirectoryStore(tmp_path)}
+    savers = {rank: saver(one, Told(), rank=rank, world=2, talk=talk) for rank, one in stores.items()}
+    monkeypatch.setattr(savers[1]._closed, "wait", lambda seconds: False)
+    for saving in savers.values():
+        stage = model()
+        saving.save(4, [stage], adamw(stage), {})
+        saving._thread.join()  # type: ignore[union-attr]
+    for rank, saving in savers.items():
+        with pytest.raises(NotSavedError, match=r"of step 4, was not saved: .*bad day") as failed:
+            saving.finish()
+        ends[rank] = kind_and_cause(failed.value)[0]
+    assert ends == {0: FailureKind.LOST_PEER, 1: FailureKind.SAVE_FAILED}
+
+
+def test_a_commit_that_fails_is_the_committing_rank_s_fault_and_the_others_learn_why(
+    store: DirectoryStore,
+) -> None:
+    claim_attempt(store, RUN, 2)
+    talk, ends = Heard(), {}
+    savers = {rank: saver(store, Told(), rank=rank, world=2, talk=talk) for rank in (1, 0)}
+    for saving in savers.values():
+        stage = model()
+        saving.save(4, [stage], adamw(stage), {})
+        saving._thread.join()  # type: ignore[union-attr]
+    for rank, saving in savers.items():
+        with pytest.raises(NotSavedError, match=r"of step 4, was not saved: .*attempt 1 is over") as failed:
+            saving.finish()
+        ends[rank] = kind_and_cause(failed.value)[0]
+    assert ends == {0: FailureKind.SAVE_FAILED, 1: FailureKind.LOST_PEER}
 
 
 def test_a_rank_that_says_nothing_prevents_the_commit_and_is_named(store: DirectoryStore) -> None:

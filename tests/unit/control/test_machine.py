@@ -73,6 +73,77 @@ def test_a_rank_that_dies_while_the_run_stops_does_not_start_it_again() -> None:
     assert machine.state is RunState.STOPPED and m.Launch() not in commands[1:]
 
 
+UNSAVED = m.RankFailed(failure("save_failed", step=8))
+FULL = m.RankFailed(failure("disk_full", step=8))
+AGAIN = (m.AttemptEnded(), m.DelayOver(), m.Claimed(2), m.Seated())
+
+
+def test_a_last_save_that_fails_starts_the_run_again_until_it_is_saved_or_its_restarts_are_used_up() -> None:
+    for failed in (UNSAVED, FULL):
+        machine, _ = play(m.Machine(), *RUNNING, m.Committed(5), failed, *AGAIN)
+        assert (machine.state, machine.restarts) == (RunState.RUNNING, 1)
+        saved, _ = play(machine, m.Committed(8), m.Finished(False, 8), m.AttemptEnded())
+        assert saved.state is RunState.SUCCEEDED
+        for _ in range(2):
+            machine, _ = play(machine, failed, *AGAIN)
+        machine, commands = play(machine, failed, m.AttemptEnded())
+        assert machine.state is RunState.FAILED and machine.restarts == 3
+        assert commands[-1] == m.Finish(RunState.FAILED, machine.error or "", 1)
+        assert "3 restarts in a row brought no newer checkpoint" in (machine.error or "")
+
+
+def test_a_stop_whose_save_fails_is_tried_again_and_ends_as_stopped_once_it_is_saved() -> None:
+    stopping, _ = play(m.Machine(), *RUNNING, m.Committed(5), m.StopAsked(True))
+    machine, commands = play(stopping, UNSAVED, m.AttemptEnded())
+    assert (machine.phase, machine.state) == (m.RunPhase.WAITING, RunState.STOPPING)
+    assert commands[-1] == m.Delay(0.0)
+    assert play(machine, m.StopAsked(True))[0].phase is m.RunPhase.WAITING, "asked again, it is still tried"
+    assert play(machine, m.StopAsked(False))[1] == [m.Finish(RunState.STOPPED)]
+    machine, _ = play(machine, m.DelayOver(), m.Claimed(2), m.StopAsked(True), m.Seated())
+    assert (machine.phase, machine.state) == (m.RunPhase.RUNNING, RunState.STOPPING)
+    machine, commands = play(machine, m.Committed(7), m.Finished(True, 7), m.AttemptEnded())
+    assert commands[-1] == m.Finish(RunState.STOPPED)
+
+
+def test_a_stop_whose_save_never_succeeds_fails_the_run_and_names_the_newest_checkpoint() -> None:
+    machine, _ = play(m.Machine(policy=DefaultPolicy(1)), *RUNNING, m.Committed(5), m.StopAsked(True), UNSAVED, *AGAIN)
+    # An attempt that fails in another way is also one that did not save.
+    for failed in (UNSAVED, m.RankFailed(failure("killed"))):
+        _, commands = play(machine, failed, m.AttemptEnded())
+        finish = commands[-1]
+        assert isinstance(finish, m.Finish) and (finish.state, finish.exit_code) == (RunState.FAILED, 1)
+        assert finish.reason.startswith("stopped without its last checkpoint (the newest is of step 5): rank 1 (pp1)")
+    none, _ = play(m.Machine(policy=DefaultPolicy(0)), *RUNNING, m.StopAsked(True), UNSAVED)
+    assert "(there is none)" in play(none, m.AttemptEnded())[1][-1].reason  # type: ignore[union-attr]
+
+
+def test_a_stop_whose_state_is_lost_with_its_ranks_has_failed() -> None:
+    """Without snapshots in memory the next attempt begins at the newest checkpoint and has nothing
+    to save."""
+    machine, _ = play(m.Machine(), *RUNNING, m.Committed(5), m.StopAsked(True), UNSAVED, *AGAIN)
+    machine, commands = play(machine, m.Finished(True, 5), m.AttemptEnded())
+    assert machine.state is RunState.FAILED and "the state was in no memory" in commands[-1].reason  # type: ignore[union-attr]
+
+
+def test_a_stop_while_a_failed_last_save_is_repeated_waits_for_it_and_is_told_to_the_ranks() -> None:
+    waiting, _ = play(m.Machine(), *RUNNING, m.Committed(5), UNSAVED, m.AttemptEnded())
+    for before in ((), (m.DelayOver(),), (m.DelayOver(), m.Claimed(2))):
+        machine, commands = play(waiting, *before, m.StopAsked(True))
+        assert commands[-1] == m.SendRequests(Requests(stop=True, save_before_stop=True))
+        assert machine.finish is None and machine.state is RunState.STOPPING
+    machine, commands = play(m.Machine(), *RUNNING, UNSAVED, m.StopAsked(True), m.AttemptEnded())
+    assert machine.phase is m.RunPhase.WAITING and m.SendRequests(m.Requests(stop=True)) in commands
+    machine, _ = play(m.Machine(), *RUNNING, UNSAVED, m.StopAsked(False), m.AttemptEnded())
+    assert machine.state is RunState.STOPPED
+
+
+def test_a_stop_that_another_failure_robs_of_its_save_is_no_success() -> None:
+    for save in (True, False):
+        _, commands = play(m.Machine(), *RUNNING, m.RankFailed(failure()), m.StopAsked(save), m.AttemptEnded())
+        finish = commands[-1]
+        assert isinstance(finish, m.Finish) and (finish.state, finish.exit_code) == (RunState.STOPPED, int(save))
+
+
 def test_a_stop_before_the_ranks_are_seated_ends_the_run() -> None:
     machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.StopAsked(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
@@ -160,16 +231,28 @@ def test_a_failure_while_the_run_was_to_grow_keeps_no_process() -> None:
     assert play(growing, m.RankFailed(failure()))[1] == [m.EndAttempt(keep=False)]
 
 
+def test_a_run_that_cannot_save_before_it_grows_keeps_its_mesh_which_its_snapshots_fit() -> None:
+    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    machine, commands = play(growing, UNSAVED, m.AttemptEnded(), m.DelayOver(), m.Claimed(2), m.Seated())
+    assert (machine.shape, machine.restarts, machine.state) == (HALF, 1, RunState.RUNNING)
+    assert play(machine, m.Reshape(WHOLE, 2))[1] == [], "not before there is a newer commit"
+    machine, commands = play(machine, m.Committed(9), m.Reshape(WHOLE, 2), m.Finished(True), m.AttemptEnded())
+    assert (machine.shape, commands[-1]) == (WHOLE, m.Launch())
+    killed, _ = play(growing, m.RankFailed(failure()), m.AttemptEnded())
+    assert killed.shape == WHOLE
+
+
 _SHAPES = st.sampled_from([WHOLE, HALF, Shape(1, 1, 1, 1, 1, 8)])
+_FAILURES = ["killed", "raised", "lost_peer", "save_failed"]
 _EVENTS = st.one_of(
     st.builds(m.Reshape, _SHAPES, st.sampled_from([1, 2, 4])),
     st.builds(m.Start, adopted=st.booleans()),
     st.builds(m.Claimed, st.integers(1, 9)),
     st.just(m.Seated()),
     st.builds(m.Committed, st.integers(1, 50)),
-    st.builds(m.RankFailed, st.builds(failure, st.sampled_from(["killed", "raised", "lost_peer"]), st.integers(0, 3))),
+    st.builds(m.RankFailed, st.builds(failure, st.sampled_from(_FAILURES), st.integers(0, 3))),
     st.just(m.NoResources("too small")),
-    st.builds(m.Finished, st.booleans()),
+    st.builds(m.Finished, st.booleans(), st.integers(0, 50)),
     st.just(m.AttemptEnded()),
     st.just(m.DelayOver()),
     st.builds(m.StopAsked, st.booleans()),

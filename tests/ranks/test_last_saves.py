@@ -1,0 +1,130 @@
+"""The save after the last step, or before a stop, fails: the ranks end with an error, and the next
+attempt saves what they left in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run_ranks
+from lives import Lives, same
+from test_memory_tier import STEPS, document, shared_memory, undisturbed  # noqa: F401 - fixtures
+from told import Told
+
+from raypp.checkpoint.commit import list_checkpoints
+from raypp.control.classify import kind_and_cause
+from raypp.errors import RayppError
+from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
+from raypp.records import Requests
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train.fault_injection import VARIABLE
+from raypp.train.own_seat import local_seat
+from raypp.train.rank import run_rank
+
+pytestmark = pytest.mark.ranks
+
+
+def steps_in(folder: Path) -> dict[int, set[int | None]]:
+    """Returns the steps of the snapshots that each rank left."""
+    steps: dict[int, set[int | None]] = {}
+    for name, _ in list_slots(folder):
+        steps.setdefault(name.rank, set()).add(name.step)
+    return steps
+
+
+@pytest.mark.parametrize("fault", ["disk_full@upload:rank=1", "disk_full@commit:rank=0"])
+def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_is_in_memory(
+    fault: str,
+    tmp_path: Path,
+    shared_memory: Any,  # noqa: F811
+    undisturbed: Any,  # noqa: F811
+) -> None:
+    folder = shared_memory()
+    lives = Lives(document(), tmp_path, [folder] * 2, [0, 0], environment={VARIABLE: fault})
+    first = lives.attempt_once()
+    assert not first.results and first.steps == list(range(1, STEPS + 1)), first
+    guilty = 1 if "upload" in fault else 0
+    assert first.errors[guilty].startswith(f"NotSavedError: the last checkpoint, of step {STEPS}, was not saved: ")
+    assert first.errors[1 - guilty].startswith(f"PeerNotSavedError: the last checkpoint, of step {STEPS}, was not")
+    assert all("No space left on device" in error for error in first.errors.values())
+    assert all(STEPS - 1 in steps_in(folder)[rank] for rank in (0, 1)), "the last copy of the state"
+    second = lives.attempt_once()
+    assert second.restored() == f"from memory: step {STEPS - 1} on all 2 ranks; nothing is committed"
+    assert [result.checkpoint_step for result in second.results.values()] == [STEPS, STEPS]
+    losses, state = undisturbed
+    assert second.losses == losses and same(lives.final_state(), state)
+
+
+def test_without_snapshots_the_next_attempt_trains_again_from_the_newest_checkpoint(
+    tmp_path: Path,
+    undisturbed: Any,  # noqa: F811
+) -> None:
+    environment = {VARIABLE: f"disk_full@upload:rank=0,step={STEPS}"}
+    lives = Lives(document(memory_tier=False, every_steps=3), tmp_path, [tmp_path] * 2, [0, 0], environment)
+    first = lives.attempt_once()
+    assert sorted(first.errors) == [0, 1] and not first.results, first
+    second = lives.attempt_once()
+    assert second.of_kind("resumed")[-1].step == 6 and sorted(second.results) == [0, 1]
+    losses, state = undisturbed
+    assert second.losses == losses and same(lives.final_state(), state)
+
+
+class Operator(Told):
+    """Wants the run to stop, from the n-th query on."""
+
+    def __init__(self, stop_at: int, save: bool) -> None:
+        super().__init__()
+        self.asked, self.stop_at, self.save = 0, stop_at, save
+
+    def requests(self) -> Requests:
+        self.asked += 1
+        return Requests(stop=self.asked >= self.stop_at, save_before_stop=self.save)
+
+
+def stopped_life(
+    rank: int,
+    world: int,
+    port: int,
+    job: dict[str, Any],
+    attempt: int,
+    stop_at: int,
+    save: bool,
+    memory: str,
+    fault: str,
+) -> tuple[str, str]:
+    """Returns how the rank ended: kind and text of its failure, or `stopped` and the step of its
+    checkpoint."""
+    os.environ.update({DIRECTORY_VARIABLE: memory, VARIABLE: fault})
+    parsed = parse_job(job)
+    seat = local_seat(rank, world, port, parsed, attempt=attempt)
+    try:
+        result = run_rank(parsed, seat, Operator(stop_at, save))
+    except RayppError as error:
+        return kind_and_cause(error)
+    assert result.stopped
+    return "stopped", str(result.checkpoint_step)
+
+
+@pytest.fixture
+def life(tmp_path: Path, shared_memory: Any) -> Iterator[Any]:  # noqa: F811
+    folder = shared_memory()
+    job = document(url=str(tmp_path), every_steps=0)
+    yield lambda *how: (run_ranks(2, stopped_life, job, *how[:3], str(folder), how[3]), steps_in(folder))
+
+
+def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(life: Any, tmp_path: Path) -> None:
+    ends, left = life(1, 5, True, "disk_full@upload:rank=1")
+    assert [kind for kind, _ in ends] == ["lost_peer", "disk_full"]
+    assert all("the last checkpoint, of step 4, was not saved" in cause for _, cause in ends)
+    assert all(3 in left[rank] for rank in (0, 1))
+    # Restored at step 3, which is in no checkpoint: it is saved although no step follows.
+    assert life(2, 1, True, "") == ([("stopped", "3")] * 2, {})
+    assert [one.step for one in list_checkpoints(DirectoryStore(tmp_path), "remembers")] == [3]
+
+
+def test_a_stop_without_a_save_needs_no_checkpoint(life: Any) -> None:
+    assert life(1, 5, False, "disk_full@upload:rank=1,attempt=0") == ([("stopped", "None")] * 2, {})

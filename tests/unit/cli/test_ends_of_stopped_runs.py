@@ -1,0 +1,64 @@
+"""What `raypp stop` and `raypp submit` say of a run that was stopped, and their exit codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.cli import run_commands
+from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
+from raypp.errors import RunFailedError
+from raypp.records import Event, RunState
+
+NOBODY = "http://127.0.0.1:1"
+PLACE = RunPlace("", "mine", NOBODY)
+LACKS = "stopped without its last checkpoint (the newest is of step 5): rank 0: the disk is full"
+
+
+class Records:
+    """The events of a run."""
+
+    def __init__(self, *events: Event) -> None:
+        self._events = list(events)
+
+    def events(self) -> list[Event]:
+        return self._events
+
+
+def ended(kind: str, code: int) -> Event:
+    return Event(kind, "after step 8", details={"exit_code": code})
+
+
+@pytest.mark.parametrize(
+    ("state", "events", "code"),
+    [
+        (RunState.STOPPED, [ended("stopped", 0)], 0),
+        (RunState.STOPPED, [ended("stopped", 1)], 1),
+        (RunState.STOPPED, [ended("failed", 4), ended("stopped", 0)], 0),
+        (RunState.STOPPED, [Event("stopped", "by an older raypp")], 0),
+        (RunState.FAILED, [ended("stopped", 0), ended("failed", 4)], 4),
+        (RunState.SUCCEEDED, [ended("failed", 4), ended("succeeded", 0)], 0),
+    ],
+)
+def test_submit_exits_with_the_code_of_the_run_s_last_end(state: str, events: list[Event], code: int) -> None:
+    watch = run_commands._JobWatch(Cluster(NOBODY, Dashboard(NOBODY)), PLACE)
+    watch._ended = 0.0
+    assert watch.exit_code({"state": state}, Records(*events)) == code  # type: ignore[arg-type]
+
+
+def test_stop_is_an_error_when_the_last_checkpoint_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer: dict[str, Any] = {"found": True, "state": "STOPPED", "step": 8, "checkpoint": "s3://b/mine/step-00000008"}
+    cluster = Cluster(NOBODY, Dashboard(NOBODY))
+    monkeypatch.setattr(run_commands.client, "command_run", lambda *_: answer)
+    answer |= {"exit_code": 0, "reason": ""}
+    told = run_commands._stop(PLACE, Records(), cluster)  # type: ignore[arg-type]
+    assert told == "mine: STOPPED at step 8; newest checkpoint: s3://b/mine/step-00000008"
+    answer |= {"state": "FAILED", "checkpoint": None, "exit_code": 1, "reason": LACKS}
+    with pytest.raises(
+        RunFailedError, match="FAILED at step 8; newest checkpoint: none: stopped without its last"
+    ) as it:
+        run_commands._stop(PLACE, Records(), cluster)  # type: ignore[arg-type]
+    assert it.value.exit_code == 1 and "raypp events mine" in str(it.value)
