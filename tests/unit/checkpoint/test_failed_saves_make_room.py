@@ -42,12 +42,17 @@ class Heeded(Heard):
     """Announcements within one process, which are waited for."""
 
     def wait_all(
-        self, step: int, ranks: Sequence[int], timeout_s: float, stopped: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         deadline = time.monotonic() + timeout_s
         while not stopped() and time.monotonic() < deadline and any((step, rank) not in self.said for rank in ranks):
             time.sleep(0.005)
-        return super().wait_all(step, ranks, timeout_s, stopped)
+        return super().wait_all(step, ranks, timeout_s, stopped, progressed)
 
 
 class Pair:
