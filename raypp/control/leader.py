@@ -90,7 +90,7 @@ class Leader:
         # long as they would without one.
         patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
         self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
-        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
+        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}", request.submission_id)
         self._gauges = RunGauges(request.run)
         self._reports = ReportProcessing(self.intake, self.record, self._gauges)
         self._sizing = ElasticSizing(self._job, self.record.event)
@@ -143,6 +143,8 @@ class Leader:
     # Beginning, and taking over from a killed controller ------------------------------------------
 
     def _begin(self) -> None:
+        # A process that was killed before it recorded this submission left nothing to take over.
+        self._restarted = self._restarted and self._ask_store(self.record.is_begun)
         run = self._request.run
         earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
         if earlier is not None and earlier.state.final:

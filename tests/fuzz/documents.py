@@ -100,6 +100,7 @@ def events(data: bytes) -> None:
     run_events.last_shape(found)
     run_events.requested_stop(found)
     run_events.last_device(found)
+    run_events.own_events(found, "job-1")
 
 
 @target(documents()[TRACE])

@@ -19,10 +19,13 @@ LACKS = "stopped without its last checkpoint (the newest is of step 5): rank 0: 
 
 
 class Records:
-    """The events of a run."""
+    """The events and the status of a run."""
 
-    def __init__(self, *events: Event) -> None:
-        self._events = list(events)
+    def __init__(self, *events: Event, state: str = RunState.STOPPED) -> None:
+        self._events, self._state = list(events), state
+
+    def status(self) -> dict[str, Any]:
+        return {"state": self._state}
 
     def events(self) -> list[Event]:
         return self._events
@@ -46,7 +49,7 @@ def ended(kind: str, code: int) -> Event:
 def test_submit_exits_with_the_code_of_the_run_s_last_end(state: str, events: list[Event], code: int) -> None:
     watch = run_commands._JobWatch(Cluster(NOBODY, Dashboard(NOBODY)), PLACE)
     watch._ended = 0.0
-    assert watch.exit_code({"state": state}, Records(*events)) == code  # type: ignore[arg-type]
+    assert watch.exit_code({"state": state}, Records(*events, state=state)) == code  # type: ignore[arg-type]
 
 
 def test_stop_is_an_error_when_the_last_checkpoint_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
