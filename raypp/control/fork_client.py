@@ -124,7 +124,8 @@ def main() -> None:
         with contextlib.suppress(OSError, ValueError):
             pid = ask_for_worker(arguments)
         if pid is None:
-            print(f"no fork server (see {LOG}): this worker imports torch itself", file=sys.stderr)  # noqa: T201
+            with contextlib.suppress(OSError):  # the log may be on a full disk
+                print(f"no fork server (see {LOG}): this worker imports torch itself", file=sys.stderr)  # noqa: T201
     if pid is None:
         os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -25,6 +25,7 @@ from types import FrameType
 
 from raypp.control.credentials import load_private_environment
 from raypp.control.fork_client import FOLDER, LOCK, SOCKET
+from raypp.control.process_log import say
 from raypp.control.protocol import REQUEST_FILE, RunRequest, rank_environment
 from raypp.errors import JobError
 from raypp.quick_import import quick_import
@@ -151,7 +152,7 @@ def _serve(listener: socket.socket) -> ForkRequest | None:
                     _close(streams)
                     raise ValueError("the request of another job or raylet")
             except (OSError, JobError, ValueError) as error:
-                print(f"refused a request: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                say(f"refused a request: {error}")
                 continue
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the worker is counted
             try:
@@ -159,7 +160,7 @@ def _serve(listener: socket.socket) -> ForkRequest | None:
             except OSError as error:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
                 _close(streams)
-                print(f"cannot start a process: {error}", file=sys.stderr, flush=True)  # noqa: T201
+                say(f"cannot start a process: {error}")
                 continue
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
