@@ -81,7 +81,7 @@ class Leader:
         # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
         self._store = open_store(self._job.checkpoint.url)
-        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
+        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}", request.submission_id)
         self._gauges = RunGauges(request.run)
         self._reports = ReportProcessing(self.intake, self.record, self._gauges)
         self._sizing = ElasticSizing(self._job, self.record.event)
@@ -129,6 +129,8 @@ class Leader:
     # Beginning, and taking over from a killed controller ------------------------------------------
 
     def _begin(self) -> None:
+        # A process that was killed before it recorded this submission left nothing to take over.
+        self._restarted = self._restarted and self._ask_store(self.record.is_begun)
         run = self._request.run
         earlier = self.record.earlier_status() if self._restarted else None
         if earlier is not None and earlier.state.final:

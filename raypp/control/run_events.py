@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit
@@ -16,6 +16,8 @@ from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import AttemptEnd, describe, root_cause
 
 _ENDS = frozenset(state.lower() for state in RunState if state.final)
+_OF_ONE_SUBMISSION = _ENDS | {"submitted", "device_chosen", "rank_failed", "reshaped", "stop_requested"}
+"""Kinds of events that mean nothing to the next submission of the run."""
 
 
 def failure_event(failure: RankFailure, attempt: int) -> Event:
@@ -105,6 +107,42 @@ def end_event(finish: Finish, attempt: int, step: int) -> Event:
 
 
 # Reading back -------------------------------------------------------------------------------------
+
+
+def with_submission(event: Event, submission: str) -> Event:
+    """Returns the event with its submission, by which `own_events` finds it.
+
+    Args:
+        submission: The Ray job of the submission; empty if unknown.
+    """
+    if not submission or event.kind not in _OF_ONE_SUBMISSION:
+        return event
+    return replace(event, details={**event.details, "submission_id": submission})
+
+
+def own_events(events: Iterable[Event], submission: str) -> list[Event]:
+    """Returns a run's events without what concerns its other submissions only, by attempt.
+
+    Their times do not decide: clocks step back, and the next submission may be led on another host.
+    What has no submission is another one's, too: an older raypp recorded it, and a run is led by
+    one raypp from its submission to its end.
+
+    Args:
+        submission: As in `with_submission`; if empty, all events are returned as they are.
+    """
+    if not submission:
+        return list(events)
+    own = (
+        event
+        for event in events
+        if event.kind not in _OF_ONE_SUBMISSION or event.details.get("submission_id") == submission
+    )
+    return sorted(own, key=lambda event: (event.kind != "submitted", event.attempt))
+
+
+def is_begun(events: Iterable[Event], submission: str) -> bool:
+    """Returns whether the submission has been recorded; True if it is unknown (empty)."""
+    return not submission or any(event.kind == "submitted" for event in own_events(events, submission))
 
 
 def recorded_end(events: Iterable[Event]) -> Finish | None:

@@ -36,11 +36,13 @@ class RunRecord:
 
     Args:
         writer: The recorder's name; no other running writer has it.
+        submission: The Ray job that the run was submitted as; empty if unknown.
     """
 
-    def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
+    def __init__(self, store: ObjectStore, job: Job, writer: str, submission: str = "") -> None:
         self._store = store
         self._job = job
+        self._submission = submission
         self._recorder = RunRecorder(store, job.name, writer)
         self._trackers = Trackers(job, self._of_tracker)
         self._lines: list[str] = []
@@ -70,19 +72,26 @@ class RunRecord:
     def earlier_status(self) -> RunStatus | None:
         """Returns the last status that an earlier controller process wrote.
 
-        None if it is damaged: events and history say the same.
+        None if it is damaged: events and history say the same. None also if it is how another
+        submission ended: the event of an end is written before the status.
         """
         try:
-            return RunReader(self._store, self._job.name).run_status()
+            status = RunReader(self._store, self._job.name).run_status()
+            final = self._submission and status is not None and status.state.final
+            return None if final and run_events.recorded_end(self.earlier_events()) is None else status
         except StoreError:
             raise
         except RayppError as error:
             self._say(f"the run's last status cannot be read: {error}")
             return None
 
+    def is_begun(self) -> bool:
+        """Returns whether an earlier controller process recorded this submission."""
+        return run_events.is_begun(RunReader(self._store, self._job.name).events(), self._submission)
+
     def earlier_events(self) -> list[Event]:
-        """Returns the events that earlier controller processes wrote."""
-        return list(RunReader(self._store, self._job.name).events())
+        """Returns the events that earlier controller processes wrote; see `own_events`."""
+        return run_events.own_events(RunReader(self._store, self._job.name).events(), self._submission)
 
     def begin(self, committed_step: int | None) -> None:
         """Sets the status of a submitted run before its first attempt."""
@@ -102,7 +111,7 @@ class RunRecord:
             earlier: The last status of that process.
 
         Returns:
-            The events recorded so far.
+            The events recorded so far; see `own_events`.
         """
         reader = RunReader(self._store, self._job.name)
         events, reports = list(reader.events()), reader.reports()
@@ -120,7 +129,7 @@ class RunRecord:
             self._status, step=max(self._status.step, committed_step or 0), checkpoint=self._url_of(committed_step)
         )
         self._recorder.status(self._status)
-        return events
+        return run_events.own_events(events, self._submission)
 
     def recover_from_commits(self, events: Sequence[Event]) -> None:
         """Records commits and steps known only from checkpoints, if rank 0, which would report
@@ -184,6 +193,7 @@ class RunRecord:
         """Records an event, once."""
         if not self._is_new(_key(event)):
             return
+        event = run_events.with_submission(event, self._submission)
         self._recorder.event(event)
         self._trackers.event(event)
         self._say(f"{event.kind}: {event.message}")

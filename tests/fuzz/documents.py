@@ -100,6 +100,7 @@ def events(data: bytes) -> None:
     run_events.last_shape(found)
     run_events.requested_stop(found)
     run_events.last_device(found)
+    run_events.own_events(found, "job-1")
 
 
 @target(documents()[TRACE])
@@ -140,6 +141,7 @@ def _record(store: DirectoryStore) -> RunRecord:
 
         def __init__(self) -> None:
             self._store, self._job = store, parse_job({"name": NAME, "data": {"kind": "synthetic"}})
+            self._submission = "job-1"
 
         def event(self, event: object) -> None: ...
 

@@ -74,7 +74,7 @@ def documents() -> dict[str, bytes]:
     reports = [StepReport(step, 1 / step, 0.1, 64, 32, 0.2, 320.0, 1, 1e-3, {"data": 0.1}) for step in STEPS]
     made[HISTORY] = b"".join(step_line(report, 1.5e9 + report.step) for report in reports)
     details = {
-        "submitted": {},
+        "submitted": {"submission_id": "job-1"},
         "device_chosen": {"device": "cpu"},
         "seated": {"coordinates": {"pp": 0}, "pid": 100, "label": "pp0"},
         "evaluated": {"loss": 0.5, "tokens": 64, "seconds": 0.1},

@@ -12,7 +12,7 @@ import pytest
 
 from raypp.checkpoint.commit import Commit, write_commit
 from raypp.control.machine import Finish
-from raypp.control.run_events import end_event
+from raypp.control.run_events import end_event, with_submission
 from raypp.observe.recorder import RunRecorder
 from raypp.records import RunState, StepReport
 from raypp.storage import open_store
@@ -121,7 +121,8 @@ def test_an_end_that_was_decided_is_carried_out_by_the_next_life(start_run: Star
     os.kill(_controller(run), signal.SIGSTOP)
     step = len(run.reader.history())
     with RunRecorder(open_store(run.url), run.name, "c-earlier") as recorder:
-        recorder.event(end_event(Finish(RunState.FAILED, "the data is all wrong", 2), 1, step))
+        end = end_event(Finish(RunState.FAILED, "the data is all wrong", 2), 1, step)
+        recorder.event(with_submission(end, run.submission_id))
     os.kill(_controller(run), signal.SIGKILL)
     status = run.wait_end()
     _assert_all_agree(run, status, "failed", step)

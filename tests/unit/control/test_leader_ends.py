@@ -1,4 +1,5 @@
-"""Whatever goes wrong while a run ends, its processes are ended. The leader has no cluster here."""
+"""Whatever goes wrong while a run ends, its processes are ended; and a run is not ended by the
+records of an earlier submission. The leader has no cluster here."""
 
 from __future__ import annotations
 
@@ -7,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from raypp.control.leader import Leader
+from raypp.control.machine import Finish
 from raypp.control.protocol import RunRequest
+from raypp.control.run_events import end_event, with_submission
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import Event, RunState
 from raypp.spec.load import job_document, parse_job
+from raypp.storage.directory import DirectoryStore
 
 
 class _Failing(Leader):
@@ -42,3 +50,59 @@ def test_processes_that_cannot_be_ended_one_by_one_are_ended_by_the_name_of_thei
     outcome = leader.outcome
     assert outcome is not None and (outcome.state, outcome.exit_code) == ("FAILED", 1)
     assert outcome.reason == "the controller failed: KeyError: 0"
+
+
+class _Restarted(Leader):
+    """Was restarted by Ray, and has no processes to end."""
+
+    def __init__(self, store: Path, submission: str) -> None:
+        sections = {"name": "r", "checkpoint": {"url": str(store)}, "resources": {"device": "cpu"}}
+        request = RunRequest("r", job_document(parse_job(sections)), submission)
+        super().__init__(request, None, restarted=True)
+
+    def _end_by_name(self) -> None:
+        pass
+
+
+def _write(folder: Path, submission: str, *, ended: bool) -> None:
+    """Writes the records of a submission that failed, or that has just begun."""
+    with RunRecorder(DirectoryStore(folder), "r", f"c-{submission or 'none'}") as recorder:
+        recorder.event(with_submission(Event("submitted", "", 100.0), submission))
+        if ended:
+            end = end_event(Finish(RunState.FAILED, "the data is all wrong", 2), 3, 40)
+            recorder.event(with_submission(end, submission))
+            recorder.status(RunStatus("r", RunState.FAILED, 40, error="the data is all wrong"))
+
+
+def test_a_restarted_controller_returns_the_outcome_that_its_submission_had(tmp_path: Path) -> None:
+    _write(tmp_path, "old", ended=True)
+    leader = _Restarted(tmp_path, "old")
+    leader._begin()
+    outcome = leader.outcome
+    assert outcome is not None and (outcome.state, outcome.exit_code, outcome.step) == ("FAILED", 2, 40)
+
+
+@pytest.mark.parametrize("old", ["old", ""], ids=["of this raypp", "of an older raypp"])
+def test_a_run_whose_controller_was_killed_before_it_recorded_anything_begins(tmp_path: Path, old: str) -> None:
+    _write(tmp_path, old, ended=True)
+    leader = _Restarted(tmp_path, "new")
+    leader._begin()
+    assert leader.outcome is None and leader.record.flush()
+    reader = RunReader(DirectoryStore(tmp_path), "r")
+    assert (reader.status() or {})["state"] == "PENDING"
+    assert [event.details.get("submission_id", "") for event in reader.events() if event.kind == "submitted"] == [
+        old,
+        "new",
+    ]
+    leader.record.close()
+
+
+def test_the_status_of_an_earlier_submission_is_not_the_end_of_one_that_was_recorded(tmp_path: Path) -> None:
+    """The controller was killed after it wrote the event of the submission and before it wrote its
+    status."""
+    _write(tmp_path, "old", ended=True)
+    _write(tmp_path, "new", ended=False)
+    record = _Restarted(tmp_path, "new").record
+    assert record.is_begun() and record.earlier_status() is None
+    assert [event.kind for event in record.earlier_events()] == ["submitted"]
+    record.close()
