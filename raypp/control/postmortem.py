@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,34 +80,66 @@ def _evidence(rank: Rank, workers: WorkerGroup) -> DeathEvidence | None:
     log, before = rank.info.log, rank.info.oom_kills
     if ray.get_runtime_context().get_node_id() == rank.node_id:
         return process_evidence.death_evidence(rank.pid, log, before)
-    helper = workers.helper(rank.node_id, except_bundle=rank.bundle)
-    if helper is None:
-        return None
-    with contextlib.suppress(RayError):
-        found: DeathEvidence = ray.get(helper.death_evidence.remote(rank.pid, log, before), timeout=_ANSWER_S)
-        return found
+    helpers = workers.helpers(rank.node_id, except_bundle=rank.bundle)
+    asked = [helper.death_evidence.remote(rank.pid, log, before) for helper in helpers]
+    end = time.monotonic() + _ANSWER_S
+    while asked:
+        ready, asked = ray.wait(asked, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        with contextlib.suppress(RayError):  # this one is dead as well
+            found: DeathEvidence = ray.get(ready[0])
+            return found
     return None
 
 
 def collect_stacks(ranks: Sequence[Rank], workers: WorkerGroup, first: int) -> dict[int, str]:
     """Returns the stacks of at most 64 ranks, each bounded, by rank.
 
-    Another worker of its node examines a process that does not answer.
+    Other workers of its node examine a process that does not answer.
 
     Args:
         first: The rank whose stacks matter most.
     """
     chosen = sorted(ranks, key=lambda rank: (rank.rank != first, rank.rank))[:_MOST_RANKS]
     found = _answers({rank.actor.stacks.remote(): rank for rank in chosen if _lives(rank)}, _STACKS_S)
-    asked = {}
+    silent = []
     for rank in chosen:
         if _lives(rank) and rank.rank not in found:
-            log = rank.info.log if rank.info is not None else ""
             if ray.get_runtime_context().get_node_id() == rank.node_id:
-                found[rank.rank] = process_evidence.stacks_of(rank.pid, log, workers.request.run)
-            elif (helper := workers.helper(rank.node_id, except_bundle=rank.bundle)) is not None:
-                asked[helper.stacks_of.remote(rank.pid, log)] = rank
-    return found | _answers(asked, _FROZEN_STACKS_S)
+                found[rank.rank] = process_evidence.stacks_of(rank.pid, _log_of(rank), workers.request.run)
+            else:
+                silent.append(rank)
+    return found | _stacks_by_helpers(silent, workers)
+
+
+def _stacks_by_helpers(ranks: Sequence[Rank], workers: WorkerGroup) -> dict[int, str]:
+    """Asks one helper of each rank after the other, until one answers: a dead one fails at once,
+    and several would make the process write its stacks several times."""
+    found: dict[int, str] = {}
+    asked: dict[Any, tuple[Rank, list[Any]]] = {}
+
+    def ask(rank: Rank, helpers: list[Any]) -> None:
+        if helpers:
+            asked[helpers[0].stacks_of.remote(rank.pid, _log_of(rank))] = (rank, helpers[1:])
+
+    for rank in ranks:
+        ask(rank, workers.helpers(rank.node_id, except_bundle=rank.bundle))
+    end = time.monotonic() + _FROZEN_STACKS_S
+    while asked:
+        ready, _ = ray.wait(list(asked), timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        rank, others = asked.pop(ready[0])
+        try:
+            found[rank.rank] = str(ray.get(ready[0]))
+        except RayError:
+            ask(rank, others)
+    return found
+
+
+def _log_of(rank: Rank) -> str:
+    return rank.info.log if rank.info is not None else ""
 
 
 def _lives(rank: Rank) -> bool:

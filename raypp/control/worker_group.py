@@ -4,10 +4,13 @@ next."""
 from __future__ import annotations
 
 import secrets
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -24,6 +27,10 @@ from raypp.spec.job import Job
 # NCCL. Ray removes this variable from a job's own settings, so it is set per actor.
 ACTOR_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 _THREADS = 16
+_WATCH_EVERY_S = 5.0
+_WATCH_CALL_S = 600.0
+_MOST_LOST_STANDBYS = 3
+"""Per node. A standby that dies again and again takes memory that the ranks may need."""
 
 
 @dataclass
@@ -33,11 +40,13 @@ class Member:
     Attributes:
         node_id: Of its node; empty until known.
         fresh: It was started for the current attempt.
+        watch: Of a standby: a call that fails when its process has ended.
     """
 
     actor: Any
     node_id: str
     fresh: bool = True
+    watch: Any = None
 
 
 @dataclass
@@ -63,6 +72,8 @@ class WorkerGroup:
     standbys: dict[str, Member] = field(default_factory=dict)
     """By node."""
     relays: Relays = field(init=False)
+    _lost_standbys: Counter[str] = field(default_factory=Counter)
+    _watched_at: float = 0.0
 
     def __post_init__(self) -> None:
         orphan_timeout_s = self.job.recovery.orphan_timeout_s
@@ -105,17 +116,41 @@ class WorkerGroup:
         self.seated[bundle] = Member(actor, node)
 
     def start_standbys(self) -> None:
-        """Starts a standby on every node of the run that has none."""
+        """Starts a standby on every node of the run that has none, or whose standby has died."""
         if not self.job.recovery.standby:
             return
+        self._drop_dead_standbys()
         for node in {member.node_id for member in self.seated.values()} - self.standbys.keys():
+            if self._lost_standbys[node] >= _MOST_LOST_STANDBYS:
+                continue
             name = f"standby-{secrets.token_hex(3)}"
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            self.standbys[node] = Member(self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy), node)
+            self._add_standby(Member(self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy), node))
 
     def adopt_standby(self, actor: Any, node: str) -> None:
         """Takes over a standby that an earlier controller process started."""
-        self.standbys[node] = Member(actor, node, fresh=False)
+        self._add_standby(Member(actor, node, fresh=False))
+
+    def _add_standby(self, member: Member) -> None:
+        member.watch = member.actor.outcome.remote(-1, _WATCH_CALL_S)
+        self.standbys[member.node_id] = member
+
+    def _drop_dead_standbys(self) -> None:
+        """Forgets standbys whose process has ended; looks every few seconds."""
+        now = time.monotonic()
+        if not self.standbys or now - self._watched_at < _WATCH_EVERY_S:
+            return
+        self._watched_at = now
+        watched = {member.watch: member for member in self.standbys.values()}
+        ready, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
+        for reference in ready:
+            member = watched[reference]
+            try:
+                ray.get(reference)
+                self._add_standby(member)
+            except RayError:
+                del self.standbys[member.node_id]
+                self._lost_standbys[member.node_id] += 1
 
     def device_index(self, bundle: int, node: str, reported: int) -> int:
         """Returns the device of a bundle. A standby in it does not know it: Ray gave it no
@@ -129,25 +164,25 @@ class WorkerGroup:
             end_actor(member.actor)
 
     def kill_frozen(self, bundle: int, pid: int) -> None:
-        """Ends a process that may not react to Ray, with the help of another worker on its node."""
+        """Ends a process that may not react to Ray, with the help of the other workers on its
+        node."""
         member = self.seated.get(bundle)
         self.kill(bundle)
         if member is None:
             return
-        helper = self.helper(member.node_id)
-        if helper is not None:
+        for helper in self.helpers(member.node_id):
             helper.end_process.remote(pid)
 
-    def helper(self, node_id: str, except_bundle: int | None = None) -> Any:
-        """Returns a worker of a node that can examine or end another one there; None when there is
-        none.
+    def helpers(self, node_id: str, except_bundle: int | None = None) -> list[Any]:
+        """Returns the workers of a node that can examine or end another one there. Some may be dead
+        or frozen themselves.
 
         Args:
             except_bundle: The bundle of the worker to be examined.
         """
         seated = [member for bundle, member in self.seated.items() if bundle != except_bundle]
         members = [*self.standbys.values(), *seated]
-        return next((member.actor for member in members if member.node_id == node_id), None)
+        return [member.actor for member in members if member.node_id == node_id]
 
     def empty_bundles(self) -> None:
         """Ends every process that has a bundle, before the placement group is made anew."""

@@ -1,0 +1,76 @@
+"""A rank's process is examined by the others of its node, of which one is dead: its standby. The
+ranks are stand-ins, the nodes are raylets: the controller examines those of its own node itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from raypp.clusters.find import Cluster
+from tests.ray.conftest import Started, StartRun
+from tests.ray.extra_nodes import ExtraNodes, Node
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+def _wait_for_standby(run: Started, node: Node, other_than: int = 0) -> int:
+    """Returns the process of the node's living standby."""
+
+    def living() -> list[int]:
+        standbys = [one for one in run.actors() if "/standby-" in one["name"] and one["state"] == "ALIVE"]
+        return [one["pid"] for one in standbys if one["node_id"] == node.node_id and one["pid"] not in (0, other_than)]
+
+    run.wait(living, f"a standby on {node.address}")
+    return living()[0]
+
+
+def _failed(run: Started, attempt: int) -> Any:
+    def failures() -> list[Any]:
+        return [event for event in run.reader.events() if event.kind == "rank_failed" and event.attempt == attempt]
+
+    run.wait(failures, f"the end of attempt {attempt}")
+    return failures()[0]
+
+
+def _wait_attempt(run: Started, attempt: int) -> None:
+    run.wait(lambda: any(taken == attempt for taken, _ in run.taken()), f"a step of attempt {attempt}")
+
+
+@pytest.mark.slow
+def test_a_dead_standby_does_not_hide_the_evidence_of_its_node(cluster: Cluster, start_run: StartRun) -> None:
+    with ExtraNodes(cluster) as nodes:
+        both = nodes.add(71, 72)
+        # Two ranks of 20 CPUs fit on each of these nodes, and none on the head.
+        run = start_run(
+            "helpers", steps=100_000, resources={"cpus_per_rank": 20}, recovery={"hang_timeout_s": 2, "max_restarts": 9}
+        )
+        run.wait_step(2)
+        victim = run.status()["ranks"][3]
+        node = next(one for one in both if one.address == victim["node"])
+
+        os.kill(_wait_for_standby(run, node), signal.SIGKILL)
+        os.kill(victim["pid"], signal.SIGSEGV)
+        failed = _failed(run, 1)
+        assert (failed.rank, failed.details["kind"]) == (3, "segfault"), failed.details
+        assert "SIGSEGV" in failed.details["cause"]
+
+        _wait_attempt(run, 2)
+        dead = _wait_for_standby(run, node)
+        os.kill(dead, signal.SIGKILL)
+        standby = _wait_for_standby(run, node, other_than=dead)
+        assert run.status()["attempt"] == 2, "a standby that ended took a rank with it"
+
+        os.kill(run.pids()[3], signal.SIGSTOP)
+        time.sleep(6)  # a silent rank hangs after hang_timeout_s and 5 s more; a new standby must not be there by then
+        os.kill(standby, signal.SIGKILL)
+        failed = _failed(run, 2)
+        assert (failed.rank, failed.details["kind"]) == (3, "hung"), failed.details
+        stacks = {event.rank: event.details["stacks"] for event in run.reader.events() if event.kind == "stacks"}
+        assert "process state: stopped" in stacks[3], stacks
+        _wait_attempt(run, 3)
+        assert run.command("stop")["state"] == "STOPPED"
+        run.assert_nothing_left()
