@@ -330,9 +330,11 @@ class _JobWatch:
             time.sleep(0.1)
         if status["state"] in (RunState.SUCCEEDED, RunState.STOPPED):
             return EXIT_OK
-        code = _recorded_exit_code(reader) if is_final(status) else None  # a driver that was killed has none
+        # Not if it only seems to have failed, because nothing has been recorded any more.
+        recorded = is_final(status) and is_final(reader.status())
+        code = _recorded_exit_code(reader) if recorded else None  # a driver that was killed has none
         code = (self.job or {}).get("driver_exit_code") if code is None else code
-        if not is_final(status):
+        if not recorded:
             message = (self.job or {}).get("message") or "it no longer exists"
             echo(f"the run's Ray job ended before the run did: {message}", err=True)
         return code if isinstance(code, int) and 0 < code < 128 else EXIT_RUN_FAILED

@@ -10,6 +10,8 @@ run's controller and prints the answer as one JSON object on the last line.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ from typing import Any
 from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name
 from raypp.environment import check_node
-from raypp.errors import JobError
+from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError
 from raypp.quick_import import quick_import
 from raypp.untrusted.text import visible_lines
 
@@ -92,13 +94,18 @@ def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
 
 def _controller(request: RunRequest) -> Any:
     """Returns the run's controller: a new one, or the existing one when this driver is not its
-    first."""
+    first.
+
+    Raises:
+        RayActorError: Its constructor failed, or every new one has ended for a minute.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from raypp.control.controller import Controller
 
     here = ray.get_runtime_context().get_node_id()
+    dying_since: float | None = None
     while True:
         controller: Any = (
             ray.remote(Controller)
@@ -119,15 +126,46 @@ def _controller(request: RunRequest) -> Any:
             if not ray.get(controller.over_for_another.remote(request.submission_id)):
                 return controller
             ray.get(controller.dismiss.remote())
-        except ray.exceptions.RayActorError:
-            pass  # it has just exited
+        except ray.exceptions.RayActorError as error:  # it has just exited
+            dying_since = dying_since or time.monotonic()
+            if error.actor_init_failed or time.monotonic() - dying_since > _LOST_S:
+                raise
         time.sleep(0.2)
+
+
+def why_no_controller(error: str) -> tuple[str, int]:
+    """Returns why a controller could not be started, and the exit code of that.
+
+    Args:
+        error: What Ray says of the actor's end. Ray keeps only the text of an error in a
+            constructor: the traceback, whose last lines begin with the error's type.
+    """
+    lines = error.rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    while len(after) > 1 and after[0].startswith("    "):  # the code of that place
+        del after[0]
+    words = "\n".join(after)
+    module, _, name = words.partition(": ")[0].rpartition(".")
+    kind = None
+    if module.startswith("raypp."):
+        with contextlib.suppress(ImportError):
+            kind = getattr(importlib.import_module(module), name, None)
+    if isinstance(kind, type) and issubclass(kind, RayppError):
+        return words.partition(": ")[2], kind.exit_code
+    return words, EXIT_RUN_FAILED
 
 
 def _follow_run(request: RunRequest) -> int:
     import ray
 
-    controller = _controller(request)
+    try:
+        controller = _controller(request)
+    except ray.exceptions.RayActorError as error:
+        words, code = why_no_controller(str(error))
+        said = f"the run's controller could not be started: {words}"
+        print(visible_lines(said), file=sys.stderr, flush=True)  # noqa: T201
+        return code
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:
         controller.stop.remote(False)

@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.ray.conftest import StartRun
+from raypp.clusters.find import Cluster
+from raypp.control import client
+from raypp.observe.reader import RunReader
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+from tests.ray.conftest import Started, StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -192,3 +198,24 @@ def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     run.wait_end()
     assert _environment(run, 2)["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-mine"
     assert "of-mine" not in run.cluster.dashboard.job_logs(run.submission_id)
+
+
+def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "soon")  # read where a store on S3 is opened: by the controller
+    job = parse_job({"name": "unmade", "checkpoint": {"url": "s3://nowhere"}})
+    submission = client.submit_run(job, cluster, job.checkpoint.url, rank_function="stand_in:run_rank")
+    reader = RunReader(DirectoryStore(tmp_path), "unmade")
+    run = Started("unmade", cluster, submission.submission_id, reader, tmp_path, job.checkpoint.url)
+    try:
+        assert run.exit_code() == 2
+    finally:
+        cluster.dashboard.stop_job(submission.submission_id)
+    log = cluster.dashboard.job_logs(submission.submission_id)
+    said = (
+        "the run's controller could not be started: RAYPP_STORE_PATIENCE_S: 'soon' is not a number of seconds\n  fix:"
+    )
+    assert said in log and "Traceback" not in log, log
+    assert said in run.job()["message"]  # which `raypp submit` shows
+    run.assert_nothing_left()

@@ -17,7 +17,13 @@ from raypp.cli import run_commands
 from raypp.clusters.dashboard import Dashboard, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
+from raypp.control.machine import Finish
+from raypp.control.run_events import end_event
 from raypp.errors import JobError, UnreachableError
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import RunState
 from raypp.spec.load import job_document, load_job
 from raypp.storage.directory import DirectoryStore
 
@@ -149,3 +155,26 @@ def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
         return
     with pytest.raises(JobError, match=r"train\.steps: is 19, but the run is at step 20"):
         run_commands._check_name(file, store, resume=True)
+
+
+class _JobFailed(Dashboard):
+    """A cluster whose Ray job of a run has failed."""
+
+    def job(self, submission_id: str) -> dict[str, Any] | None:
+        return {"status": "FAILED", "message": "the words of the driver", "driver_exit_code": 4}
+
+
+@pytest.mark.parametrize(("recorded", "code"), [(False, 4), (True, 2)])
+def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str], recorded: bool, code: int
+) -> None:
+    """A run without a sign of life counts as failed before its Ray job is known to be over."""
+    if recorded:
+        with RunRecorder(store, "a", "c-1") as recorder:
+            recorder.event(end_event(Finish(RunState.FAILED, "wrong", 2), 1, 3))
+            recorder.status(RunStatus("a", RunState.FAILED, 3, error="wrong"))
+    dashboard = _JobFailed("http://127.0.0.1:1")
+    watch = run_commands._JobWatch(Cluster(dashboard.url, dashboard), RunPlace(store.url, "a", dashboard.url, "job"))
+    shown = RunStatus("a", RunState.FAILED).as_dict()
+    assert watch.exit_code(shown, RunReader(store, "a")) == code
+    assert ("the words of the driver" in capsys.readouterr().err) is not recorded
