@@ -8,13 +8,14 @@ from typing import Any
 
 from raypp.clusters import known_runs
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.reader import RunReader
-from raypp.observe.status import GONE_AFTER_S, RunStatus, is_final, without_a_sign_of_life
+from raypp.observe.status import GONE_AFTER_S, NO_CONTROLLER, RunStatus, is_final, without_a_sign_of_life
 from raypp.records import RunState
 from raypp.storage import ObjectStore, open_store
 
 _KEYS_LOOKED_AT = 2000
+_QUICK_S = 3.0
 
 
 def find_run(argument: str) -> tuple[RunPlace, RunReader]:
@@ -65,7 +66,21 @@ def recorded_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     alive = known_runs.controller_alive(place)
     # The run may have recorded its end after the first read and before the check.
     status = reader.status() or status
-    return without_a_sign_of_life(status, alive, time.time())
+    seen = without_a_sign_of_life(status, alive, time.time())
+    if seen is not status and alive is False and (reason := _why_not_led(place)):
+        return {**seen, "error": f"{reason}\nthen resume it with raypp submit --resume"}
+    return seen
+
+
+def _why_not_led(place: RunPlace) -> str:
+    """Returns why the run's controller could not be started, as its Ray job said; empty if it
+    could, or if nobody knows."""
+    try:
+        job = known_runs.cluster_of(place, _QUICK_S).dashboard.job(place.submission_id) if place.submission_id else None
+    except RayppError:
+        return ""
+    _, begin, reason = str((job or {}).get("message") or "").partition(NO_CONTROLLER)
+    return (begin + reason).strip()
 
 
 def _status_before_the_first(place: RunPlace) -> dict[str, Any]:

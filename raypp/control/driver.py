@@ -27,6 +27,7 @@ from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name
 from raypp.environment import check_node
 from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError
+from raypp.observe.status import NO_CONTROLLER
 from raypp.quick_import import quick_import
 from raypp.untrusted.text import visible_lines
 
@@ -163,8 +164,7 @@ def _follow_run(request: RunRequest) -> int:
         controller = _controller(request)
     except ray.exceptions.RayActorError as error:
         words, code = why_no_controller(str(error))
-        said = f"the run's controller could not be started: {words}"
-        print(visible_lines(said), file=sys.stderr, flush=True)  # noqa: T201
+        print(visible_lines(NO_CONTROLLER + words), file=sys.stderr, flush=True)  # noqa: T201
         return code
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:

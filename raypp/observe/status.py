@@ -32,6 +32,8 @@ GONE_AFTER_S = 3 * HEARTBEAT_S
 """Silence after which a run counts as failed if its controller is known to be dead."""
 SILENT_AFTER_S = 18 * HEARTBEAT_S
 """Silence after which a run counts as failed if its controller's state is unknown."""
+NO_CONTROLLER = "the run's controller could not be started: "
+"""How the last lines of a run's Ray job begin that could not begin to lead the run."""
 
 
 LOST = frozenset({"dead", "gone"})

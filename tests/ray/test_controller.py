@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from raypp.cli.find_run import recorded_status
 from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.observe.reader import RunReader
 from raypp.spec.load import parse_job
@@ -218,4 +221,7 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     )
     assert said in log and "Traceback" not in log, log
     assert said in run.job()["message"]  # which `raypp submit` shows
+    place = RunPlace(str(tmp_path), "unmade", cluster.address, submission.submission_id, time.time() - 60)
+    status = recorded_status(place, reader)
+    assert status["state"] == "FAILED" and status["error"].startswith(said), status
     run.assert_nothing_left()
