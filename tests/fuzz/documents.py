@@ -141,6 +141,7 @@ def _record(store: DirectoryStore) -> RunRecord:
 
         def __init__(self) -> None:
             self._store, self._job = store, parse_job({"name": NAME, "data": {"kind": "synthetic"}})
+            self._submission = "job-1"
 
         def event(self, event: object) -> None: ...
 
