@@ -59,7 +59,12 @@ class Alone:
     def announce(self, step: int, rank: int, message: Announcement) -> None:
         self.said.setdefault(step, {})[rank] = message
 
-    def wait_all(self, step: int, ranks: object, timeout_s: float, stopped: object = None) -> dict[int, Announcement]:
+    def progress(self, step: int, rank: int, value: int) -> None:
+        pass
+
+    def wait_all(
+        self, step: int, ranks: object, timeout_s: float, stopped: object = None, progressed: object = None
+    ) -> dict[int, Announcement]:
         return {0: self.said[step][0]}
 
 
