@@ -9,6 +9,7 @@ import signal
 import psutil
 import pytest
 
+from raypp.memory.files import SlotName, memory_directory
 from tests.ray.conftest import StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -163,6 +164,20 @@ def test_a_stop_whose_save_never_succeeds_fails_the_run(start_run: StartRun) -> 
     assert answer["reason"].startswith(f"stopped without its last checkpoint (the newest is of step {newest}): rank 0")
     assert run.exit_code() == 1
     run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("fault", "kept"), [("unsaved:-1:0:99", True), ("raise:1:3:99", False)])
+def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_could_not_be_saved(
+    start_run: StartRun, fault: str, kept: bool
+) -> None:
+    run = start_run(f"keeps-{fault[:3]}", steps=6, every=0, fault=fault, recovery={"max_restarts": 0})
+    snapshot = memory_directory() / SlotName(run.name, "0" * 12, 1, 0, "own", 0, 5).file_name()
+    snapshot.write_bytes(b"")
+    try:
+        assert run.wait_end()["state"] == "FAILED"
+        assert snapshot.exists() == kept
+    finally:
+        snapshot.unlink(missing_ok=True)
 
 
 def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> None:
