@@ -283,6 +283,9 @@ class CheckpointSaver:
         try:
             self._commit(step, extra, started)
         except Exception as error:  # noqa: BLE001 - as above
+            if self._committed == step:
+                self._report("prune_failed", f"after the commit: {in_words(error)}", step)
+                return
             if not self._closed.is_set():
                 self._report_failure(step, in_words(error))
             if self._own_error is None and not isinstance(error, _PartsMissingError):

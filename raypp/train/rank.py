@@ -203,6 +203,10 @@ def _train(
         reporter.phase("step", f"{done + 1} read")
         read = runner.read(reporter.requests(), watch)
         wanted = read.plan.requests
+        if tier is not None and read.plan.snapshots is not None:
+            with watch.part("memory"):
+                tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
+                _keep(tier, runner, recent, done, position, read.plan.snapshots)
         if done > saved and (wanted.save or (wanted.stop and wanted.save_before_stop)):
             _save(saver, runner, replicas, recent, done, position, reporter)
             saved = done
@@ -212,10 +216,6 @@ def _train(
             break
         if wanted.trace:
             tracer.begin(done + 1, wanted.trace)
-        if tier is not None and read.plan.snapshots is not None:
-            with watch.part("memory"):
-                tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
-                _keep(tier, runner, recent, done, position, read.plan.snapshots)
         report = runner.run(done + 1, read, watch)
         usual = spikes.seen(report.loss)
         if usual is not None and seat.rank == 0:

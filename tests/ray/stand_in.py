@@ -3,7 +3,7 @@
 The ranks of a run share a directory (`STAND_IN_DIR` in `resources.env`). Rank 0 writes its progress
 there, `commit` holds the newest committed step, and `over-N` ends attempt N. `STAND_IN_FAULT` is
 `kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible. The kind
-`unsaved` fails the last save of an attempt, and leaves the state in `memory` for the next one.
+`unsaved` fails the last save of an attempt, which leaves the step before in `memory` for the next.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _fault(seat: Seat, step: int, place: Path) -> None:
 def _fail_to_save(seat: Seat, step: int, place: Path) -> None:
     kind, _, _, times = os.environ.get("STAND_IN_FAULT", ":::0").split(":")
     if kind == "unsaved" and seat.attempt <= int(times):
-        _write(place / "memory", step)
+        _write(place / "memory", step - 1)
         raise Unsaved(f"the last checkpoint, of step {step}, was not saved: the disk is full")
 
 

@@ -15,6 +15,7 @@ from raypp.cli.find_run import recorded_status
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
+from raypp.memory.files import SlotName, memory_directory
 from raypp.observe.reader import RunReader
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -156,21 +157,36 @@ def test_a_stop_whose_save_fails_once_is_repeated_by_another_attempt(start_run: 
     run.wait_step(3)
     answer = run.command("stop")
     assert (answer["state"], answer["exit_code"], run.status()["restarts"]) == ("STOPPED", 0, 1)
-    assert answer["checkpoint"].endswith(f"step-{answer['step']:08d}")
+    assert answer["checkpoint"].endswith(f"step-{answer['step'] - 1:08d}"), "the stand-in's memory is one step behind"
     assert {attempt for attempt, _ in run.taken()} == {1}, "the second attempt only saved"
     assert run.exit_code() == 0
     run.assert_nothing_left()
 
 
 def test_a_stop_whose_save_never_succeeds_fails_the_run(start_run: StartRun) -> None:
-    run = start_run("stop-in-vain", steps=4000, every=2, fault="unsaved:-1:0:99", recovery={"max_restarts": 1})
+    run = start_run("stop-in-vain", steps=4000, every=0, fault="unsaved:-1:0:99", recovery={"max_restarts": 1})
     run.wait_step(3)
+    newest = run.command("save")["committed"]
+    run.wait_step(newest + 3)
     answer = run.command("stop")
     assert (answer["state"], answer["exit_code"], run.status()["restarts"]) == ("FAILED", 1, 1)
-    newest = max(one.step or 0 for one in run.reader.events() if one.kind == "committed")
     assert answer["reason"].startswith(f"stopped without its last checkpoint (the newest is of step {newest}): rank 0")
     assert run.exit_code() == 1
     run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("fault", "kept"), [("unsaved:-1:0:99", True), ("raise:1:3:99", False)])
+def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_could_not_be_saved(
+    start_run: StartRun, fault: str, kept: bool
+) -> None:
+    run = start_run(f"keeps-{fault[:3]}", steps=6, every=0, fault=fault, recovery={"max_restarts": 0})
+    snapshot = memory_directory() / SlotName(run.name, "0" * 12, 1, 0, "own", 0, 5).file_name()
+    snapshot.write_bytes(b"")
+    try:
+        assert run.wait_end()["state"] == "FAILED"
+        assert snapshot.exists() == kept
+    finally:
+        snapshot.unlink(missing_ok=True)
 
 
 def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> None:

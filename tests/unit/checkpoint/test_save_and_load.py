@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from told import Told
 from torch import nn
 
+from raypp.checkpoint import save
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
@@ -373,6 +374,23 @@ def test_a_commit_that_fails_is_the_committing_rank_s_fault_and_the_others_learn
             saving.finish()
         ends[rank] = kind_and_cause(failed.value)[0]
     assert ends == {0: FailureKind.SAVE_FAILED, 1: FailureKind.LOST_PEER}
+
+
+def test_what_fails_after_the_commit_does_not_make_the_save_a_failed_one(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_arguments: Any, **_options: Any) -> None:
+        raise OSError("no listing")
+
+    monkeypatch.setattr(save, "prune", broken)
+    talk, told = Heard(), Told()
+    savers = [saver(store, told, rank=rank, world=2, talk=talk) for rank in (1, 0)]
+    for saving in savers:
+        stage = model()
+        saving.save(4, [stage], adamw(stage), {})
+        saving._thread.join()  # type: ignore[union-attr]
+    assert [saving.finish() for saving in savers] == [4, 4]
+    assert told.kinds() == ["committed", "prune_failed"]
 
 
 def test_a_rank_that_says_nothing_prevents_the_commit_and_is_named(store: DirectoryStore) -> None:
