@@ -36,5 +36,5 @@ def test_ci_runs_the_slow_tests_of_the_tiers_that_leave_their_matrices_to_them()
         "make test",
         "make test-unit SLOW=1",
         'make test-ranks SLOW=1 RANKS="tests/ranks tests/gpu"',
-        'make test-slow TESTS="tests/ray tests/e2e tests/chaos"',
+        'make -j 2 --output-sync=target SIDE_BY_SIDE=1 test-ray test-e2e SLOW=1 E2E="tests/e2e tests/chaos"',
     } <= {*commands}
