@@ -187,6 +187,20 @@ def json_commands(text: str) -> list[list[str]]:
 
 
 @contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serves HTTP on loopback with a handler of requests; yields the URL."""
+    served = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = Thread(target=served.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{served.server_address[1]}"
+    finally:
+        served.shutdown()
+        served.server_close()
+        thread.join()
+
+
+@contextmanager
 def server(body: bytes, status: int = 200, paths: Sequence[tuple[str, bytes]] = ()) -> Iterator[str]:
     """Answers requests with these bytes, or with those of the first path prefix; yields the URL."""
 
@@ -205,15 +219,8 @@ def server(body: bytes, status: int = 200, paths: Sequence[tuple[str, bytes]] = 
         def log_message(self, *_: Any) -> None:
             pass
 
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = Thread(target=served.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{served.server_address[1]}"
-    finally:
-        served.shutdown()
-        served.server_close()
-        thread.join()
+    with serving(Answer) as url:
+        yield url
 
 
 def _joined(*names: str) -> str:

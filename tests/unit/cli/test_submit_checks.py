@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
+import nasty_world as nasty
 import pytest
 
 from raypp.checkpoint.layout import commit_key
@@ -104,15 +104,8 @@ def cluster_that_does_not_answer(jobs: set[str]) -> Iterator[str]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    thread = Thread(target=served.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{served.server_address[1]}"
-    finally:
-        served.shutdown()
-        served.server_close()
-        thread.join()
+    with nasty.serving(Answer) as url:
+        yield url
 
 
 def test_a_run_is_followed_if_the_cluster_has_it_although_its_answer_was_lost(submit, store: DirectoryStore) -> None:
