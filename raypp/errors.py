@@ -30,6 +30,21 @@ def in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, RayppError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+def words_after_stack(text: str) -> str | None:
+    """Returns what follows the last stack frame in a text, the error's type and words.
+
+    None if the text has no stack. Ray keeps errors of other processes as text.
+    """
+    lines = text.rstrip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    if not frames:
+        return None
+    after = lines[frames[-1] + 1 :] or lines[-1:]
+    while len(after) > 1 and after[0].startswith("    "):  # the code of that place
+        del after[0]
+    return "\n".join(after)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong.

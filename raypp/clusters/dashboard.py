@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.environment import too_old
-from raypp.errors import JobError, Problem, RayppError, UnreachableError
+from raypp.errors import JobError, Problem, RayppError, UnreachableError, words_after_stack
 from raypp.retry import Backoff
 from raypp.untrusted.files import read_file
 from raypp.untrusted.paths import expand_home
@@ -39,16 +39,6 @@ class DashboardError(RayppError):
 
 class NoAnswerError(UnreachableError):
     """A request was sent whole and no answer came: the cluster may have carried it out."""
-
-
-def _cause(text: str) -> str:
-    """Returns the text of an error without the stack that Ray's dashboard sends with it."""
-    lines = text.splitlines()
-    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
-    if not frames:
-        return text
-    rest = [line for line in lines[frames[-1] + 1 :] if not line.startswith("    ")]
-    return "\n".join(rest) or lines[-1]
 
 
 @dataclass(frozen=True)
@@ -165,7 +155,7 @@ class Dashboard:
                         "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token",
                     )
                 ) from None
-            what = f"{self.url}{path} answered {error.code}: {_cause(text)[-800:]}"
+            what = f"{self.url}{path} answered {error.code}: {(words_after_stack(text) or text)[-800:]}"
             raise DashboardError(what, status=error.code) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)

@@ -27,7 +27,7 @@ from typing import Any
 from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name
 from raypp.environment import check_node
-from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError
+from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError, words_after_stack
 from raypp.observe.status import NO_CONTROLLER
 from raypp.quick_import import quick_import
 from raypp.retry import Backoff
@@ -172,12 +172,7 @@ def why_no_controller(error: str) -> tuple[str, int]:
         error: What Ray says of the actor's end. Ray keeps only the text of an error in a
             constructor: the traceback, whose last lines begin with the error's type.
     """
-    lines = error.rstrip().splitlines()
-    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
-    after = lines[frames[-1] + 1 :] if frames else lines[-1:]
-    while len(after) > 1 and after[0].startswith("    "):  # the code of that place
-        del after[0]
-    words = "\n".join(after)
+    words = words_after_stack(error) or "".join(error.rstrip().splitlines()[-1:])
     module, _, name = words.partition(": ")[0].rpartition(".")
     kind = None
     if module.startswith("raypp."):
