@@ -142,7 +142,7 @@ def _save(place: RunPlace, reader: RunReader, cluster: Cluster) -> str:
 
 
 def _stop(place: RunPlace, reader: RunReader, cluster: Cluster, *, no_save: bool = False) -> str:
-    answer = client.command_run(cluster, place.name, "stop-now" if no_save else "stop")
+    answer = client.stop_run(cluster, place.name, reader, save=not no_save)
     if not answer["found"]:
         raise _not_active(place, reader)
     if answer["state"] is None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
@@ -22,8 +22,10 @@ from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
 from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
 from raypp.control.reshape import best_for
+from raypp.control.run_events import recorded_outcome
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
+from raypp.observe.reader import RunReader
 from raypp.planning.fit import memory_problems
 from raypp.planning.host_memory import offload_problems
 from raypp.registry import load_object
@@ -235,6 +237,25 @@ def command_run(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
     if cluster.embedded is not None:
         return _by_process(cluster, run, command)
     return _by_job(cluster, run, command)
+
+
+def stop_run(cluster: Cluster, run: str, reader: RunReader, *, save: bool) -> dict[str, Any]:
+    """Stops a run and waits for its end.
+
+    A controller that restarts may end the run and leave before it is asked again. Then the run's
+    records answer.
+
+    Args:
+        save: Whether a last checkpoint is saved.
+
+    Returns:
+        The result of `driver.command`.
+    """
+    answer = command_run(cluster, run, "stop" if save else "stop-now")
+    status = None if answer["found"] else reader.run_status()
+    if status is None or not status.state.final:
+        return answer
+    return {"found": True, **asdict(recorded_outcome(status, reader.events()))}
 
 
 def _by_process(cluster: Cluster, run: str, command: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from raypp.control.protocol import Outcome, RunRequest
 from raypp.control.report.intake import ReportIntake
 from raypp.control.report.processing import Preempted, ReportProcessing, StepDone
 from raypp.control.run_record import RunRecord
-from raypp.control.takeover import Found, Takeover, earlier_outcome
+from raypp.control.takeover import Found, Takeover
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, RayppError, in_words
 from raypp.failure_kinds import FailureKind
@@ -149,7 +149,7 @@ class Leader:
         earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
         if earlier is not None and earlier.state.final:
             self._end_by_name()
-            self.outcome = earlier_outcome(run, earlier, self._ask_store(self.record.earlier_events))
+            self.outcome = run_events.recorded_outcome(earlier, self._ask_store(self.record.earlier_events))
             return
         if not self._restarted:
             self._end_by_name()  # an earlier submission whose controller is gone for good

@@ -11,8 +11,7 @@ from raypp.checkpoint.commit import COMMITTING_RANK
 from raypp.control import run_events
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Finish
-from raypp.control.protocol import Outcome, WorkerStatus
-from raypp.observe.status import RunStatus
+from raypp.control.protocol import WorkerStatus
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import AttemptEnd
@@ -106,16 +105,3 @@ class Takeover:
         if saved:
             return Finish(RunState.STOPPED)
         return Finish(RunState.STOPPED, "no rank was left to save the last checkpoint", exit_code=1)
-
-
-def earlier_outcome(run: str, earlier: RunStatus, events: Sequence[Event]) -> Outcome:
-    """Returns the outcome of a run that an earlier controller process ended.
-
-    Args:
-        earlier: Its final status.
-    """
-    failed = earlier.state is RunState.FAILED
-    end = run_events.recorded_end(events)
-    exit_code = end.exit_code if end is not None else int(failed)
-    reason = (earlier.error or "") if failed else ""
-    return Outcome(run, str(earlier.state), exit_code, earlier.step, earlier.checkpoint, reason)

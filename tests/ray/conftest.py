@@ -100,6 +100,9 @@ class Started:
     def command(self, command: str) -> dict[str, Any]:
         return client.command_run(self.cluster, self.name, command)
 
+    def stop(self) -> dict[str, Any]:
+        return client.stop_run(self.cluster, self.name, self.reader, save=True)
+
     def end_controller_for_good(self) -> None:
         """Kills the controller as if Ray had used up all its restarts."""
         code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor('raypp/{self.name}'), no_restart=True)"

@@ -155,7 +155,7 @@ def test_a_run_whose_last_save_fails_is_started_again_and_succeeds_once_it_is_sa
 def test_a_stop_whose_save_fails_once_is_repeated_by_another_attempt(start_run: StartRun) -> None:
     run = start_run("stop-again", steps=4000, every=0, fault="unsaved:-1:0:1")
     run.wait_step(3)
-    answer = run.command("stop")
+    answer = run.stop()
     assert (answer["state"], answer["exit_code"], run.status()["restarts"]) == ("STOPPED", 0, 1)
     assert answer["checkpoint"].endswith(f"step-{answer['step'] - 1:08d}"), "the stand-in's memory is one step behind"
     assert {attempt for attempt, _ in run.taken()} == {1}, "the second attempt only saved"
@@ -168,7 +168,7 @@ def test_a_stop_whose_save_never_succeeds_fails_the_run(start_run: StartRun) -> 
     run.wait_step(3)
     newest = run.command("save")["committed"]
     run.wait_step(newest + 3)
-    answer = run.command("stop")
+    answer = run.stop()
     assert (answer["state"], answer["exit_code"], run.status()["restarts"]) == ("FAILED", 1, 1)
     assert answer["reason"].startswith(f"stopped without its last checkpoint (the newest is of step {newest}): rank 0")
     assert run.exit_code() == 1
@@ -192,11 +192,12 @@ def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_coul
 def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> None:
     run = start_run("stop", steps=4000, every=0)
     run.wait_step(3)
-    answer = run.command("stop")
+    answer = run.stop()
     assert answer["state"] == "STOPPED" and answer["checkpoint"].endswith(f"step-{answer['step']:08d}")
     assert run.status()["state"] == "STOPPED"
     assert run.exit_code() == 0
     assert run.command("stop") == {"found": False}
+    assert {key: run.stop()[key] for key in answer} == answer, "the records say how the run ended"
     run.assert_nothing_left()
 
 
@@ -263,7 +264,7 @@ def test_a_pause_of_all_processes_is_not_taken_for_a_hang(start_run: StartRun) -
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     run.wait_step(run.status()["step"] + 100)
-    assert run.command("stop")["state"] == "STOPPED"
+    assert run.stop()["state"] == "STOPPED"
     assert "rank_failed" not in run.kinds() and run.status()["attempt"] == 1
 
 

@@ -72,5 +72,5 @@ def test_a_dead_standby_does_not_hide_the_evidence_of_its_node(cluster: Cluster,
         stacks = {event.rank: event.details["stacks"] for event in run.reader.events() if event.kind == "stacks"}
         assert "process state: stopped" in stacks[3], stacks
         _wait_attempt(run, 3)
-        assert run.command("stop")["state"] == "STOPPED"
+        assert run.stop()["state"] == "STOPPED"
         run.assert_nothing_left()

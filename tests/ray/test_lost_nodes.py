@@ -60,7 +60,7 @@ def test_spares_take_the_place_of_a_lost_node(nodes: ExtraNodes, start_run: Star
     run.wait(lambda: "spares_missing" in run.kinds(), "word of the missing spares")
     kinds = run.kinds()
     assert kinds.index("spares_released") < len(kinds) - 1 - kinds[::-1].index("seated")
-    assert run.command("stop")["state"] == "STOPPED" and run.status()["restarts"] == 1
+    assert run.stop()["state"] == "STOPPED" and run.status()["restarts"] == 1
     run.assert_nothing_left()
 
 
@@ -70,7 +70,7 @@ def test_spares_that_nobody_has_hold_up_nothing(start_run: StartRun) -> None:
     run.wait_step(1)
     run.wait(lambda: "spares_missing" in run.kinds(), "word of the missing spares")
     run.wait_step(run.status()["step"] + 10)
-    assert run.command("stop")["state"] == "STOPPED" and run.status()["restarts"] == 0
+    assert run.stop()["state"] == "STOPPED" and run.status()["restarts"] == 0
     run.assert_nothing_left()
 
 
@@ -114,7 +114,7 @@ def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     last = max(step for attempt, step in taken if attempt == grown - 1)
     first = min(step for attempt, step in taken if attempt == grown)
     assert first == last + 1, "growing redid or left out steps"
-    assert run.command("stop")["state"] == "STOPPED"
+    assert run.stop()["state"] == "STOPPED"
     run.assert_nothing_left()
 
 
@@ -132,7 +132,7 @@ def test_a_run_begins_small_where_others_hold_the_devices_and_grows_when_they_go
     assert (len(status["ranks"]), status["restarts"]) == (4, 0)
     last = max(step for attempt, step in taken if attempt < status["attempt"])
     assert min(step for attempt, step in taken if attempt == status["attempt"]) == last + 1, "not where it stopped"
-    assert run.command("stop")["state"] == "STOPPED"
+    assert run.stop()["state"] == "STOPPED"
     run.assert_nothing_left()
 
 
@@ -151,7 +151,7 @@ def test_a_node_that_is_lost_twice_is_left_out(nodes: ExtraNodes, start_run: Sta
     nodes.add(53)
     _trains_on(run, {"pp": 2, "fsdp": 2})
     assert _places(run) == {"127.0.0.51", "127.0.0.53"}
-    assert run.command("stop")["state"] == "STOPPED"
+    assert run.stop()["state"] == "STOPPED"
     run.assert_nothing_left()
 
 

@@ -101,7 +101,7 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     controller = _controller(run)
     _all(run, signal.SIGSTOP)
     answers: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: answers.append(run.command("stop")))
+    asking = threading.Thread(target=lambda: answers.append(run.stop()))
     asking.start()
     run.wait(lambda: "stop_requested" in run.kinds(), "the stop")
     os.kill(controller, signal.SIGKILL)
