@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.reader import RunReader
 from raypp.observe.status import GONE_AFTER_S, NO_CONTROLLER, RunStatus, is_final, without_a_sign_of_life
 from raypp.records import RunState
-from raypp.storage import ObjectStore, open_store
+from raypp.storage import ObjectStore, StoreError, open_store
 
 _KEYS_LOOKED_AT = 2000
 _QUICK_S = 3.0
@@ -93,16 +94,20 @@ def _status_before_the_first(place: RunPlace) -> dict[str, Any]:
 
 
 def runs_below(store: ObjectStore) -> list[str]:
-    """Returns the names of the runs in a store. Looks at a limited number of keys.
+    """Returns the names of the runs in a store, for a hint.
 
-    Raises:
-        StoreError: The store does not respond.
+    Looks at a limited number of keys, and stops at the first that may not be listed, such as
+    another user's.
     """
-    first = itertools.islice(store.list(), _KEYS_LOOKED_AT)
-    return sorted({info.key.partition("/")[0] for info in first if "/" in info.key})
+    names: set[str] = set()
+    with contextlib.suppress(StoreError):
+        for info in itertools.islice(store.list(), _KEYS_LOOKED_AT):
+            if "/" in info.key:
+                names.add(info.key.partition("/")[0])
+    return sorted(names)
 
 
 def _no_such_run(store: ObjectStore, name: str) -> JobError:
     fix = known_runs.hint_of_names(name, runs_below(store), f"{store.url.rstrip('/')}/{{}}")
-    fix = fix or "the store contains no runs; use the checkpoint.url of the run's job"
+    fix = fix or "the store contains no runs that can be listed; use the checkpoint.url of the run's job"
     return JobError(Problem("RUN", f"there is no run {name!r} below {store.url}", fix))

@@ -91,3 +91,17 @@ DirectoryStore(Path(sys.argv[1])).get("run/a")
 """
     done = subprocess.run([sys.executable, "-c", script, str(shared)], text=True, capture_output=True)
     assert f"let this user read and write {shared}/run/a" in done.stderr
+
+
+def test_a_run_that_does_not_exist_is_told_as_such_beside_the_private_run_of_another(shared: Path) -> None:
+    (shared / "theirs" / "attempts").mkdir(parents=True)
+    (shared / "theirs" / "attempts").chmod(0o700)
+    script = """
+import os, sys
+from raypp.cli.find_run import find_run
+os.environ["RAYPP_HOME"] = sys.argv[1] + "/home"
+os.seteuid(65534)
+find_run(sys.argv[1] + "/typo")
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(shared)], text=True, capture_output=True)
+    assert f"there is no run 'typo' below {shared}" in done.stderr, done.stderr
