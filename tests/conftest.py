@@ -62,7 +62,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     from laptop import Laptop
     from one_at_a_time import one_at_a_time
 
-    from raypp.memory.files import remove_dead
+    from raypp.memory.files import parse_name, remove_dead
 
     with one_at_a_time():
         laptop = Laptop.up(tmp_path_factory.mktemp("laptop"), cpus=8)
@@ -71,16 +71,19 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     finally:
         left = laptop.down()
         # `raypp local down` removes snapshots that no process will use, so none can be left.
-        left += [f"a snapshot in shared memory: {name}" for name in remove_dead()]
+        dead = [name for name in remove_dead() if (slot := parse_name(name)) and slot.run in laptop.names]
+        left += [f"a snapshot in shared memory: {name}" for name in dead]
     assert not left, f"left behind by the embedded cluster or its runs: {left}"
 
 
 @pytest.fixture(scope="session")
 def undisturbed(laptop: Laptop) -> Run:
     """The reference: the small job, submitted and followed to its end without a fault."""
+    from held_back import held_back
+
     run = laptop.start(laptop.job("undisturbed"), "--json")
-    run.wait_titles()
-    run.seen_alive = run.facts_while_alive()
+    with held_back([rank.pid for rank in run.wait_titles().values()]):
+        run.seen_alive = run.facts_while_alive()
     run.wait()
     assert run.exit_code == 0, run.told()
     return run

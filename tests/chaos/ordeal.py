@@ -155,8 +155,15 @@ class Ordeal:
                 put(done, {})
                 time.sleep(STORE_SILENT_S)
             return
-        os.kill(self._pid_of(strike.outside), signal.SIGKILL)
+        wait_for(lambda: self._killed(strike.outside), f"a {strike.outside} to kill", 60)
         put(done, {})
+
+    def _killed(self, what: str) -> bool:
+        """Kills what was asked for; False if Ray still lists one that is dead."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid_of(what), signal.SIGKILL)
+            return True
+        return False
 
     def _pid_of(self, what: str) -> int:
         if what == "driver":

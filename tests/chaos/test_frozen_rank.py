@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from held_back import held_back
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
@@ -15,7 +16,8 @@ def test_a_frozen_rank_is_named_within_the_hang_timeout_and_the_run_ends_as_if_n
 ) -> None:
     run = laptop.start(laptop.job("frozen", recovery__hang_timeout_s=6), "--json")
     ranks = run.wait_titles()
-    run.wait_step(EVERY)
+    with held_back([rank.pid for rank in ranks.values()], pause_s=0.05):
+        run.wait_step(EVERY)
     ranks["pp1"].suspend()
     assert run.wait() == 0, run.told()
     answer = json.loads(run.out.splitlines()[-1])

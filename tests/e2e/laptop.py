@@ -26,8 +26,9 @@ import yaml
 from safetensors.numpy import load as load_tensors
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.dashboard import Dashboard, DashboardError
 from raypp.clusters.seaweed import SeaweedServer
+from raypp.errors import UnreachableError
 from raypp.observe.reader import RunReader
 from raypp.storage import ObjectStore
 from raypp.storage.directory import DirectoryStore
@@ -62,6 +63,7 @@ class Laptop:
     directory: Path
     environment: dict[str, str]
     state: dict[str, Any]
+    names: set[str] = field(default_factory=set)
 
     @classmethod
     def up(cls, directory: Path, cpus: int) -> Laptop:
@@ -77,7 +79,7 @@ class Laptop:
     def down(self) -> list[str]:
         """Ends the cluster. Returns what is left of it despite that."""
         answer = self.raypp("local", "down", "--delete-data")
-        wait_for(lambda: not self._processes(), "", patience_s=10, fail=False)
+        wait_for(lambda: not self._processes(), "", patience_s=60, fail=False)
         left = [] if answer.code == 0 else [f"`raypp local down` left with {answer}"]
         left += [f"process {one.pid}: {' '.join(one.cmdline())[:200]}" for one in self._processes()]
         left += [path for path in (self.state["ray_dir"], str(self.directory / "home/local/s3")) if Path(path).exists()]
@@ -117,6 +119,7 @@ class Laptop:
     def job(self, name: str, **changes: Any) -> Path:
         """Writes the file of a small job. `changes` are dotted keys with `__` in place of the dot,
         or whole sections."""
+        self.names.add(name)
         document: dict[str, Any] = {
             "name": name,
             "model": {
@@ -361,12 +364,18 @@ def copy_run(source: ObjectStore, run: str, target: Path) -> None:
 
 
 def wait_for(condition: Callable[[], Any], what: str, patience_s: float = _PATIENCE_S, *, fail: bool = True) -> Any:
-    """Checks the condition 50 times a second until it is true."""
+    """Checks the condition 50 times a second until it is true. A busy cluster that does not answer
+    is asked again."""
     end = time.monotonic() + patience_s
-    while not (answer := condition()):
+    while True:
+        unanswered = ""
+        try:
+            if answer := condition():
+                return answer
+        except (UnreachableError, DashboardError) as error:
+            unanswered = f": {error}"
         if time.monotonic() > end:
             if not fail:
                 return None
-            raise AssertionError(f"{what} did not come about within {patience_s:.0f} s")
+            raise AssertionError(f"{what} did not come about within {patience_s:.0f} s{unanswered}")
         time.sleep(0.02)
-    return answer

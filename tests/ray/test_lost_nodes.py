@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from held_back import held_back
 
 from raypp.clusters.find import Cluster
-from tests.ray.conftest import Started, StartRun, held_back
+from tests.ray.conftest import Started, StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -171,7 +172,7 @@ def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
         "recovery": {"elastic": {"grace_s": 3}},
     }
     threads = {"env": {"OMP_NUM_THREADS": "1"}}
-    reference = _start(start_run, "undisturbed", resources=threads, **sections)
+    reference = _start(start_run, "whole", resources=threads, **sections)
     assert reference.wait_end()["state"] == "SUCCEEDED"
     run = _start(start_run, "disturbed", resources=threads, **sections)
     run.wait(lambda: "committed" in run.kinds(), "a commit")

@@ -7,8 +7,9 @@ import os
 import signal
 
 import pytest
+from held_back import held_back
 
-from tests.ray.conftest import Started, StartRun, held_back
+from tests.ray.conftest import Started, StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from held_back import held_back
 
 from raypp.checkpoint.commit import Commit, write_commit
 from raypp.control.machine import Finish
@@ -16,11 +17,11 @@ from raypp.control.run_events import end_event, with_submission
 from raypp.observe.recorder import RunRecorder
 from raypp.records import RunState, StepReport
 from raypp.storage import open_store
-from tests.ray.conftest import Started, StartRun, held_back
+from tests.ray.conftest import Started, StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
-STEPS = 60
+STEPS = 120
 
 
 def _controller(run: Started) -> int:

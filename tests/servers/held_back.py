@@ -1,0 +1,38 @@
+"""Slows processes down, so that a test can act at a certain step of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+
+
+@contextlib.contextmanager
+def held_back(pids: Iterable[int], pause_s: float = 0.25) -> Iterator[None]:
+    """Lets processes run only a small part of the time: 20 ms, a step or so, between pauses.
+
+    What is to happen at a certain step then happens in time, however busy the machine is.
+    """
+    pids = list(pids)
+    over = threading.Event()
+
+    def send(number: int) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def hold_back() -> None:
+        while not over.wait(0.02):
+            send(signal.SIGSTOP)
+            over.wait(pause_s)
+            send(signal.SIGCONT)
+
+    thread = threading.Thread(target=hold_back)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
