@@ -299,9 +299,14 @@ def links_document(report: dict[str, Any]) -> dict[str, Any]:
             links.append({"from": link["from"], "to": link["to"], "gbps": there, "latency_ms": latency})
             links.append({"from": link["to"], "to": link["from"], "gbps": back, "latency_ms": latency})
     nodes = [node["ip"] for node in report["nodes"]]
-    memory = {node["ip"]: min(node["memory_free"], node["shm_free"]) for node in _working(report)}
+    memory = {node["ip"]: _free_memory(node) for node in _working(report)}
     facts = {"nodes": nodes, "memory": memory, "links": links, "devices": devices(report)}
     return {"measured": report["measured"], **facts}
+
+
+def _free_memory(node: dict[str, Any]) -> int:
+    memory, shared = int(node["memory_free"]), node["shm_free"]
+    return memory if shared is None else min(memory, int(shared))
 
 
 def _some(nodes: list[str]) -> str:
