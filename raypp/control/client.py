@@ -308,11 +308,11 @@ def answer_in(output: str, errors: str) -> dict[str, Any]:
 
 
 def python_of(cluster: Cluster) -> str:
-    """Returns the nodes' interpreter: this one when the head is this machine, else `python` on the
-    raylet's PATH."""
+    """Returns the interpreter of a job's driver: this one when the head is this machine, else
+    `python` on the raylet's PATH."""
     if cluster.embedded is not None:
         return shlex.quote(cluster.embedded.python)
-    here = any(node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())
+    here = any(node.head and node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())
     return shlex.quote(sys.executable) if here else "python"
 
 
