@@ -216,8 +216,17 @@ def submit_run(
 
 
 def collect_settings(cluster: Cluster) -> dict[str, str]:
-    """Returns the submitter's settings without secrets, for the processes of a job."""
-    return collect(SETTINGS + (PROFILE if cluster.embedded is not None else ()), dict(os.environ))
+    """Returns the submitter's settings without secrets, for the processes of a job.
+
+    For another cluster, including those in files of this machine.
+    """
+    if cluster.embedded is not None:
+        return collect(SETTINGS + PROFILE, dict(os.environ))
+    own: dict[str, str] = {}
+    for kind in STORES:
+        if kind.own_settings:
+            own |= load_object(kind.own_settings)()
+    return own | collect(SETTINGS, dict(os.environ))
 
 
 def collect_secrets(here: bool = False) -> dict[str, str]:
