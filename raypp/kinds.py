@@ -134,6 +134,7 @@ class StoreKind(Kind):
         own_secrets: `package.module:function` of a function `() -> dict[str, str]`, which returns
             `secrets` that this machine has elsewhere than in variables; empty: none.
         settings: Variables without secrets. They travel with a job.
+        own_settings: As `own_secrets`, for `settings`.
         files: Variables that name files on the submitter's machine. They travel only to ranks on
             that machine.
         chosen_by: Variables that show that the user has a store of this kind, if any of them is
@@ -149,6 +150,7 @@ class StoreKind(Kind):
     secrets: tuple[str, ...] = ()
     own_secrets: str = ""
     settings: tuple[str, ...] = ()
+    own_settings: str = ""
     files: tuple[str, ...] = ()
     chosen_by: tuple[str, ...] = ()
     embedded: bool = False

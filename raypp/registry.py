@@ -136,12 +136,12 @@ class Registry(Generic[K]):
 
         Raises:
             JobError: There is no such kind. The message lists the kinds and suggests the closest
-                name.
+                name. Or the declaration of a user's own kind cannot be read.
         """
         if name in self._in_raypp():
             return self._in_raypp()[name]
         if ":" in name:
-            return self._own(name, name)
+            return self._own(name, name, key)
         kinds = self._listed()
         if name in kinds:
             return kinds[name]
@@ -188,13 +188,22 @@ class Registry(Generic[K]):
         kind: K = self._entry(*arguments, **keywords)
         return replace(kind, builder=builder)
 
-    def _own(self, name: str, value: str) -> K:
-        """Returns a user's own kind: the one its module declares, else `undeclared`."""
+    def _own(self, name: str, value: str, key: str = "") -> K:
+        """Returns a user's own kind: the one its module declares, else `undeclared`.
+
+        Raises:
+            JobError: The declaration cannot be read.
+        """
         module, _, function = value.partition(":")
         spec = _spec(module)
         builder = f"{module}:{function or self._function}"
         file = spec.origin if spec is not None and spec.has_location else None
-        declared = self._declared(Path(file), builder) if file and function in ("", self._function) else None
+        try:
+            declared = self._declared(Path(file), builder) if file and function in ("", self._function) else None
+        except (ValueError, TypeError, SyntaxError) as error:
+            what = f"cannot read {DECLARATION} of {value!r}: {error}"
+            fix = f"write {DECLARATION} = {self._entry.__name__}(name, summary, …) with its arguments as literals"
+            raise JobError(Problem(key, what, fix)) from error
         kind: K = declared or self._entry.undeclared(name)
         return replace(kind, name=name, builder=builder, own=True)
 

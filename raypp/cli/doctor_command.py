@@ -12,13 +12,15 @@ import click
 from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.error_view import problem_parts
 from raypp.cli.load_job import load_checked_job
-from raypp.cli.output import echo, echo_json, echo_lines, styled
+from raypp.cli.output import check_writable, echo, echo_json, echo_lines, styled, write_file
 from raypp.clusters.find import find_cluster, lend_store_settings
 from raypp.control import client
 from raypp.doctor.client import examine
 from raypp.doctor.driver import ProbeOptions
 from raypp.doctor.findings import Finding, Severity, findings, links_document
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
+from raypp.spec.load import job_document
+from raypp.spec.secret import without_secrets
 from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import shell_word
 
@@ -55,13 +57,15 @@ def doctor_command(
     checked = load_checked_job(job, overrides).job if job is not None else None
     if job is None and overrides:
         raise JobError(Problem("--set", "needs a JOB whose value it replaces", "give the job file first"))
+    if out is not None:
+        check_writable(out)
     cluster = find_cluster(address)
     lend_store_settings(cluster.embedded)
     cluster.dashboard.check_versions()
     url = store_url or (checked.checkpoint.url if checked else "")
     if url and not re.match(r"^[a-z0-9]+://", url):
         url = str(expand_home(url).absolute())
-    examined = checked.model_dump(mode="json") if checked else None
+    examined = without_secrets(job_document(checked)) if checked else None
     options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices)
     report = examine(cluster, options, lambda line: echo(f"  {line}", err=True))
     found = findings(report)
@@ -70,13 +74,13 @@ def doctor_command(
             client.check_resources(checked, cluster)
         except ResourcesError as error:
             found = [Finding(Severity.BREAKS, problem) for problem in error.problems] + found
-    if out is not None:
-        out.write_text(json.dumps(links_document(report), indent=2) + "\n")
-        echo(f"wrote {out}; use it with `raypp plan JOB --links {shell_word(out)}`", err=True)
     if as_json:
         echo_json({**report, "findings": [finding.as_dict() for finding in found]})
     else:
         _show(report, found, bool(url))
+    if out is not None:
+        write_file(out, (json.dumps(links_document(report), indent=2) + "\n").encode())
+        echo(f"wrote {out}; use it with `raypp plan JOB --links {shell_word(out)}`", err=True)
     raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in found) else EXIT_OK)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, RayppError
 from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
 from raypp.recovery.policy import check_policy
@@ -47,13 +47,14 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
         file, problems = error.rest, list(error.problems)
     try:
         file = sized(file)
-    except JobError as error:
+    except RayppError as error:
         # Without sizes there is no plan, and whether the data fit the model is unknown.
-        raise JobError(in_order([*problems, *error.problems])) from error
+        problems += [found for found in _spec_problems(file, problems) if found.key.partition(".")[0] != "model"]
+        if not problems and not isinstance(error, JobError):
+            raise
+        raise JobError(in_order([*map(file.locate, problems), *error.problems])) from error
+    problems += _spec_problems(file, problems)
     reported = {problem.key for problem in problems}
-    problems += [found for found in check_spec(file.job, file.directory) if found.key not in reported]
-    reported |= {problem.key for problem in problems}
-    problems += [found for found in check_policy(file.job.recovery) if found.key not in reported]
     # Report each problem once: skip plan problems that follow from one (a schedule that cannot be
     # imported).
     problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
@@ -61,6 +62,14 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
     return file
+
+
+def _spec_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:
+    """Returns the problems of the job on its own, without those of keys that have one already."""
+    reported = {problem.key for problem in before}
+    found = [problem for problem in check_spec(file.job, file.directory) if problem.key not in reported]
+    reported |= {problem.key for problem in found}
+    return found + [problem for problem in check_policy(file.job.recovery) if problem.key not in reported]
 
 
 def _row_problems(job: Job) -> list[Problem]:

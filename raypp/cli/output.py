@@ -65,13 +65,35 @@ def write_file(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except (OSError, ValueError) as error:
-        raise JobError(Problem("--out", f"cannot write {path}: {error}", "name another file")) from None
+        raise _not_written(path, error) from None
+
+
+def check_writable(path: Path) -> None:
+    """Checks that a file which the user named with `--out` can be written, before long work for it.
+
+    Leaves an existing file as it is, and no new one.
+
+    Raises:
+        JobError: It cannot be written.
+    """
+    try:
+        is_new = not path.exists()
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error) from None
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
     """Returns the JSON that `echo_json` prints."""
     # json.dumps escapes all control characters but DEL, which can only be inside a string.
     return json.dumps(value, indent=indent).replace("\x7f", "\\u007f")
+
+
+def _not_written(path: Path, error: Exception) -> JobError:
+    return JobError(Problem("--out", f"cannot write {path}: {error}", "name another file"))
 
 
 def _shown(part: object, show: Any) -> str:

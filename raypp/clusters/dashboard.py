@@ -26,6 +26,7 @@ from raypp.untrusted.paths import expand_home
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 _TOKEN_BYTES = 64 << 10
 _URL = re.compile(r"[!-~]{1,2000}")
+_ON_LOOPBACK = re.compile(r"http://(127\.|localhost[:/]|\[::1\])", re.IGNORECASE)
 _AGENT_RETRY = Backoff(timeout_s=30.0, first_s=0.3, longest_s=0.3)
 
 
@@ -55,6 +56,7 @@ class NodeResources:
         free_gpus: GPUs that nothing has reserved.
         gpu_bytes: Memory of its largest GPU; 0 if the node's agent does not tell.
         free_bytes: Host memory that is available; 0 if the node's agent does not tell.
+        head: Whether it is the head, where Ray runs the drivers of jobs.
     """
 
     node_id: str
@@ -66,6 +68,7 @@ class NodeResources:
     free_gpus: float
     gpu_bytes: int = 0
     free_bytes: int = 0
+    head: bool = False
 
 
 def dashboard_url(address: str) -> str:
@@ -126,7 +129,7 @@ class Dashboard:
         self._token = token
         self._timeout_s = timeout_s
         # A proxy configured for the internet cannot reach a cluster on loopback.
-        handlers = [urllib.request.ProxyHandler({})] if url.startswith("http://127.") else []
+        handlers = [urllib.request.ProxyHandler({})] if _ON_LOOPBACK.match(url) else []
         self._opener = urllib.request.build_opener(*handlers)
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
@@ -297,6 +300,7 @@ class Dashboard:
                     gpus - float(used.get("GPU", 0)),
                     max((int(gpu.get("memoryTotal") or 0) << 20 for gpu in entry.get("gpus") or ()), default=0),
                     int((entry.get("mem") or (0, 0))[1]),  # all, available, …
+                    bool(raylet.get("isHeadNode")),
                 )
             )
         return sorted(nodes, key=lambda node: node.ip)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
+from types import EllipsisType
 
 from raypp.clusters import local
 from raypp.clusters.dashboard import Dashboard, dashboard_url, token_from_environment
-from raypp.errors import Problem, UnreachableError
+from raypp.errors import JobError, Problem, UnreachableError
 from raypp.kinds import STORES
 
 
@@ -50,17 +52,65 @@ def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster
     return Cluster(embedded.dashboard, Dashboard(embedded.dashboard, embedded.token(), timeout_s), embedded)
 
 
-def lend_store_settings(embedded: local.LocalCluster | None = None) -> str | None:
+def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...) -> str | None:
     """Makes this process use the embedded cluster's S3 server, unless its environment sets another.
+
+    A command that uses another cluster does not use the server, and sends no keys of it there: what
+    was lent before is taken back, and nothing is lent later.
+
+    Args:
+        embedded: The embedded cluster if the command uses it; None: it uses another. Left out: not
+            known here; the server is lent unless RAYPP_ADDRESS names another cluster.
 
     Returns:
         The URL of the server that is now used; None if the environment has its own settings, or no
-        embedded cluster runs.
+        embedded cluster is used.
     """
-    if any(os.environ.get(name) for store in STORES if store.embedded for name in store.chosen_by):
+    if isinstance(embedded, EllipsisType):
+        embedded = None if _loan.refused else embedded_at(os.environ.get("RAYPP_ADDRESS"))
+    else:
+        _loan.refused = embedded is None
+        if embedded is None:
+            _loan.take_back()
+    if embedded is None or any(os.environ.get(name) for store in STORES if store.embedded for name in store.chosen_by):
         return None
-    cluster = embedded or local.find()
-    if cluster is None:
-        return None
-    os.environ.update(cluster.aws_environment())
-    return cluster.s3.endpoint
+    _loan.give(embedded.aws_environment())
+    return embedded.s3.endpoint
+
+
+def embedded_at(address: str | None) -> local.LocalCluster | None:
+    """Returns the embedded cluster if it runs and this is its address, or none is given."""
+    embedded = local.find()
+    if embedded is None or not address:
+        return embedded
+    with contextlib.suppress(JobError):  # a command that uses a cluster reports an invalid address
+        if dashboard_url(address) == dashboard_url(embedded.dashboard):
+            return embedded
+    return None
+
+
+class _Loan:
+    """The variables of this process that hold the embedded cluster's store settings.
+
+    Attributes:
+        refused: Whether the process uses another cluster.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+        self._before: dict[str, str | None] = {}
+
+    def give(self, variables: dict[str, str]) -> None:
+        self._before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+
+    def take_back(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before = {}
+
+
+_loan = _Loan()

@@ -98,12 +98,14 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
             raise ResourcesError(problems)
         return device
     what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
+    if any(_lacks_cpus(node, free[node.node_id], device) for node in nodes):
+        what = f"GPUs with {cpus:g} CPUs each"
     where = ", ".join(_places_in_words(node, free[node.node_id], device, cpus) for node in nodes)
     raise ResourcesError(
         Problem(
             "mesh",
             f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})",
-            _way_out(job, total, device, embedded),
+            _way_out(job, total, device, embedded, sum(int(node.free_gpus) for node in nodes)),
         )
     )
 
@@ -119,14 +121,21 @@ def _all_places(node: NodeResources, device: str, cpus: float) -> int:
 
 def _places_in_words(node: NodeResources, free: int, device: str, cpus: float) -> str:
     there = _all_places(node, device, cpus)
-    return f"{node.ip} has no GPU" if device == "cuda" and not there else f"{node.ip} {free} of {there}"
+    limit = f" with {node.free_cpus:g} CPUs free" if _lacks_cpus(node, free, device) else ""
+    return f"{node.ip} has no GPU" if device == "cuda" and not there else f"{node.ip} {free} of {there}{limit}"
 
 
-def _way_out(job: Job, free: int, device: str, embedded: bool) -> str:
-    if device == "cuda" and not free:
-        return "end another run, add nodes with GPUs (Ray finds them by nvidia-smi), or use resources.device cpu"
+def _lacks_cpus(node: NodeResources, free: int, device: str) -> bool:
+    return device == "cuda" and free < int(node.free_gpus)
+
+
+def _way_out(job: Job, free: int, device: str, embedded: bool, free_gpus: int) -> str:
     fitting = fitting_mesh(job, free)
     mesh = f"a mesh that fits: {fitting}; or " if fitting else ""
+    if device == "cuda" and free_gpus >= job.mesh.world:
+        return f"{mesh}lower resources.cpus_per_rank, or start Ray there with a larger --num-cpus"
+    if device == "cuda" and not free:
+        return "end another run, add nodes with GPUs (Ray finds them by nvidia-smi), or use resources.device cpu"
     if embedded and device == "cpu":
         return f"{mesh}end another run, or `raypp local down` and `raypp local up --cpus {job.mesh.world}`"
     return f"{mesh}end another run, or add nodes"
@@ -207,8 +216,17 @@ def submit_run(
 
 
 def collect_settings(cluster: Cluster) -> dict[str, str]:
-    """Returns the submitter's settings without secrets, for the processes of a job."""
-    return collect(SETTINGS + (PROFILE if cluster.embedded is not None else ()), dict(os.environ))
+    """Returns the submitter's settings without secrets, for the processes of a job.
+
+    For another cluster, including those in files of this machine.
+    """
+    if cluster.embedded is not None:
+        return collect(SETTINGS + PROFILE, dict(os.environ))
+    own: dict[str, str] = {}
+    for kind in STORES:
+        if kind.own_settings:
+            own |= load_object(kind.own_settings)()
+    return own | collect(SETTINGS, dict(os.environ))
 
 
 def collect_secrets(here: bool = False) -> dict[str, str]:
@@ -308,11 +326,11 @@ def answer_in(output: str, errors: str) -> dict[str, Any]:
 
 
 def python_of(cluster: Cluster) -> str:
-    """Returns the nodes' interpreter: this one when the head is this machine, else `python` on the
-    raylet's PATH."""
+    """Returns the interpreter of a job's driver: this one when the head is this machine, else
+    `python` on the raylet's PATH."""
     if cluster.embedded is not None:
         return shlex.quote(cluster.embedded.python)
-    here = any(node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())
+    here = any(node.head and node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())
     return shlex.quote(sys.executable) if here else "python"
 
 

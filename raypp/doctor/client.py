@@ -13,8 +13,7 @@ from typing import Any
 
 from raypp.clusters.dashboard import FINAL_JOB_STATES
 from raypp.clusters.find import Cluster
-from raypp.control.client import answer_in, collect_secrets, python_of
-from raypp.control.credentials import SETTINGS, collect
+from raypp.control.client import answer_in, collect_secrets, collect_settings, python_of
 from raypp.control.package import build_package
 from raypp.doctor.driver import PROGRESS, ProbeOptions
 from raypp.errors import Problem, UnreachableError
@@ -72,7 +71,7 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
             "entrypoint": f"{python_of(cluster)} -m raypp.doctor.driver {shlex.quote(options.as_argument())}",
             "runtime_env": {
                 "working_dir": dashboard.upload_package(name, content),
-                "env_vars": {**collect(SETTINGS, dict(os.environ)), "PYTHONUNBUFFERED": "1"},
+                "env_vars": {**collect_settings(cluster), "PYTHONUNBUFFERED": "1"},
             },
             "metadata": {"job_name": "doctor", "raypp_command": "doctor"},
         }

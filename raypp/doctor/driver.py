@@ -141,11 +141,15 @@ class Examination:
         ports = self._gather({index: self._actors[index].listen.remote(self._ip(index)) for index in working}, _START_S)
         found: list[dict[str, Any]] = []
         for pairs in rounds(len(working)):
-            asked = {}
+            asked, answers = {}, {}
             for one, other in ((working[first], working[second]) for first, second in pairs):
-                seconds = self._options.seconds
-                asked[one, other] = self._actors[one].measure.remote(self._ip(other), ports[other], seconds)
-            for (one, other), answer in self._gather(asked, 60 + 4 * self._options.seconds).items():
+                port, seconds = ports[other], self._options.seconds
+                if isinstance(port, dict):
+                    answers[one, other] = port
+                else:
+                    asked[one, other] = self._actors[one].measure.remote(self._ip(other), port, seconds)
+            answers |= self._gather(asked, 60 + 4 * self._options.seconds)
+            for (one, other), answer in answers.items():
                 found.append({"from": self._ip(one), "to": self._ip(other), **answer})
                 _print_progress(f"link {self._ip(one)} – {self._ip(other)}: {_link_text(answer)}")
         return found
@@ -172,7 +176,8 @@ class Examination:
 
     def _gather(self, asked: dict[Any, Any], timeout_s: float) -> dict[Any, Any]:
         """Waits for answers and returns them by key; `{"error": …}` for a failure or timeout."""
-        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+        if asked:
+            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
         answers = {}
         for key, reference in asked.items():
             try:

@@ -137,26 +137,44 @@ def _rates(report: dict[str, Any]) -> Iterator[Finding]:
         if min(out, back) < 0.5 * max(out, back):
             what = f"the link {pair} is asymmetric: {out:.3g} Gbit/s one way, {back:.3g} back"
             yield _found(Severity.SLOWS, what, "check for a duplex mismatch, a bad cable, or other traffic")
-        used = interfaces[link["from"]].get(link["interface"])
-        speed = (used or {}).get("mbps", 0) / 1000
-        if speed and max(out, back) < 0.5 * speed:
+        near = interfaces[link["from"]].get(link["interface"])
+        far = _with_address(interfaces.get(link["to"], {}), link["to"])
+        slower = min((one for one in (near, far) if one and one["mbps"]), key=lambda one: one["mbps"], default=None)
+        if slower and max(out, back) < 0.5 * slower["mbps"] / 1000:
             what = (
-                f"the link {pair} carries {max(out, back):.3g} Gbit/s; its interface {link['interface']} has {speed:g}"
+                f"the link {pair} carries {max(out, back):.3g} Gbit/s; its interface {slower['name']} has "
+                f"{slower['mbps'] / 1000:g}"
             )
             yield _found(
                 Severity.SLOWS, what, "check for a slower switch port, a bad cable, Wi-Fi on the path, or other traffic"
             )
     for ip, known in interfaces.items():
         used_names = {link["interface"] for link in good if link["from"] == ip}
+        own = _with_address(known, ip)
+        if own and any(link["to"] == ip for link in good):
+            used_names.add(own["name"])
         fastest = max((known[name]["mbps"] for name in used_names if name in known), default=0)
         for one in known.values():
-            if fastest and one["up"] and one["mbps"] > fastest and one["name"] not in used_names:
+            if fastest and one["mbps"] > fastest and one["name"] not in used_names and _can_carry(one):
                 what = (
                     f"node {ip} uses {', '.join(sorted(used_names))} ({fastest / 1000:g} Gbit/s), "
                     f"but also has {one['name']} with {one['mbps'] / 1000:g}"
                 )
                 fix = f"start Ray there with --node-ip-address={one['address']} (and every node in that network)"
                 yield _found(Severity.SLOWS, what, fix)
+
+
+def _with_address(known: dict[str, dict[str, Any]], address: str) -> dict[str, Any] | None:
+    return next((one for one in known.values() if one["address"] == address), None)
+
+
+def _can_carry(interface: dict[str, Any]) -> bool:
+    """Whether Ray could be started with an interface's address.
+
+    Not a container's virtual interface, whatever speed it reports, nor a link-local address.
+    """
+    here = interface["address"].startswith(("fe80:", "169.254."))
+    return bool(interface["up"] and interface.get("physical") and not here)
 
 
 def _clocks(report: dict[str, Any]) -> Iterator[Finding]:
@@ -299,9 +317,14 @@ def links_document(report: dict[str, Any]) -> dict[str, Any]:
             links.append({"from": link["from"], "to": link["to"], "gbps": there, "latency_ms": latency})
             links.append({"from": link["to"], "to": link["from"], "gbps": back, "latency_ms": latency})
     nodes = [node["ip"] for node in report["nodes"]]
-    memory = {node["ip"]: min(node["memory_free"], node["shm_free"]) for node in _working(report)}
+    memory = {node["ip"]: _free_memory(node) for node in _working(report)}
     facts = {"nodes": nodes, "memory": memory, "links": links, "devices": devices(report)}
     return {"measured": report["measured"], **facts}
+
+
+def _free_memory(node: dict[str, Any]) -> int:
+    memory, shared = int(node["memory_free"]), node["shm_free"]
+    return memory if shared is None else min(memory, int(shared))
 
 
 def _some(nodes: list[str]) -> str:

@@ -81,7 +81,13 @@ class NodeProbe:
             "shm_free": _free("/dev/shm"),
             "disk_free": _free(str(Path.cwd())),
             "interfaces": [
-                {"name": one.name, "address": one.address, "mbps": one.mbps, "up": one.up}
+                {
+                    "name": one.name,
+                    "address": one.address,
+                    "mbps": one.mbps,
+                    "up": one.up,
+                    "physical": Path(f"/sys/class/net/{one.name}/device").exists(),
+                }
                 for one in interfaces().values()
                 if one.address
             ],

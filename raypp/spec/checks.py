@@ -86,7 +86,7 @@ def named_kinds(job: Job) -> Iterator[tuple[str, Choice, str]]:
 def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
     if choice.works(value):
         if choice.is_own(value) and not _is_csv(value):
-            yield from _own(value, key)
+            yield from _own(value, key, choice)
         return
     known, usable = choice.words(), choice.available()
     if value in known or choice.is_own(value):
@@ -97,11 +97,19 @@ def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
         yield Problem(key, f"there is no {shown(value)}; there are: {', '.join(known)}", fix)
 
 
-def _own(value: str, key: str) -> Iterator[Problem]:
-    """Checks that a user's own module can be found. Does not import it, which may take seconds."""
+def _own(value: str, key: str, choice: Choice) -> Iterator[Problem]:
+    """Checks that a user's own module can be found, and its declaration read.
+
+    Does not import it, which may take seconds.
+    """
     module = value.partition(":")[0]
     if not is_module(module):
         yield Problem(key, f"cannot import {module!r} (from {value!r})", "install it, or put its folder on PYTHONPATH")
+        return
+    try:
+        choice.registry.get(value, key=key)
+    except JobError as error:
+        yield from error.problems
 
 
 def _is_csv(value: str) -> bool:

@@ -72,6 +72,7 @@ KIND = StoreKind(
         "RAYPP_S3_ADDRESSING_STYLE",
         "RAYPP_S3_REQUEST_PAYER",
     ),
+    own_settings="raypp.storage.s3_client:settings_of_profile",
     files=("AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE"),
     chosen_by=(
         "AWS_ENDPOINT_URL_S3",

@@ -213,6 +213,26 @@ def keys_of_profile() -> dict[str, str]:
     return {name: value for name, value in values.items() if value}
 
 
+def settings_of_profile() -> dict[str, str]:
+    """Returns region and server of AWS_PROFILE, as variables, unless variables set them.
+
+    Raises:
+        JobError: The profile does not exist, or is invalid.
+    """
+    if not os.environ.get("AWS_PROFILE"):
+        return {}
+    server = S3Clients().endpoint
+    import boto3
+
+    found = {}
+    if server and not _endpoint_in_environment():
+        found["AWS_ENDPOINT_URL_S3"] = server
+    region_is_set = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if not region_is_set and (region := boto3.Session().region_name):
+        found["AWS_REGION"] = region
+    return found
+
+
 def _identity(credentials: Any) -> object:
     from botocore.exceptions import BotoCoreError
 

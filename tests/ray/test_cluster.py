@@ -15,6 +15,7 @@ import psutil
 import pytest
 import ray
 
+import raypp
 from raypp.clusters import known_runs, local, setup_worker
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster, find_cluster
@@ -80,7 +81,34 @@ def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
         seen: set[str] = set()
         every = Backoff(30, first_s=0.1, longest_s=0.1)
         assert every.wait(lambda: bool(seen.update(node.ip for node in cluster.dashboard.nodes()) or len(seen) > 1))
+        assert [node.ip for node in cluster.dashboard.nodes() if node.head] == ["127.0.0.2"]
     assert seen == {"127.0.0.2", "127.0.0.77"}
+
+
+_EXAMINATION = """
+import json, ray
+from raypp.doctor.driver import Examination, ProbeOptions
+
+class Misaddressed(Examination):
+    def _ip(self, index):
+        return super()._ip(index) if index == 0 else "192.0.2.1"
+
+ray.init(namespace="raypp", log_to_driver=False)
+print(json.dumps(Misaddressed(ProbeOptions(seconds=0.05, devices=False)).report()["links"]))
+"""
+
+
+@pytest.mark.slow
+def test_doctor_tells_why_a_node_cannot_listen(cluster: Cluster) -> None:
+    assert cluster.embedded is not None
+    with ExtraNodes(cluster) as extra:
+        extra.add(77)
+        command, root = [sys.executable, "-c", _EXAMINATION], Path(raypp.__file__).parents[1]
+        environment = os.environ | cluster.embedded.ray_environment()
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+    (link,) = json.loads(done.stdout.splitlines()[-1])
+    assert (link["from"], link["to"]) == ("127.0.0.2", "192.0.2.1")
+    assert "Cannot assign requested address" in link["error"]
 
 
 def test_nobody_leads_a_run_that_was_never_started(cluster: Cluster) -> None:

@@ -107,6 +107,28 @@ def test_every_problem_of_a_job_is_told_at_once_from_types_to_schedule(
     assert "--set pipeline.microbatches=2: " in printed
 
 
+def test_every_problem_that_needs_no_sizes_is_told_with_that_of_from_hf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: a\nmodel: {from_hf: none}\ndata: {path: none.txt}\nrecovery: {policy: defualt}\n"
+        "train: {optimizer: {kind: adam}}\n"
+    )
+    unreachable = {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    for name, value in {**unreachable, "RAYPP_STORE_PATIENCE_S": "0.1"}.items():
+        monkeypatch.setenv(name, value)
+    for url in ("none", "s3://raypp/none"):
+        assert run(["plan", str(job), "--set", f"model.from_hf={url}"]) == 2
+        printed = capsys.readouterr().err
+        assert f"{job}:3 data.path: there is no" in printed
+        assert f"{job}:4 recovery.policy: there is no 'defualt'" in printed
+        assert f"{job}:5 train.optimizer.kind: there is no 'adam'" in printed
+        assert ("--set model.from_hf=none: there is no" if url == "none" else "127.0.0.1:9") in printed
+    job.write_text("name: a\ndata: {kind: synthetic}\n")
+    assert run(["plan", str(job), "--set", "model.from_hf=s3://raypp/none"]) == 3
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize(
     "settings", [[], ["mesh.pp=1", "mesh.fsdp=1"], ["mesh.pp=6", "mesh.fsdp=8"], ["pipeline.schedule=gpipe"]]

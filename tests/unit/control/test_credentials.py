@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from raypp.control.client import collect_secrets
-from raypp.control.credentials import SECRETS
+from raypp.cli.find_run import find_run
+from raypp.clusters import find, known_runs, local
+from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.find import Cluster, lend_store_settings
+from raypp.clusters.local import LocalCluster
+from raypp.clusters.seaweed import SeaweedServer
+from raypp.clusters.user_folder import write_private
+from raypp.control.client import collect_secrets, collect_settings
+from raypp.control.credentials import SECRETS, SETTINGS
 from raypp.kinds import STORES
+from raypp.own_process import OwnProcess
 
+ELSEWHERE = Cluster("http://10.0.0.1:8265", Dashboard("http://10.0.0.1:8265"))
 KEYS = {"AWS_ACCESS_KEY_ID": "A", "AWS_SECRET_ACCESS_KEY": "S", "AWS_SESSION_TOKEN": "T"}
 
 
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sets a profile whose keys are in a file, and no key in a variable."""
-    for name in (*SECRETS, "AWS_CONFIG_FILE"):
+    for name in (*SECRETS, *SETTINGS):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     file = tmp_path / "credentials"
     file.write_text("[lab]\n" + "".join(f"{name.lower()} = {value}\n" for name, value in KEYS.items()))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
@@ -37,6 +50,71 @@ def test_keys_in_variables_are_not_mixed_with_those_of_a_profile(monkeypatch: py
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "B")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "R")
     assert collect_secrets() == {"AWS_ACCESS_KEY_ID": "B", "AWS_SECRET_ACCESS_KEY": "R"}
+
+
+@pytest.mark.usefixtures("profile")
+def test_server_and_region_of_a_profile_travel_to_other_clusters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert collect_settings(ELSEWHERE) == {}
+    (tmp_path / "config").write_text("[profile lab]\nregion = eu-west-1\nendpoint_url = http://minio:9000\n")
+    assert collect_settings(ELSEWHERE) == {"AWS_ENDPOINT_URL_S3": "http://minio:9000", "AWS_REGION": "eu-west-1"}
+    assert collect_secrets() == KEYS
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://ceph:8080")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    in_variables = {"AWS_ENDPOINT_URL": "http://ceph:8080", "AWS_DEFAULT_REGION": "us-west-2"}
+    assert collect_settings(ELSEWHERE) == in_variables
+
+
+@pytest.fixture
+def embedded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalCluster:
+    """An embedded cluster, of which this process is both servers, and no setting of a store."""
+    monkeypatch.setattr(find, "_loan", find._Loan())
+    for name in (*(name for store in STORES for name in store.chosen_by), *SECRETS, *SETTINGS, "RAYPP_ADDRESS"):
+        monkeypatch.setenv(name, "")  # so that what is lent is taken back after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
+    me = OwnProcess.of(os.getpid())
+    s3 = SeaweedServer("http://127.0.0.1:8333", "K", "S", me.pid, me.started, (8333,), str(tmp_path))
+    cluster = LocalCluster("http://127.0.0.1:8265", "127.0.0.1:6379", 8, me, s3, "token", "/tmp/raypp-x", "python")
+    write_private(local.directory() / "state.json", json.dumps(asdict(cluster)))
+    assert local.find() == cluster
+    return cluster
+
+
+def test_the_store_of_the_embedded_cluster_is_lent_to_commands_that_use_it(
+    embedded: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPP_ADDRESS", "127.0.0.1:8265")
+    assert lend_store_settings() == embedded.s3.endpoint
+    assert collect_secrets() == {"AWS_ACCESS_KEY_ID": "K", "AWS_SECRET_ACCESS_KEY": "S"}
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.1:8265", "ray://no-dashboard"])
+def test_the_store_of_the_embedded_cluster_is_not_lent_while_another_is_named(
+    embedded: LocalCluster, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("RAYPP_ADDRESS", address)
+    assert lend_store_settings() is None
+    assert lend_store_settings(embedded) == embedded.s3.endpoint, "this command was told which it uses"
+
+
+def test_the_records_of_a_run_of_the_embedded_cluster_are_read_while_another_is_named(
+    embedded: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAYPP_ADDRESS", ELSEWHERE.address)
+    known_runs.remember_run(known_runs.RunPlace(str(tmp_path / "runs"), "a", embedded.dashboard, "job", 1.0))
+    find_run("a")
+    assert os.environ["AWS_ENDPOINT_URL_S3"] == embedded.s3.endpoint
+
+
+@pytest.mark.usefixtures("embedded")
+def test_nothing_of_the_embedded_cluster_is_sent_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    assert lend_store_settings() is not None, "a command may read a model before it knows its cluster"
+    assert lend_store_settings(ELSEWHERE.embedded) is None
+    assert lend_store_settings() is None
+    assert (collect_secrets(), collect_settings(ELSEWHERE)) == ({}, {"AWS_REGION": "eu-west-1"})
 
 
 def test_what_a_store_finds_elsewhere_is_named_like_its_secrets() -> None:

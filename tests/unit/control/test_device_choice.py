@@ -34,6 +34,19 @@ def test_gpus_that_are_missing_are_told_node_by_node() -> None:
     assert "10.0.0.1 has no GPU" in refused.value.problems[0].what and "device cpu" in refused.value.problems[0].fix
 
 
+def test_cpus_that_are_missing_beside_free_gpus_are_told() -> None:
+    four = job(mesh={"pp": 4}, resources={"device": "cuda", "cpus_per_rank": 8})
+    with pytest.raises(ResourcesError) as refused:
+        device_for(four, [node("10.0.0.1", 4, 4)])
+    problem = refused.value.problems[0]
+    assert problem.what == "4 ranks need 4 GPUs with 8 CPUs each; 2 are free (10.0.0.1 2 of 4 with 16 CPUs free)"
+    assert "lower resources.cpus_per_rank" in problem.fix and "add nodes" not in problem.fix
+    with pytest.raises(ResourcesError) as refused:
+        device_for(four, [replace(node("10.0.0.1", 4, 4), free_cpus=0)])
+    assert "10.0.0.1 0 of 4 with 0 CPUs free" in refused.value.problems[0].what
+    assert "lower resources.cpus_per_rank" in refused.value.problems[0].fix
+
+
 def test_a_job_that_fits_into_no_gpu_is_refused_before_it_starts() -> None:
     large = job(
         model={"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000},

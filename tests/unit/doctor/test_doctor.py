@@ -79,8 +79,13 @@ def _slow(report: dict[str, Any]) -> None:
 
 
 def _faster_unused(report: dict[str, Any]) -> None:
-    faster = {"name": "eth1", "address": "10.1.0.1", "mbps": 10000, "up": True}
+    faster = {"name": "eth1", "address": "10.1.0.1", "mbps": 10000, "up": True, "physical": True}
     report["nodes"][0]["interfaces"].append(faster)
+
+
+def _faster_unused_on_the_last_node(report: dict[str, Any]) -> None:
+    faster = {"name": "eth1", "address": "10.1.0.2", "mbps": 10000, "up": True, "physical": True}
+    report["nodes"][1]["interfaces"].append(faster)
 
 
 def _skewed(report: dict[str, Any]) -> None:
@@ -142,6 +147,11 @@ def _other_driver(report: dict[str, Any]) -> None:
         (_lopsided, Severity.SLOWS, "the link 10.0.0.1 – 10.0.0.2 is asymmetric: 0.94 Gbit/s one way, 0.1 back"),
         (_slow, Severity.SLOWS, "carries 0.09 Gbit/s; its interface eth0 has 1"),
         (_faster_unused, Severity.SLOWS, "node 10.0.0.1 uses eth0 (1 Gbit/s), but also has eth1 with 10"),
+        (
+            _faster_unused_on_the_last_node,
+            Severity.SLOWS,
+            "node 10.0.0.2 uses eth0 (1 Gbit/s), but also has eth1 with 10",
+        ),
         (_skewed, Severity.BREAKS, "clocks of 10.0.0.1 and 10.0.0.2 differ by 900.0 s"),
         (_no_answer, Severity.BREAKS, "no worker answers on node 10.0.0.2"),
         (_unshared_store, Severity.BREAKS, "10.0.0.2 does not see in /runs what 10.0.0.1 wrote there"),
@@ -161,6 +171,34 @@ def test_each_harm_is_found_by_itself_named_and_has_a_fix(harm: Any, severity: S
     assert found.severity is severity
     assert told in found.problem.what
     assert found.problem.fix
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        {"name": "veth7", "address": "10.1.0.1", "physical": False},
+        {"name": "docker0", "address": "172.17.0.1", "physical": False},
+        {"name": "eth1", "address": "fe80::1", "physical": True},
+        {"name": "eth1", "address": "169.254.3.4", "physical": True},
+    ],
+    ids=lambda interface: interface["address"],
+)
+def test_an_interface_that_leads_to_no_other_node_is_not_proposed(unusable: dict[str, Any]) -> None:
+    report = _report()
+    report["nodes"][0]["interfaces"].append({"mbps": 10000, "up": True, **unusable})
+    assert findings(report) == []
+
+
+@pytest.mark.parametrize("fast", [0, 1])
+def test_a_link_is_as_fast_as_the_slower_of_its_ends(fast: int) -> None:
+    report = _report()
+    report["nodes"][fast]["interfaces"][0]["mbps"] = 10000
+    assert findings(report) == []
+
+
+def test_a_node_tells_which_of_its_interfaces_are_hardware(late: NodeProbe) -> None:
+    known = {one["name"]: one["physical"] for one in late.facts("127.0.0.1")["interfaces"]}
+    assert known["lo"] is False
 
 
 def test_different_cards_in_one_node_are_named() -> None:

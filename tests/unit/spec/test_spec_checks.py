@@ -30,6 +30,24 @@ def test_a_model_and_a_schedule_may_be_ones_own() -> None:
     assert all("cannot import 'my.module'" in problem for problem in missing.values())
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("KIND = SourceKind(NAME)", "is read without importing the file: write its arguments as literals"),
+        ("KIND = SourceKind('mine', 'rows', endigns=())", "endigns"),
+        ("KIND = SourceKind('mine'", "never closed"),
+    ],
+)
+def test_a_declaration_that_cannot_be_read_is_a_problem_of_its_key(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_rows.py").write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    problems = found(data={"kind": "wrong_rows:read"})
+    assert list(problems) == ["data.kind"]
+    assert told in problems["data.kind"]
+
+
 def test_every_default_is_available() -> None:
     job = parse_job({"name": "a"})
     assert {key for key, choice, value in named_kinds(job) if value not in choice.available()} == set()

@@ -1,0 +1,89 @@
+"""What `raypp doctor` sends to a cluster, and the file that it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import nasty_world as nasty
+import pytest
+from test_doctor import _report
+
+from raypp.cli.main import run
+
+
+class Examined:
+    """A cluster that knows the end of an examination.
+
+    Attributes:
+        url: Of its dashboard.
+        jobs: The Ray jobs it was sent.
+    """
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.url, self.jobs = "", list[dict[str, Any]]()
+        self._answers = {
+            "/api/version": {"ray_version": "2.60.0"},
+            "/api/v0/cluster_metadata": {},
+            "/api/packages": {},
+            "/nodes": {"data": {"summary": []}},
+            "/api/cluster_status": {},
+            "/api/jobs/one/logs": {"logs": f"{json.dumps(report)}\n"},
+            "/api/jobs/one": {"status": "SUCCEEDED"},
+        }
+
+    def answer(self, path: str) -> bytes:
+        return json.dumps(next(value for begin, value in self._answers.items() if path.startswith(begin))).encode()
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Examined]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
+    report = _report()
+    report["nodes"][1]["shm_free"] = None
+    cluster = Examined(report)
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            cluster.jobs.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._say(b'{"submission_id": "one"}')
+
+        def do_GET(self) -> None:
+            self._say(cluster.answer(self.path))
+
+        def _say(self, answer: bytes) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with nasty.serving(Answer) as cluster.url:
+        yield cluster
+
+
+def test_the_secrets_of_a_job_are_not_in_what_the_dashboard_shows(cluster: Examined, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "name: a\ndata: {kind: synthetic}\nresources: {device: cpu, env: {WANDB_API_KEY: hush, NCCL_DEBUG: INFO}}\n"
+    )
+    run(["doctor", "job.yaml", "--address", cluster.url])
+    (job,) = cluster.jobs
+    assert "hush" not in json.dumps(job)
+    assert "NCCL_DEBUG" in job["entrypoint"]
+
+
+def test_out_is_checked_before_anything_is_measured(cluster: Examined, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--address", cluster.url, "--out", "none/links.json"]) == 2
+    assert "--out: cannot write none/links.json: " in capsys.readouterr().err
+    assert cluster.jobs == []
+
+
+def test_out_is_written_without_dev_shm_too(cluster: Examined, tmp_path: Path) -> None:
+    assert run(["doctor", "--address", cluster.url, "--out", "links.json"]) == 0
+    memory = json.loads((tmp_path / "links.json").read_text())["memory"]
+    assert memory == {"10.0.0.1": 4 << 30, "10.0.0.2": 8 << 30}
