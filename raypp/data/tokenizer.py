@@ -19,8 +19,8 @@ from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
-"""Common end-of-text tokens, in the order of preference."""
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
+"""Common end-of-text tokens, in the order of preference. Gemma has `</s>` as a tag of HTML."""
 
 PATIENCE_S = 60.0
 """Seconds that a batch of texts may take, however short they are."""
