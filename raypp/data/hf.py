@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import PurePosixPath
 
 from raypp.data.arrow_files import columns_of, rows_of
@@ -16,7 +17,7 @@ from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too
 from raypp.data.tokenised import Record, Request, Text, tokenise
 from raypp.errors import DataError, Problem, in_words
 from raypp.kinds import SourceKind
-from raypp.spec.paths import is_hub_name
+from raypp.spec.paths import is_glob, is_hub_name
 from raypp.untrusted.text import visible
 
 KIND = SourceKind(
@@ -31,6 +32,8 @@ KIND = SourceKind(
 _CHAT = ({"messages"}, {"conversations"}, {"prompt", "completion"})
 _EXTRA = ("tools",)
 _KNOWN_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+_SHARD = re.compile(r"(?:.*[^\w])?(\w+)-\d{5}-of-\d{5}")
+"""The name of a shard on the hub or of `save_to_disk`, with its split."""
 log = logging.getLogger(__name__)
 _SHOWN = 12
 _PATIENCE_S = 20.0
@@ -91,31 +94,66 @@ def _records(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
 def _chosen(files: Sequence[SourceFile], path: str, request: Request) -> list[SourceFile]:
     """Returns the files of the configuration and the split that the job asks for."""
     data = request.data
-    usual = [file for file in files if not PurePosixPath(file.key).name.startswith("cache-")]
-    if len(usual) == 1:
-        return usual
+    usual = [file for file in files if not PurePosixPath(file.key).name.startswith("cache-")] or list(files)
     names = {file.name: PurePosixPath(file.name[len(path.rstrip("/")) :].lstrip("/")) for file in usual}
+    if len(usual) == 1 and (is_glob(path) or not names[usual[0].name].name):
+        return usual  # the path names the file
     if data.config is not None:
         found = [file for file in usual if data.config in names[file.name].parts[:-1]]
         if not found:
             there = sorted({names[file.name].parts[0] for file in usual if len(names[file.name].parts) > 1})
             what = f"{path} has no configuration (folder) {data.config!r}"
-            raise DataError(Problem(request.place, what, f"set data.config to one of {_listed(there)}"))
+            fix = f"set data.config to one of {_listed(there)}" if there else "leave out data.config"
+            raise DataError(Problem(request.place, what, fix))
         usual = found
-    words = {file.name: set(re.split(r"[^a-z0-9]+", str(names[file.name]).lower())) for file in usual}
-    mine = [file for file in usual if data.split.lower() in words[file.name]]
-    known = {word for file in usual for word in words[file.name] & _KNOWN_SPLITS}
-    if not mine and (known or data.split != "train"):
+    mine = _of_split(usual, names, data.split.lower())
+    if not mine:
+        splits = set().union(*(_splits(names[file.name]) for file in usual))
+        known = {split for split in splits if _words(split) & _KNOWN_SPLITS} or splits
         what = f"{path} has no split {data.split!r}"
         fix = f"set data.split to one of {_listed(sorted(known))}" if known else "leave out data.split"
+        if len(usual) == 1:
+            fix += ", or name the file itself"
         raise DataError(Problem(request.place, what, fix))
-    mine = mine or usual
     folders = {names[file.name].parts[0] for file in mine if len(names[file.name].parts) > 1}
     configs = folders - {"data", data.split.lower()}
     if data.config is None and len(configs) > 1:
         what = f"{path} has several configurations (folders)"
         raise DataError(Problem(request.place, what, f"set data.config to one of {_listed(sorted(configs))}"))
     return mine
+
+
+def _of_split(files: list[SourceFile], names: Mapping[str, PurePosixPath], split: str) -> list[SourceFile]:
+    """Returns the files of a split; if no name has a split, those of `train` are all.
+
+    Returns none if there are none, or if the word is in the names of several splits.
+    """
+    there = [names[file.name] for file in files]
+    exact = [split in _splits(name) or split in str(name.parent).lower().split("/") for name in there]
+    if any(exact):
+        return list(compress(files, exact))
+    words = [_words(str(name)) for name in there]
+    if split == "train" and not any(found & _KNOWN_SPLITS for found in words):
+        return files
+    loose = [split in found for found in words]
+    return list(compress(files, loose)) if len({_shard_split(name) for name in compress(there, loose)}) == 1 else []
+
+
+def _splits(name: PurePosixPath) -> set[str]:
+    """Returns the splits that a file belongs to."""
+    split = _shard_split(name)
+    return {split} if split is not None else _words(str(name)) & _KNOWN_SPLITS
+
+
+def _shard_split(name: PurePosixPath) -> str | None:
+    """Returns the split in the name of a shard, or of its folder if the file is `data`."""
+    found = _SHARD.match(name.name.lower())
+    split = name.parent.name.lower() if found is not None and found[1] == "data" else found and found[1]
+    return split if split and split != "data" else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def _downloaded(request: Request) -> str:

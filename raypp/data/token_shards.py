@@ -41,7 +41,8 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
     manifest = parse_as(Manifest, document, f"{place}: {manifest_file.name}", MANIFEST_BOUNDS, DataError, fix)
     plan, tokenizer = manifest.plan, request.tokenizer
     if (plan.tokenizer, plan.end_id) != (tokenizer.identity, tokenizer.eos_id):
-        what = f"{manifest_file.name} was written with another tokenizer ({plan.tokenizer}, not {tokenizer.identity})"
+        theirs, ours = f"{plan.tokenizer}, end id {plan.end_id}", f"{tokenizer.identity}, end id {tokenizer.eos_id}"
+        what = f"{manifest_file.name} was written with another tokenizer ({theirs}; not {ours})"
         raise DataError(Problem("data.tokenizer", what, "use that tokenizer, or tokenise again with this one"))
     width = np.dtype(plan.dtype).itemsize
     tokens = [record.tokens for record in manifest.shards]

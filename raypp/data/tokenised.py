@@ -115,7 +115,8 @@ def tokenise(
             (room / "loss").unlink()
         (room / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
-    name = entry_name(request, files, *([encoder.identity] if encoder is not None else []))
+    more = [encoder.identity] if encoder is not None else []
+    name = entry_name(request, files, f"end {request.tokenizer.eos_id}", *more)
     return replace(_open(made_once(cache_directory() / "tokens" / name, make), request), template=template)
 
 

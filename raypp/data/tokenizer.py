@@ -19,8 +19,8 @@ from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
-"""Common end-of-text tokens, in the order of preference."""
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
+"""Common end-of-text tokens, in the order of preference. Gemma has `</s>` as a tag of HTML."""
 
 PATIENCE_S = 60.0
 """Seconds that a batch of texts may take, however short they are."""
@@ -145,7 +145,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json` of Hugging Face's tokenizers.
 
-    Adds no special tokens, and disables truncation and padding even if the file requests them.
+    Adds no special tokens, except to prompts. Disables truncation and padding even if the file
+    requests them.
 
     Raises:
         DataError: The file is missing or invalid, or has no end-of-text token.
@@ -154,6 +155,8 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         content = read_tokenizer(path)
         self._backend = _backend(content, path)
+        self._template = self._backend.post_processor
+        self._backend.post_processor = None  # it adds special tokens, and would take blanks out of the offsets
         ids = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         self.identity = hashlib.sha256(content).hexdigest()[:16]
@@ -212,7 +215,8 @@ class FileTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         try:
-            return list(self._backend.encode(text, add_special_tokens=True).ids)
+            plain = self._backend.encode(text, add_special_tokens=False)
+            return list((plain if self._template is None else self._template.process(plain, None, True)).ids)
         except Exception as error:  # the library raises no narrower type
             raise NotEncodable(in_words(error)) from error
 
@@ -238,7 +242,6 @@ def _backend(content: bytes, path: Path) -> Any:
         ) from error
     backend.no_truncation()
     backend.no_padding()
-    backend.post_processor = None  # it adds special tokens, and would take blanks out of the offsets
     return backend
 
 

@@ -36,6 +36,14 @@ _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 _NEW_TOKENS = 256
 
 
+class _TooLong(Exception):
+    """A continuation that no row holds: the index of its request, and its tokens."""
+
+    def __init__(self, index: int, length: int) -> None:
+        super().__init__(index, length)
+        self.index, self.length = index, length
+
+
 class PipelineLM(TemplateLM):  # type: ignore[misc]
     """A trained model as the harness sees it.
 
@@ -63,15 +71,28 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         return ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Scores continuations of texts, without the harness's bar."""
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        """Scores continuations of texts, without the harness's bar.
+
+        Raises:
+            JobError: A continuation has more tokens than the model's context.
+        """
+        try:
+            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        except _TooLong as error:
+            task, most = requests[error.index].task_name, self._max_length
+            what = f"{task} has a continuation of {error.length} tokens, but the model's context has {most}"
+            fix = "leave out the task, or use a model with a longer context"
+            raise JobError(Problem(TASKS, what, fix)) from None
         return found
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Scores continuations. What is too long loses its first tokens."""
+        """Scores continuations. A context that is too long loses its first tokens."""
         most = self._max_length + 1
+        for index, (_, _, rest) in enumerate(requests):
+            if len(rest) >= most:
+                raise _TooLong(index, len(rest))
         rows = [Scored((context + rest)[-most:], len(rest)) for _, context, rest in requests]
         return [(score.logprob, score.greedy) for score in self._model.score(rows)]
 

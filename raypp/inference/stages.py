@@ -16,7 +16,7 @@ from raypp.hf.initial_weights import load_from_hf
 from raypp.hf.model_files import HfFiles
 from raypp.inference.source import Source
 from raypp.models.stage import DecoderStage, build_stage
-from raypp.parallel.apply import prepare_stage
+from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.spec.job import Job
 from raypp.storage import open_store
@@ -41,7 +41,7 @@ def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> Lo
 
     Args:
         source: The model.
-        job: From `Source.job`; its precision is the dtype of the weights.
+        job: From `Source.job`; its precision is the dtype of the weights, but for quantised ones.
         rank: The pipeline rank.
         device: The device that computes.
 
@@ -64,6 +64,9 @@ def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> Lo
     load_weights(source, job, stages)
     for stage in stages:
         stage.requires_grad_(False).eval()
+        for parameter in stage.parameters():
+            if parameter.is_floating_point():  # the frozen ones of model.lora may be in bf16
+                parameter.data = parameter.data.to(compute_dtype(job))
     return LoadedStages(pipeline, modules)
 
 

@@ -18,7 +18,7 @@ KIND = OptimizerKind("adamw", "Adam with decoupled weight decay", position=1, st
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> torch.optim.Optimizer:
     """Builds AdamW over named parameters."""
-    groups = decay_groups([p for _, p in named], options.weight_decay)
+    groups = decay_groups(named, options.weight_decay)
     if precision != "bf16_pure" and options.state == "fp32":
         return adamw_of(groups, options)
     return adamw_by_rows(groups, options, Bf16Weights(named))

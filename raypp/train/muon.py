@@ -20,7 +20,7 @@ from raypp.parallel.whole_tensors import apply_to_whole
 from raypp.spec.job import OptimizerOptions
 from raypp.train.adamw import adamw_by_rows, adamw_of
 from raypp.train.bf16_weights import Bf16Weights
-from raypp.train.optimizer import decay_groups
+from raypp.train.optimizer import decay_groups, is_matrix
 
 KIND = OptimizerKind(
     "muon", "orthogonalised momentum for matrices, AdamW for the rest", position=3, states=1, bf16_weights=True
@@ -35,10 +35,10 @@ def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, prec
     """Builds Muon over named parameters; hidden matrices are those below `model.layers`."""
     weights = Bf16Weights(named)
     pure = precision == "bf16_pure"
-    hidden = {id(p) for name, p in named if name.startswith("model.layers.") and p.ndim > 1}
+    hidden = {id(p) for name, p in named if name.startswith("model.layers.") and is_matrix(name, p)}
     return Muon(
         [p for _, p in named if id(p) in hidden],
-        decay_groups([p for _, p in named if id(p) not in hidden], options.weight_decay),
+        decay_groups([(name, p) for name, p in named if id(p) not in hidden], options.weight_decay),
         lambda groups: adamw_by_rows(groups, options, weights) if pure else adamw_of(groups, options),
         lr=options.lr,
         momentum=options.momentum,
@@ -117,6 +117,10 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                for parameter in group["params"]:
+                    if "momentum_buffer" in self.state.get(parameter, ()):
+                        del self.state[parameter]  # an old checkpoint has experts' biases among the matrices
             self._adamw.step()
         for group in self.param_groups:
             if group["muon"]:

@@ -49,14 +49,19 @@ def bf16_weights(optimizer: torch.optim.Optimizer) -> Bf16Weights | None:
     return weights if isinstance(weights, Bf16Weights) else None
 
 
-def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns torch parameter groups: only parameters with two or more dims decay.
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix or a stack of them; biases of experts `[E, n]` are not."""
+    return parameter.ndim > 1 and not name.endswith("bias")
+
+
+def decay_groups(named: Sequence[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Returns torch parameter groups: only matrices decay.
 
     Without parameters (a rank may train none) there is one empty group: torch wants at least one.
     """
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in named if is_matrix(name, p)], "weight_decay": weight_decay},
+        {"params": [p for name, p in named if not is_matrix(name, p)], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]] or groups[:1]
 

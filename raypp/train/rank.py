@@ -29,14 +29,13 @@ from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.train.abort import abort_groups
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
+from raypp.train.between_steps import BetweenSteps
 from raypp.train.device_memory import device_memory_error, out_of_device_memory
-from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
 from raypp.train.lost_peer import LostPeerError, lost_peer
 from raypp.train.recent_reports import RecentReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.resume import Restorable, restore_newest
-from raypp.train.sample import Sampler, sample_due
 from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.step_trace import StepTracer
 from raypp.train.stragglers import Pace, SpikeWatch
@@ -120,14 +119,9 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     tracer = StepTracer(runner, store, reporter.event)
     stack.callback(tracer.close)
     replicas = _replica_check(rank)
-    evaluator = None
-    if job.train.eval_every_steps:
-        evaluator = Evaluator(job, runner, lambda action: reporter.phase("evaluate", action))
-    sampler = None
-    if job.train.sample is not None:
-        sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
+    between = BetweenSteps(rank, runner, store, reporter)
     try:
-        return _train(reporter, runner, tracer, replicas, evaluator, sampler, saver, tier, recent, restored, start)
+        return _train(reporter, runner, tracer, replicas, between, saver, tier, recent, restored, start)
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None
         try:
@@ -180,8 +174,7 @@ def _train(
     runner: StepRunner,
     tracer: StepTracer,
     replicas: ReplicaCheck | None,
-    evaluator: Evaluator | None,
-    sampler: Sampler | None,
+    between: BetweenSteps,
     saver: CheckpointSaver,
     tier: MemoryTier | None,
     recent: RecentReports,
@@ -193,6 +186,8 @@ def _train(
     done = restored
     # What was restored from memory is in no checkpoint yet.
     saved = restored if tier is None else min(restored, max(tier.committed, 0))
+    # Snapshots in memory are taken after all that is due, checkpoints before.
+    incomplete = 0 < restored == saved
     position = runner.loader.position()
     stopped, keeps = False, True
     every = job.checkpoint.every_steps
@@ -214,6 +209,9 @@ def _train(
             tracer.finish()
             stopped, keeps = True, wanted.save_before_stop
             break
+        if incomplete:
+            between.make_up(restored)
+            incomplete = False
         if wanted.trace:
             tracer.begin(done + 1, wanted.trace)
         report = runner.run(done + 1, read, watch)
@@ -241,14 +239,9 @@ def _train(
                 seconds["first step"] = round(report.step_s, 4)
                 parts = {"seconds": seconds}
                 reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=parts))
-        if evaluator is not None and evaluation_due(done, job):
-            evaluation = evaluator.run()
-            if seat.rank == 0:
-                reporter.event(evaluation.event(done, seat.attempt))
-        if sampler is not None and sample_due(done, job):
-            samples = sampler.run(done, seat.attempt)
-            if seat.rank == 0:
-                reporter.event(samples)
+        between.run(done)
+    if incomplete and not stopped:  # no step was left
+        between.make_up(restored)
     reporter.phase("finish")
     committed = saver.finish() if keeps else saver.wait()
     return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)

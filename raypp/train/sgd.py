@@ -18,7 +18,7 @@ KIND = OptimizerKind("sgd", "gradient descent with momentum", position=2, states
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Sgd:
     """Builds SGD over named parameters."""
-    groups = decay_groups([p for _, p in named], options.weight_decay)
+    groups = decay_groups(named, options.weight_decay)
     return Sgd(groups, options.lr, options.momentum, Bf16Weights(named))
 
 

@@ -93,7 +93,7 @@ def step_seed(seed: int, step: int, replica: int) -> int:
 
     A resumed run needs no saved state, and all ranks of a replica draw the same numbers.
     """
-    return (seed * 1_000_003 + step) * 65_537 + replica
+    return ((seed * 1_000_003 + step) * 65_537 + replica) % 2**64  # torch takes no larger ones
 
 
 class StepRunner:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,10 +16,12 @@ from harness import run_in_turn, run_ranks
 from test_mesh_does_not_change_numbers import document
 from training import seat_of, thinned
 
+from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import open_loader
 from raypp.models.loss import IGNORED
 from raypp.models.stage import build_stage
+from raypp.observe.recorder import RunRecorder
 from raypp.parallel.context import WholeRows
 from raypp.parallel.failed_groups import before_abort
 from raypp.pipeline.collate import collate
@@ -100,6 +104,52 @@ def aborted(rank: int, world: int, port: int, source: dict[str, Any], during: st
     with pytest.raises(LostPeerError):
         run_rank(job, seat_of(rank, world, port, job), listener)
     return [event.kind for event in listener.events]
+
+
+class EndsAfterSaving(AbortsDuring):
+    """Aborts in the first evaluation, once the checkpoint of its step is committed."""
+
+    def __init__(self, source: dict[str, Any], step: int) -> None:
+        super().__init__("evaluate")
+        self._store, self._key = DirectoryStore(Path(source["checkpoint"]["url"])), commit_key(source["name"], step)
+
+    def phase(self, name: str, detail: str = "") -> None:
+        while name == "evaluate" and self._store.head(self._key) is None:
+            time.sleep(0.01)
+        super().phase(name, detail)
+
+
+class Records(Listener):
+    """Writes events to the run's records, too; may request a stop."""
+
+    def __init__(self, source: dict[str, Any], attempt: int, stop: bool) -> None:
+        super().__init__()
+        self._stop = stop
+        self.recorder = RunRecorder(DirectoryStore(Path(source["checkpoint"]["url"])), source["name"], f"a{attempt}")
+
+    def event(self, event: Event) -> None:
+        super().event(event)
+        self.recorder.event(event)
+
+    def requests(self) -> Requests:
+        return Requests(stop=self._stop)
+
+
+def interrupted(rank: int, world: int, port: int, source: dict[str, Any], step: int) -> list[int]:
+    """Ends in the first evaluation, and returns the steps that were run."""
+    job, listener = parse_job(source), EndsAfterSaving(source, step)
+    with pytest.raises(LostPeerError):
+        run_rank(job, seat_of(rank, world, port, job), listener)
+    return [report.step for report in listener.reports]
+
+
+def resumed(rank: int, world: int, port: int, source: dict[str, Any], attempt: int, stop: bool) -> list[Any]:
+    """Returns the kind, the step and the values of what was evaluated and sampled."""
+    job, listener = parse_job(source), Records(source, attempt, stop)
+    run_rank(job, seat_of(rank, world, port, job), listener)
+    listener.recorder.close()
+    found = [event for event in listener.events if event.kind in ("evaluated", "sampled")]
+    return [(one.kind, one.step, one.details.get("loss")) for one in found]
 
 
 VIRTUAL = {"stages_per_rank": 2}
@@ -216,6 +266,22 @@ def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(name: str
     for ours, theirs in zip(losses(run_of(name)), losses(reference_of(name)), strict=True):
         assert (ours[0], ours[2]) == (theirs[0], theirs[2])
         assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+
+
+def test_what_a_failure_interrupts_is_made_up_once_and_also_after_the_last_step(tmp_path: Path) -> None:
+    sample = {"every_steps": 2, "prompts": ["ab"], "max_new_tokens": 2}
+    source = evaluated(pp=2, train={"sample": sample}) | {
+        "checkpoint": {"url": str(tmp_path), "every_steps": 2, "memory_tier": False}
+    }
+    source["model"]["vocab_size"] = 257
+    assert run_ranks(2, interrupted, source, 2)[0] == [1, 2]
+    lives = [(source, 2, True), (source, 3, False), (source, 4, False)]
+    stopped, found, known = (told for told, _ in run_in_turn(2, resumed, lives))
+    assert not stopped, "an operator who stops a run does not wait for it"
+    kinds = [("evaluated", 2), ("sampled", 2), ("evaluated", 3), ("sampled", 3)]
+    assert [(kind, step) for kind, step, _ in found] == kinds and not known, "nothing is missing of a whole run"
+    shutil.rmtree(tmp_path / source["name"] / "events")
+    assert run_ranks(2, resumed, source, 5, False)[0] == found[2:], "no step is left"
 
 
 def test_after_an_abort_no_loss_is_reported(tmp_path: Path) -> None:

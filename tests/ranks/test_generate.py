@@ -34,7 +34,7 @@ TINY = Path(__file__).parents[2] / "jobs" / "data" / "tiny-qwen3"
 STEPS = 3
 PROMPTS = ["In the beginning", "G", "And it came to pass, that", "Jesus said unto them, ", "Verily", "the son of", "x"]
 LIMITS = [20, 20, 9, 20, 14, 1, 20]
-LORA = {"from_hf": str(TINY), "lora": {"rank": 4, "alpha": 64, "base": "fp32"}}
+LORA = {"from_hf": str(TINY), "lora": {"rank": 4, "alpha": 64}}
 SIZES = {
     "kind": "mistral", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
     "vocab_size": 257, "tie_embeddings": True, "sliding_window": 7,
@@ -60,10 +60,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = [
         {
             "name": name, "model": model, "data": {"path": str(TEXT), "seq_len": 64, **data},
-            "train": {"steps": STEPS, "seed": 5, "optimizer": {"lr": 0.01}},
+            "train": {"steps": STEPS, "seed": 5, "optimizer": {"lr": 0.01}, "precision": precision},
             "checkpoint": {"url": str(folder), "memory_tier": False, "every_steps": 1},
         }
-        for name, model, data in (("plain", SIZES, {}), ("lora", adapted, {}), ("chat", SIZES, CHAT))
+        for name, model, data, precision in (
+            ("plain", SIZES, {}, "fp32"), ("lora", adapted, {}, "bf16"), ("chat", SIZES, CHAT, "fp32"),
+        )
     ]  # fmt: skip
     run_in_turn(1, live, [(document,) for document in documents])
     return folder

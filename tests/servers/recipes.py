@@ -86,7 +86,7 @@ KIND = OptimizerKind("signs", "descent along the signs of the gradient", states=
 
 
 def build(named, options, precision):
-    return Signs(decay_groups([p for _, p in named], options.weight_decay), {"lr": options.lr})
+    return Signs(decay_groups(named, options.weight_decay), {"lr": options.lr})
 
 
 class Signs(torch.optim.Optimizer):

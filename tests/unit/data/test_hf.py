@@ -75,6 +75,52 @@ def test_a_folder_as_save_to_disk_writes_it(tmp_path: Path) -> None:
     assert read(tmp_path / "one") == ["x", "y"]
 
 
+@pytest.mark.parametrize("kind", ["hub", "save_to_disk"])
+def test_splits_with_names_of_their_own(kind: str, tmp_path: Path) -> None:
+    for split in ("train_sft", "train_gen", "test_sft"):
+        for index in (0, 1):
+            if kind == "hub":
+                parquet(tmp_path / "data" / f"{split}-0000{index}-of-00002-a3ecf92756993583.parquet", split)
+            else:
+                arrow(tmp_path / split / f"data-0000{index}-of-00002.arrow", split)
+    assert read(tmp_path, split="train_sft") == ["train_sft"] * 2
+    assert read(tmp_path, split="Test") == ["test_sft"] * 2, "there is one such split"
+    for split in ("train", "sft", "dev"):
+        told = refused(tmp_path, split=split)
+        assert f"has no split '{split}'" in told and "one of test_sft, train_gen, train_sft" in told
+
+
+def test_names_of_shards_with_more_than_a_split(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        arrow(tmp_path / "a" / f"wiki-{split}-00000-of-00001.arrow", split)
+        parquet(tmp_path / "b" / "default" / split / "part-00000-of-00001.parquet", split)
+        parquet(tmp_path / "c" / f"my_{split}.parquet", split)
+        parquet(tmp_path / "d" / f"my_{split}-00000-of-00001.parquet", split)
+    for folder in "abcd":
+        assert read(tmp_path / folder) == ["train"]
+        assert read(tmp_path / folder, split="test") == ["test"]
+    for topic in ("books", "news"):
+        parquet(tmp_path / "e" / "data" / f"{topic}-00000-of-00001.parquet", topic)
+    assert read(tmp_path / "e") == ["books", "news"], "no name has a usual split"
+    assert read(tmp_path / "e", split="news") == ["news"]
+
+
+def test_the_only_file_of_a_folder_is_of_its_split_and_configuration(tmp_path: Path) -> None:
+    parquet(tmp_path / "a" / "en" / "train-00000-of-00001.parquet", "a")
+    assert read(tmp_path / "a") == read(tmp_path / "a", config="en") == ["a"]
+    told = refused(tmp_path / "a", split="test")
+    assert "has no split 'test'" in told and "one of train, or name the file itself" in told
+    assert "has no configuration (folder) 'de'" in refused(tmp_path / "a", config="de")
+    for path in ("en/train-00000-of-00001.parquet", "*/*.parquet"):
+        assert read(tmp_path / "a" / path, split="test") == ["a"]
+    parquet(tmp_path / "b" / "any.parquet", "b")
+    assert read(tmp_path / "b") == ["b"]
+    assert "leave out data.split, or name the file itself" in refused(tmp_path / "b", split="test")
+    assert "leave out data.config" in refused(tmp_path / "b", config="en")
+    arrow(tmp_path / "c" / "cache-0123.arrow", "c")
+    assert read(tmp_path / "c") == read(tmp_path / "c" / "cache-0123.arrow") == ["c"]
+
+
 def test_configurations_are_folders(tmp_path: Path) -> None:
     parquet(tmp_path / "en" / "train-0.parquet", "one")
     parquet(tmp_path / "fr" / "train-0.parquet", "un")

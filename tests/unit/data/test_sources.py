@@ -123,6 +123,23 @@ def test_a_pickle_is_never_loaded(tmp_path: Path) -> None:
     assert "is not a .npy array" in refused(kind="tokens", path=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("<pad> <eos> <bos> <unk> </s> <h1>", "<eos>"),  # Gemma
+        ("<unk> <s> </s>", "</s>"),  # Llama 2, Mistral
+        ("<unk> <s> </s> <|endoftext|> <|end|>", "<|endoftext|>"),  # Phi 3
+        ("<|begin_of_text|> <|end_of_text|> <|eot_id|>", "<|end_of_text|>"),  # Llama 3
+        ("<|endoftext|> <|im_start|> <|im_end|>", "<|endoftext|>"),  # Qwen
+    ],
+)
+def test_documents_end_with_the_end_token_of_the_model(words: str, end: str, tmp_path: Path) -> None:
+    vocabulary = {word: index for index, word in enumerate(words.split())}
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": end}}))
+    assert tokenizer.open_tokenizer(str(file)).eos_id == vocabulary[end]
+
+
 def test_texts_and_their_tokens_give_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo words\n\nthree")
     text = job(kind="text", path=f"{tmp_path}/a.txt")

@@ -9,6 +9,7 @@ from data_jobs import as_lists, job, loading, rows_of, texts_of
 
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.sources import open_documents
+from raypp.data.tokenizer import ByteTokenizer
 from raypp.errors import DataError
 
 
@@ -50,6 +51,16 @@ def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(
     file.write_text("one\n\ntwo\n\nfours")
     assert texts_of(open_documents(request).train) == ["one", "two", "fours"]
     assert len([entry for entry in (cache / "tokens").iterdir() if entry.is_dir()]) == 2
+
+
+@pytest.mark.usefixtures("everything_is_big")
+def test_documents_that_were_kept_with_another_end_are_tokenised_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = job(kind="text", path=str(text(tmp_path)))
+    open_documents(request)
+    monkeypatch.setattr(ByteTokenizer, "eos_id", 255)
+    assert open_documents(request).train.ids(0)[-1] == 255
 
 
 @pytest.mark.usefixtures("everything_is_big")

@@ -163,7 +163,8 @@ def test_damage_is_named(text: dict[str, Any], tmp_path: Path, monkeypatch: pyte
     for wrong in (b"{}", b"[]", b"\xff", json.dumps({**document, "shards": [{}]}).encode()):
         assert MANIFEST in changed(MANIFEST, wrong)
     other = {**document, "plan": {**document["plan"], "tokenizer": "abc"}}
-    assert "written with another tokenizer (abc, not bytes)" in changed(MANIFEST, json.dumps(other).encode())
+    told = changed(MANIFEST, json.dumps(other).encode())
+    assert "written with another tokenizer (abc, end id 256; not bytes, end id 256)" in told
     (out / "more").mkdir()
     (out / "more" / "shard-000000.ids").write_bytes(b"1")
     assert "has shards in 2 folders" in said()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from raypp.data.chat_template import ChatTemplate
 from raypp.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -64,6 +69,23 @@ def test_prompts_and_their_answers_fit_into_the_context() -> None:
     ):
         with pytest.raises(JobError, match=told):
             encode_prompts(SOURCE, tokenizer, texts, new)
+
+
+def test_prompts_of_a_hugging_face_model_have_its_special_tokens_and_those_of_a_run_do_not(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<bos>": 0, "<eos>": 1, "in": 2, "the": 3, "?": 4}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing("<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", 1)])
+    words.save(str(tmp_path / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    model = Source("here", {"vocab_size": 5}, 32, "fp32", None)
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    for one in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        (found,) = encode_prompts(model, one, ["in the beginning"], None)
+        assert found.tokens == theirs("in the beginning")["input_ids"] == [0, 2, 3, 4, 1]
+        (found,) = encode_prompts(SOURCE, one, ["in the beginning"], None)
+        assert found.tokens == [2, 3, 4]
 
 
 def test_text_comes_in_whole_characters() -> None:

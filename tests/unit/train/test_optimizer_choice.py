@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raypp.families.gpt_oss import GptOssOptions
 from raypp.models.stage import build_stage
 from raypp.spec.job import OptimizerOptions
 from raypp.spec.models import DecoderOptions
@@ -95,6 +96,35 @@ def test_the_learning_rate_of_every_group_is_set_at_once() -> None:
     optimizer.step()
     after = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(after) == 21 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def experts() -> torch.nn.Module:
+    """A layer of gpt-oss, whose experts' biases are `[E, n]`, with gradients of zero."""
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "sliding_window": 4}
+    options = GptOssOptions(kind="gpt_oss", num_experts=2, experts_per_token=1, expert_ffn_size=8, **sizes)
+    module = build_stage(options, range(1), first=True, last=True).to_empty(device="cpu")
+    for parameter in module.parameters():
+        torch.nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_biases_of_experts_do_not_decay(kind: str) -> None:
+    module = experts()
+    build_optimizer([module], OptimizerOptions(kind=kind, lr=0.1, weight_decay=0.5)).step()
+    stayed = {name for name, parameter in module.named_parameters() if bool((parameter == 1).all())}
+    assert "model.layers.0.mlp.experts.fused_down_proj_bias" in stayed
+    assert stayed == {name for name, p in module.named_parameters() if name.endswith("bias") or p.ndim == 1}
+
+
+def test_muon_leaves_biases_of_experts_to_adamw_also_those_of_an_older_checkpoint() -> None:
+    module = experts()
+    bias = module.get_parameter("model.layers.0.mlp.experts.fused_down_proj_bias")
+    optimizer = build_optimizer([module], OptimizerOptions(kind="muon", lr=0.1))
+    optimizer.state[bias]["momentum_buffer"] = torch.zeros_like(bias)
+    optimizer.step()
+    assert set(optimizer.state[bias]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_sgd_decays_weights_outside_the_momentum() -> None:

@@ -1,0 +1,70 @@
+"""Evaluation and samples between two steps, and those that a failure has interrupted."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from raypp.observe.reader import RunReader
+from raypp.records import Reporter
+from raypp.storage import ObjectStore
+from raypp.train.assemble import AssembledRank
+from raypp.train.evaluate import Evaluator, evaluation_due
+from raypp.train.sample import Sampler, sample_due
+from raypp.train.step import StepRunner
+
+
+class BetweenSteps:
+    """Evaluates the weights and takes samples of them, after the steps where the job wants it.
+
+    Args:
+        rank: This rank.
+        runner: The step runner of this rank.
+        store: Opened at the job's checkpoint.url; the run's records are there.
+        reporter: Takes the results.
+
+    Raises:
+        JobError: See `Sampler`.
+        DataError: See `Sampler`.
+    """
+
+    def __init__(self, rank: AssembledRank, runner: StepRunner, store: ObjectStore, reporter: Reporter) -> None:
+        self._job, self._seat, self._store, self._reporter = rank.job, rank.seat, store, reporter
+        self._evaluator = self._sampler = None
+        if self._job.train.eval_every_steps:
+            self._evaluator = Evaluator(self._job, runner, lambda action: reporter.phase("evaluate", action))
+        if self._job.train.sample is not None:
+            self._sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
+
+    def run(self, step: int) -> None:
+        """Does what is due after a step. Collective over the world."""
+        self._run(step, evaluates=True, samples=True)
+
+    def make_up(self, step: int) -> None:
+        """Does what is due after a step and not in the run's records. Collective over the world.
+
+        A checkpoint may be committed before the evaluation of its step ends, so an attempt that
+        resumes from it does not repeat the step.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        if not evaluation_due(step, self._job) and not sample_due(step, self._job):
+            return
+        missing = torch.ones(2, dtype=torch.int64)
+        if self._seat.rank == 0:
+            there = {event.kind for event in RunReader(self._store, self._job.name).events() if event.step == step}
+            missing = torch.tensor([kind not in there for kind in ("evaluated", "sampled")], dtype=torch.int64)
+        dist.broadcast(missing, src=0)
+        evaluates, samples = missing.tolist()
+        self._run(step, evaluates=bool(evaluates), samples=bool(samples))
+
+    def _run(self, step: int, *, evaluates: bool, samples: bool) -> None:
+        if evaluates and self._evaluator is not None and evaluation_due(step, self._job):
+            evaluation = self._evaluator.run()
+            if self._seat.rank == 0:
+                self._reporter.event(evaluation.event(step, self._seat.attempt))
+        if samples and self._sampler is not None and sample_due(step, self._job):
+            sampled = self._sampler.run(step, self._seat.attempt)
+            if self._seat.rank == 0:
+                self._reporter.event(sampled)
