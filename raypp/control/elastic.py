@@ -34,6 +34,9 @@ class ElasticSizing:
         self._record_event = record_event
         self.options = job.recovery.elastic_options
         self.wanted = shape_of(job)
+        self.gpu_bytes = 0
+        """Memory of the cluster's smallest GPU; 0 if unknown, and on CPUs. Set before any mesh is
+        chosen."""
         self._best: dict[int, Shape | None] = {}
         self._last: Shape | None = None
         self._why = ""
@@ -48,7 +51,7 @@ class ElasticSizing:
     def best(self, room: int) -> Shape | None:
         """Returns the best mesh for at most `room` ranks; None when there is none."""
         if room not in self._best:
-            self._best[room] = best_for(self._job, room)
+            self._best[room] = best_for(self._job, room, self.gpu_bytes)
         return self._best[room]
 
     def shape(self, machine: m.Machine) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from raypp.planning.check import check_plan
 from raypp.records import Coordinates, Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
 from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.spec.load import load_job, parse_job
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 def job_of(elastic: Any = True, **sections: Any) -> Job:
@@ -55,6 +58,17 @@ def test_the_job_says_how_small_and_how_large() -> None:
     sizing = ElasticSizing(job_of(elastic={"min_ranks": 2, "max_ranks": 3}), lambda event: None)
     assert sizing.best(1) is None
     assert sizing.largest().world == 2
+
+
+@pytest.mark.parametrize(("gib", "three"), [(0, 3), (20, None), (80, 3), (1, None)])
+def test_a_smaller_mesh_fits_into_the_smallest_gpu_or_the_run_waits(gib: int, three: int | None) -> None:
+    """Where the memory is unknown, any mesh may. The job's own mesh runs, or is refused as such."""
+    job = load_job(REPOSITORY / "jobs" / "full-8b.yaml", ["recovery.elastic=true"]).job
+    sizing = ElasticSizing(job, lambda event: None)
+    sizing.gpu_bytes = gib << 30
+    assert sizing.best(4) == sizing.largest() == sizing.wanted
+    best = sizing.best(3)
+    assert (best.world if best else None) == three
 
 
 def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:
