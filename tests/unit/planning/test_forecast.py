@@ -16,6 +16,7 @@ from raypp.planning.memory import stage_parameters
 from raypp.planning.search import advice, search
 from raypp.schedules.slow_starts import SlowStart
 
+from raypp.planning.sizes import sizes_of
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
 
 
@@ -66,6 +67,28 @@ def test_sharded_weights_over_a_cable_are_gathered_and_reduced_once_a_step():
 
 def test_auto_looks_ahead_where_the_link_is_slow_and_only_there():
     job = pipeline(lookahead="auto")
+EXPERTS = {"kind": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, "num_layers": 4}
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_experts_are_gathered_and_reduced_over_every_ep_th_rank(ep):
+    """Two nodes have four ranks each; of these, up to four are in rings of their own."""
+    job = job_with(model=EXPERTS, mesh={"pp": 1, "fsdp": 8, "ep": ep})
+    whole, experts = stage_parameters(job, 0, [4]), sizes_of(job.model).stage_experts(range(4))
+    parts = forecast(job, Machines.alike(8, 4, 1.0), UNIT).parts
+    over_the_cable = (whole - experts) * 7 / 8 + (
+        experts * 7 / 8 if ep == 1 else experts * (1 / ep - 1 / 8) * min(ep, 4)
+    )
+    assert parts["unshard"] == parts["reduce"] == pytest.approx(4 * over_the_cable * 8e-9)
+
+
+def test_tokens_travel_within_the_ranks_of_their_experts():
+    for ep, crosses in ((4, False), (8, True)):
+        job = job_with(model=EXPERTS, mesh={"pp": 1, "fsdp": 8, "ep": ep})
+        slow, fast = (forecast(job, Machines.alike(8, 4, gbps), UNIT).parts["pipeline"] for gbps in (0.01, 1e6))
+        assert (slow > fast) == crosses
+
+
     rate = message_bytes(job) * 8 / 1e9 / 2  # a message takes as long as a stage's forward
     slow = forecast(job, Machines.alike(2, 1, rate), UNIT)
     fast = forecast(job, Machines.alike(2, 1, 1e6), UNIT)
@@ -232,3 +255,15 @@ def test_backwards_in_halves_cost_what_the_halves_take():
     job = job_with(mesh={"pp": 2}, pipeline={"microbatches": 4, "schedule": "zbv", "stages_per_rank": 2})
     whole, apart = (forecast(job, Machines.alike(2, 1, None), replace(UNIT, weight_share=w)) for w in (0.5, 0.75))
     assert apart.step_s > whole.step_s
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_cores_copy_the_experts_that_they_hold_and_share(ep):
+    job = job_with(model=EXPERTS, mesh={"pp": 1, "fsdp": 8, "ep": ep})
+    whole, experts = stage_parameters(job, 0, [4]), sizes_of(job.model).stage_experts(range(4))
+    held = whole - experts + experts / ep
+    sent = (whole - experts) * 7 / 8 + experts * (1 / ep - 1 / 8)
+    copying = Costs(UNIT.layer, UNIT.first, UNIT.last, copy_s=1e-9, gather_s=2e-9, sum_s=3e-9)
+    free, taken = (forecast(job, Machines.alike(8, 8, None), costs).parts for costs in (UNIT, copying))
+    more = sum(taken[name] - free[name] for name in ("unshard", "reduce"))
+    assert more == pytest.approx(5e-9 * held + 2 * 2 * 4e-9 * sent)
+
+
