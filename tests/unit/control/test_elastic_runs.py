@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.elastic import ElasticSizing
+from raypp.control.machine import Machine, RunPhase
+from raypp.control.placement import Placement
 from raypp.control.reshape import reshape_event, reshaped, shape_of
 from raypp.control.run_events import last_device, last_shape
 from raypp.failure_kinds import FailureKind
@@ -69,6 +73,33 @@ def test_a_smaller_mesh_fits_into_the_smallest_gpu_or_the_run_waits(gib: int, th
     assert sizing.best(4) == sizing.largest() == sizing.wanted
     best = sizing.best(3)
     assert (best.world if best else None) == three
+
+
+class _Room(Placement):
+    """A group that has waited a minute, with room for three ranks."""
+
+    def waited_s(self) -> float:
+        return 60.0
+
+    def room(self, avoided: frozenset[str] = frozenset()) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("gib", [20, 80])
+def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
+    told: list[Event] = []
+    sizing = ElasticSizing(load_job(REPOSITORY / "jobs" / "full-8b.yaml", ["recovery.elastic=true"]).job, told.append)
+    sizing.gpu_bytes = gib << 30
+    machine, placing = Machine(phase=RunPhase.LAUNCHING), SimpleNamespace(phase=AttemptPhase.PLACING)
+    for _ in range(2):
+        sizing._checked_at = 0.0
+        reshape = sizing.check(machine, cast(Attempt, placing), _Room("r", 4, {}))
+        assert (reshape.shape.pp if reshape else None) == (None if gib == 20 else 3)
+    assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
+    why = (
+        "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20.0 GiB)"
+    )
+    assert all(event.message == why for event in told)
 
 
 def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:
