@@ -186,7 +186,8 @@ def _measure(job: Job, path: Path) -> None:
         )
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
     waits = tuple(SlowStart(**one) for one in answer["slow_starts"])
-    found = Costs(layer, first, last, slow_starts=waits, measured=True, **{name: answer[name] for name in NUMBERS})
+    numbers = {name: answer[name] for name in NUMBERS}
+    found = Costs(layer, first, last, slow_starts=waits, kind=answer["kind"], measured=True, **numbers)
     if slow := found.slowest_start():
         console.print(f"Cores come back slow from a wait: {slow}. Plans with these costs include that.")
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -225,13 +226,21 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
 def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Any) -> None:
     from raypp.cli.console import Console
     from raypp.planning.costs import computed_costs
+    from raypp.planning.predict import kind_of
     from raypp.planning.search import search
     from raypp.planning.sizes import sizes_remark
 
     device = grounds.devices_for(job)[-1]
     costs = grounds.costs or computed_costs(job, device)
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
-        found = search(job, grounds.machines_for(job), costs, device_memory=device.memory, patience_s=patience_s)
+        found = search(
+            job,
+            grounds.machines_for(job),
+            costs,
+            device_memory=device.memory,
+            kind=kind_of(device),
+            patience_s=patience_s,
+        )
     remark = sizes_remark(job.model)
     if as_json:
         rows = [

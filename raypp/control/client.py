@@ -21,13 +21,14 @@ from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
 from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
 from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
-from raypp.control.reshape import best_for
+from raypp.control.reshape import best_for, reshaped
 from raypp.control.run_events import recorded_outcome
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
 from raypp.observe.reader import RunReader
 from raypp.planning.fit import memory_problems
 from raypp.planning.host_memory import offload_problems
+from raypp.planning.stored_bytes import size_text
 from raypp.registry import load_object
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -89,25 +90,37 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     total = sum(free.values())
     if total >= world and not training:
         return device
-    if total >= world or best_for(job, total) is not None:
+    smallest = _smallest_gpu(nodes) if device == "cuda" else 0
+    if total >= world or best_for(job, total, smallest) is not None:
         largest = max((node.gpu_bytes for node in nodes if free[node.node_id]), default=0)
         memory = {node.ip: node.free_bytes for node in nodes if free[node.node_id]}
-        if device == "cuda" and largest and (problems := memory_problems(job, largest, memory)):
+        mesh = best_for(job, world)
+        whole = reshaped(job, mesh) if mesh else job
+        if device == "cuda" and largest and (problems := memory_problems(whole, largest, memory)):
             raise ResourcesError(problems)
-        if problems := offload_problems(job, memory, "cuda" if device == "cuda" else "cpu"):
+        if problems := offload_problems(whole, memory, "cuda" if device == "cuda" else "cpu"):
             raise ResourcesError(problems)
         return device
     what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
     if any(_lacks_cpus(node, free[node.node_id], device) for node in nodes):
         what = f"GPUs with {cpus:g} CPUs each"
     where = ", ".join(_places_in_words(node, free[node.node_id], device, cpus) for node in nodes)
+    free_gpus = sum(int(node.free_gpus) for node in nodes)
+    too_large = best_for(job, total) is not None  # an elastic job, whose smaller meshes need too much memory
+    why = f"; on fewer, ranks are planned to need more memory than a GPU has ({size_text(smallest)})"
     raise ResourcesError(
         Problem(
             "mesh",
-            f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})",
-            _way_out(job, total, device, embedded, sum(int(node.free_gpus) for node in nodes)),
+            f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})"
+            + why * too_large,
+            "end another run, or add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus),
         )
     )
+
+
+def _smallest_gpu(nodes: Sequence[NodeResources]) -> int:
+    """Returns the bytes of the smallest GPU among these nodes; 0 if none is known."""
+    return min((node.gpu_bytes for node in nodes if node.gpus and node.gpu_bytes), default=0)
 
 
 def _places(node: NodeResources, device: str, cpus: float) -> int:
@@ -182,10 +195,12 @@ def submit_run(
     """
     submission_id = f"raypp-{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     settings = collect_settings(cluster)
+    nodes = cluster.dashboard.nodes()
     request = RunRequest(
         job.name,
         without_secrets(job_document(job)),
         submission_id,
+        gpu_bytes=_smallest_gpu(nodes),
         rank_function=rank_function,
         relays_from_ranks=relays_from_ranks,
     )
@@ -199,8 +214,7 @@ def submit_run(
         **_paths_for_tests(rank_function),
     }
     # On a cluster of one node the ranks' server imports torch while driver and controller start.
-    one_node = len(cluster.dashboard.nodes()) == 1
-    beside_server = BESIDE_SERVER if one_node and forks_workers(request) else ""
+    beside_server = BESIDE_SERVER if len(nodes) == 1 and forks_workers(request) else ""
     document = {
         "entrypoint": f"{python_of(cluster)} {beside_server} -m raypp.control.driver",
         "submission_id": submission_id,

@@ -12,6 +12,7 @@ from raypp.control.placement import Placement
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
 from raypp.control.worker_group import WorkerGroup
+from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event
 from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import bad_nodes
@@ -34,12 +35,16 @@ class ElasticSizing:
         self._record_event = record_event
         self.options = job.recovery.elastic_options
         self.wanted = shape_of(job)
+        self.gpu_bytes = 0
+        """Memory of the cluster's smallest GPU; 0 if unknown, and on CPUs. Set before any mesh is
+        chosen."""
         self._best: dict[int, Shape | None] = {}
         self._last: Shape | None = None
         self._why = ""
         self._checked_at = 0.0
         self._room_since: float | None = None
         self._reported_bad: set[str] = set()
+        self._reported_memory = False
 
     def largest(self) -> Shape:
         """Returns the mesh to start with: the largest one allowed."""
@@ -48,7 +53,7 @@ class ElasticSizing:
     def best(self, room: int) -> Shape | None:
         """Returns the best mesh for at most `room` ranks; None when there is none."""
         if room not in self._best:
-            self._best[room] = best_for(self._job, room)
+            self._best[room] = best_for(self._job, room, self.gpu_bytes)
         return self._best[room]
 
     def shape(self, machine: m.Machine) -> Shape:
@@ -113,6 +118,11 @@ class ElasticSizing:
             return None
         current, room = self.shape(machine), placement.room()
         best = self.best(room)
+        if best is None and not self._reported_memory and best_for(self._job, room) is not None:
+            self._reported_memory = True
+            message = f"waits for {current.world} ranks, with room for {room}: on fewer, ranks are planned to need "
+            message += f"more memory than a GPU has ({size_text(self.gpu_bytes)})"
+            self._record_event(Event("no_smaller_mesh", message, attempt=machine.attempt))
         if best is None or best.world >= current.world:
             return None
         self._why = f"there was room for only {room} of {current.world} ranks for {waited:.0f} s"

@@ -158,6 +158,7 @@ class Leader:
         # node.
         chosen = run_events.last_device(self._ask_store(self.record.earlier_events)) if self._restarted else None
         device = choose_device(self._job, chosen, self.record.event)
+        self._sizing.gpu_bytes = self._request.gpu_bytes if device == "cuda" else 0
         self._placement = Placement.of(self._job, self._sizing.largest().world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
         self._has_resources = True

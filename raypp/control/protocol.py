@@ -33,6 +33,7 @@ class RunRequest:
         job: The resolved job, as plain JSON.
         submission_id: The Ray job that started the run.
         environment: Settings for all processes of the run; nothing secret.
+        gpu_bytes: Memory of the cluster's smallest GPU; 0 if unknown.
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
@@ -42,6 +43,7 @@ class RunRequest:
     job: dict[str, Any]
     submission_id: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    gpu_bytes: int = 0
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
 

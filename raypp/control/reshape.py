@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 from raypp.planning.check import check_plan
+from raypp.planning.peak import peak_memory
 from raypp.records import Event
 from raypp.recovery.elastic_shape import Shape, best_shape
 from raypp.spec.job import Job
 
 
-def best_for(job: Job, room: int) -> Shape | None:
+def best_for(job: Job, room: int, gpu_bytes: int = 0) -> Shape | None:
     """Returns the best mesh for at most `room` ranks, of those the job allows; None when there is
-    none."""
+    none.
+
+    Args:
+        job: As the user wrote it.
+        room: Most ranks.
+        gpu_bytes: Memory of the smallest GPU that a rank may get; 0 if unknown, and on CPUs. Meshes
+            that are planned to need more are left out, because their ranks may refuse it, and that
+            would end the run. The largest mesh stays: it is checked at submission.
+    """
     wanted, options = shape_of(job), job.recovery.elastic_options
     if options is None:
         return wanted if room >= wanted.world else None
-    return best_shape(
-        wanted,
-        room,
-        lambda shape: not check_plan(reshaped(job, shape)),
-        min_ranks=options.min_ranks,
-        max_ranks=options.max_ranks,
-    )
+    least, most = options.min_ranks, options.max_ranks
+
+    def valid(shape: Shape) -> bool:
+        return not check_plan(reshaped(job, shape))
+
+    too_large: list[Shape] = []
+
+    def fits(shape: Shape) -> bool:
+        # A plan may take a second: none is made of a shape that spreads the model over no more
+        # ranks than one that was too large. A single replica is apart: nothing of it is gathered.
+        if any(
+            shape.pp <= one.pp and shape.fsdp <= one.fsdp and (shape.replicas == 1) == (one.replicas == 1)
+            for one in too_large
+        ):
+            return False
+        if not valid(shape):
+            return False
+        if peak_memory(reshaped(job, shape)) > gpu_bytes:
+            too_large.append(shape)
+        return shape not in too_large
+
+    best = best_shape(wanted, room, valid, min_ranks=least, max_ranks=most)
+    if not gpu_bytes or best == best_shape(wanted, wanted.world, valid, min_ranks=least, max_ranks=most):
+        return best
+    return best_shape(wanted, room, fits, min_ranks=least, max_ranks=most)
 
 
 def shape_of(job: Job) -> Shape:

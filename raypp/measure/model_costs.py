@@ -130,8 +130,8 @@ class Meter:
             compute); `input_share` and `weight_share` (time of a layer's backward halves, run
             separately, relative to the whole backward; 1 and 0 where backwards cannot be split:
             blocks are compiled or recomputed selectively); `slow_starts` (of passes after waits, by
-            length; empty for GPUs); `stretched` (wall seconds per CPU second of the parts); and
-            `device`, its description.
+            length; empty for GPUs); `stretched` (wall seconds per CPU second of the parts);
+            `device`, its description, and `kind`, cpu or cuda.
         """
         (middle, first, last, *split), stretched = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
@@ -151,6 +151,7 @@ class Meter:
             "slow_starts": self._slow_starts(rounds, stretched),
             "stretched": stretched,
             "device": _device_name(self._device),
+            "kind": self._device.type,
         }
 
     def _slow_starts(self, rounds: int, stretched: float) -> list[dict[str, float]]:

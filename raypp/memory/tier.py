@@ -247,7 +247,7 @@ class MemoryTier:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common
-            self._send(next(slot for slot in self._slots.slots if slot.step == self._ticket))
+            self._send(self._slots.of_step(self._ticket))
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Closes the tier at the end of the attempt, as an `ExitStack` callback.
@@ -301,8 +301,9 @@ class MemoryTier:
 
     def _take(self, done: int, slices: list[Slice], extra: str, copy: bool) -> None:
         started = time.perf_counter()
-        keep = {self._common, self._copied, self._ticket} - {-1}
-        free = [slot for slot in self._slots.slots if slot.step not in keep]
+        steps = {self._common, self._copied, self._ticket}
+        keep = [self._slots.of_step(slot.step) for slot in self._slots.slots if slot.step in steps]
+        free = [slot for slot in self._slots.slots if slot not in keep]
         if not free:
             return
         slot = min(free, key=lambda slot: -1 if slot.step is None else slot.step)

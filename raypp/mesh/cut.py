@@ -17,7 +17,13 @@ _MOST_COMPARED = 4 * 10**6
 one by one, which is as good: no cut has a cheaper costliest stage or a smaller sum of squares."""
 
 
-def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, output_weight: float = 1.0) -> list[int]:
+def cut_layers(
+    num_layers: int,
+    num_stages: int,
+    input_weight: float = 1.0,
+    output_weight: float = 1.0,
+    stages_per_rank: int = 1,
+) -> list[int]:
     """Returns the number of layers of each stage, so that stages cost about the same.
 
     The embedding counts as `input_weight` layers on the first stage; the final norm, projection and
@@ -30,6 +36,7 @@ def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, outp
         num_stages: Number of stages of the whole pipeline, at least 1.
         input_weight: Cost of the embedding, in layers.
         output_weight: Cost of norm, projection and loss, in layers.
+        stages_per_rank: As for `no_layer`.
 
     Raises:
         JobError: A stage would have no layer. The fix names the largest number of stages that
@@ -37,7 +44,7 @@ def cut_layers(num_layers: int, num_stages: int, input_weight: float = 1.0, outp
     """
     cut = _cut(num_layers, num_stages, input_weight, output_weight) if num_stages <= num_layers else [0]
     if min(cut) < 1:
-        raise JobError(no_layer(num_layers, num_stages, input_weight, output_weight))
+        raise JobError(no_layer(num_layers, num_stages, input_weight, output_weight, stages_per_rank))
     return cut
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from raypp.errors import JobError, Problem
-from raypp.mesh.cut import most_stages, no_layer
+from raypp.mesh.cut import most_stages
 from raypp.planning.choices import cut_of, lookahead_of, schedule_of
-from raypp.planning.end_weights import end_weights
 from raypp.planning.stored_bytes import BLOCK
 from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.action import splits_backward
@@ -77,8 +76,8 @@ def _cut(job: Job) -> Iterator[Problem]:
         return
     try:
         cut_of(job)
-    except JobError:
-        yield no_layer(job.model.num_layers, job.num_stages, *end_weights(job), job.pipeline.stages_per_rank)
+    except JobError as error:
+        yield from error.problems
 
 
 def _own_cut(job: Job, cut: list[int]) -> Iterator[Problem]:

@@ -68,12 +68,12 @@ def cut_of(job: Job) -> list[int]:
         return list(pipeline.layers_per_stage)
     first, last = end_weights(job)
     placement = _placement(job)
-    if placement == "v" and stages <= layers:
+    if placement != "v" and "auto" not in (pipeline.input_weight, pipeline.output_weight):
+        return cut_layers(layers, stages, first, last, pipeline.stages_per_rank)
+    if stages > layers:  # the cuts below give every stage a layer, whatever the ends weigh
+        raise JobError(no_layer(layers, stages, 0, 0, pipeline.stages_per_rank))
+    if placement == "v":
         return balance_ranks(layers, place_stages(job.mesh.pp, stages, placement), first, last)
-    if "auto" not in (pipeline.input_weight, pipeline.output_weight):
-        return cut_layers(layers, stages, first, last)
-    if stages > layers:
-        raise JobError(no_layer(layers, stages, first, last, pipeline.stages_per_rank))
     frozen = lowest_trained(job.model)
     return list(_balanced(layers, stages, first, last, frozen, frozen and round(1 / (1 + recompute_factor(job)), 4)))
 

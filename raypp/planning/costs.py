@@ -14,6 +14,7 @@ from annotated_types import Ge, Le, MaxLen
 from typing_extensions import TypedDict
 
 from raypp.errors import JobError
+from raypp.planning.activations import Kind
 from raypp.planning.end_weights import end_weights
 from raypp.planning.flops import backward_factor, layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
@@ -125,6 +126,7 @@ class _File(TypedDict):
     last: _Part
     measured: NotRequired[_Label]
     device: NotRequired[_Label]
+    kind: NotRequired[Kind]
     optimizer_s: NotRequired[_Seconds]
     step_s: NotRequired[_Seconds]
     copy_s: NotRequired[_Seconds]
@@ -163,6 +165,8 @@ class Costs:
             only.
         sum_s: Seconds of copies and additions per weight whose gradient FSDP reduces; likewise.
         slow_starts: How slow passes are after waits, by the length of the wait; CPUs only.
+        kind: The kind of device that was measured. Older files do not tell; they are taken for a
+            CPU's.
         measured: True if these are measured times.
         source: Where the numbers come from, for people.
     """
@@ -178,6 +182,7 @@ class Costs:
     input_share: float = 0.5
     weight_share: float = 0.5
     slow_starts: tuple[SlowStart, ...] = ()
+    kind: Kind = "cpu"
     measured: bool = False
     source: str = ""
 
@@ -209,6 +214,7 @@ def computed_costs(job: Job, device: Device) -> Costs:
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
+        kind="cpu" if device.name == "cpu" else "cuda",
         input_share=1 - weight_share(job),
         weight_share=weight_share(job),
         source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
@@ -267,7 +273,7 @@ def read_costs(path: Path, job: Job) -> Costs:
     numbers: dict[str, Any] = {name: document[name] for name in NUMBERS if name in document}
     waits = tuple(SlowStart(**one) for one in document.get("slow_starts", ()))
     where = f"{visible(found.get('measured', ''))} on {visible(found.get('device', 'a device'))}"
-    costs = Costs(**parts, **numbers, slow_starts=waits, measured=True)
+    costs = Costs(**parts, **numbers, slow_starts=waits, kind=found.get("kind", "cpu"), measured=True)
     slow = f"; {words}" if (words := costs.slowest_start()) else ""
     return replace(costs, source=f"costs measured {where}{slow}{''.join(lacks)}")
 
@@ -282,6 +288,7 @@ def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) 
     document = {
         "measured": measured,
         "device": device,
+        "kind": costs.kind,
         "identity": cost_identity(job),
         **{name: vars(getattr(costs, name)) for name in ("layer", "first", "last")},
         **{name: getattr(costs, name) for name in NUMBERS},

@@ -22,7 +22,7 @@ from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.links import message_bytes
 from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
-from raypp.planning.memory import RankMemory, memory_kind, rank_memory, stage_parameters, stage_trained, state_of
+from raypp.planning.memory import RankMemory, gathered_bytes, memory_kind, rank_memory, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
@@ -31,6 +31,7 @@ from raypp.planning.traffic import (
     MOST_ON_CARDS,
     Border,
     LinkUse,
+    Sharded,
     border_between,
     collectives,
     gatherings,
@@ -190,14 +191,22 @@ def _outside_schedule(
 ) -> tuple[float, float, float]:
     """Returns seconds of the gathers of weights, of the sums of gradients, and of the update."""
     cut, placement = pipeline.cut, pipeline.stages_of_rank
-    parameters = [sum(stage_parameters(job, stage, cut) for stage in stages) for stages in placement]
-    trained = max(sum(stage_trained(job, stage, cut)[0] for stage in stages) for stages in placement)
+    gathered = [_sharded(job, [gathered_bytes(job, stage, cut) for stage in stages]) for stages in placement]
+    trained = [_sharded(job, [stage_trained(job, stage, cut) for stage in stages]) for stages in placement]
     slowest = min(node.speed for node in seats)
-    sent = collectives(job, machines, mesh, seats, max(parameters), trained)
-    copied = _copies(job, costs, max(parameters), trained)
+    sent = collectives(job, machines, mesh, seats, gathered, trained)
+    copied = _copies(job, costs, gathered, trained)
     unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
-    update = costs.optimizer_s * trained / (job.mesh.fsdp * job.mesh.cp) / slowest
+    updated = max(one.rest + one.experts for one in trained) / (job.mesh.fsdp * job.mesh.cp)
+    update = costs.optimizer_s * updated / slowest
     return unshard, reduce, update + _state_copies(job, machines, costs, pipeline, kind)
+
+
+def _sharded(job: Job, stages: Sequence[tuple[int, int]]) -> Sharded:
+    """Returns what ranks share of these stages, from all of it and what belongs to experts."""
+    whole = sum(count for count, _ in stages)
+    apart = sum(experts for _, experts in stages) if job.mesh.ep > 1 else 0
+    return Sharded(whole - apart, apart, job.mesh.fsdp * job.mesh.cp, job.mesh.ep)
 
 
 def _stage_times(
@@ -230,7 +239,7 @@ def _stage_times(
     )
 
 
-def _copies(job: Job, costs: Costs, parameters: int, trained: int) -> tuple[float, float]:
+def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequence[Sharded]) -> tuple[float, float]:
     """Returns the seconds of local copies for gathering weights and reducing gradients.
 
     They add to the time on the wire.
@@ -241,10 +250,17 @@ def _copies(job: Job, costs: Costs, parameters: int, trained: int) -> tuple[floa
     if shards * copies == 1:
         return 0.0, 0.0
     each = 2 * costs.copy_s  # a rank sends as much as it receives
-    moved = each * (shards - 1) / shards
-    replicas = each * 2 * (copies - 1) / copies / shards
-    gather = gatherings(job) * parameters * (costs.gather_s + moved * activation_bytes(job))
-    return gather, trained * (costs.sum_s + moved * sum_bytes(job) + replicas * _FP32)
+    local = costs.gather_s / activation_bytes(job)
+    replicas = each * 2 * (copies - 1) / copies / shards * _FP32
+
+    def gather(one: Sharded) -> float:
+        return local * one.held + each * (one.rest_sent + one.experts_sent)
+
+    def reduce(one: Sharded) -> float:
+        sent = each * sum_bytes(job) * (one.rest_sent + one.experts_sent)
+        return costs.sum_s * one.held + sent + replicas * (one.rest + one.experts)
+
+    return gatherings(job) * max(map(gather, gathered)), max(map(reduce, trained))
 
 
 def _state_copies(job: Job, machines: Machines, costs: Costs, pipeline: ResolvedPipeline, kind: Kind) -> float:

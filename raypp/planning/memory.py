@@ -222,9 +222,26 @@ def _base(job: Job, stage: int, cut: Sequence[int], rest: int, **gathered: Any) 
 
 def _gathered_base(job: Job, stage: int, cut: Sequence[int]) -> int:
     """Returns the bytes of a stage's quantised base that FSDP gathers: not what one rank holds."""
-    shards, ep = job.mesh.fsdp * job.mesh.cp, job.mesh.ep
-    without = ("attention", "feed_forward", "experts") if shards == 1 else ("experts",) if ep == shards else ()
-    return _base(job, stage, cut, activation_bytes(job), ep=ep, without=without)
+    return _base(job, stage, cut, activation_bytes(job), ep=job.mesh.ep, without=_held_whole(job))
+
+
+def _held_whole(job: Job) -> tuple[str, ...]:
+    """Returns the parts of a quantised base that one rank holds whole."""
+    shards = job.mesh.fsdp * job.mesh.cp
+    return ("attention", "feed_forward", "experts") if shards == 1 else ("experts",) if job.mesh.ep == shards else ()
+
+
+def gathered_bytes(job: Job, stage: int, cut: Sequence[int]) -> tuple[int, int]:
+    """Returns the bytes of a stage's weights that FSDP gathers, and those of them of all experts.
+
+    A quantised base travels as its integers.
+    """
+    each, layers = activation_bytes(job), _layers(stage, cut)
+    if quantised_base(job.model) is None:
+        return each * stage_parameters(job, stage, cut), each * sizes_of(job.model).stage_experts(layers)
+    trained, of_experts = stage_trained(job, stage, cut)
+    whole, rest = (_base(job, stage, cut, each, without=(*_held_whole(job), *more)) for more in ((), ("experts",)))
+    return whole + each * trained, whole - rest + each * of_experts
 
 
 def _layers(stage: int, cut: Sequence[int]) -> range:

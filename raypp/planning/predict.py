@@ -89,8 +89,10 @@ class Grounds:
         """Returns the kinds of device to predict for."""
         if self.device is not None:
             return [DEVICES[self.device]]
-        kinds = ("cpu", "cuda") if job.resources.device == "auto" and self.costs is None else (job.resources.device,)
-        return [DEVICES["cpu" if kind == "auto" else kind] for kind in kinds]
+        if job.resources.device != "auto":
+            return [DEVICES[job.resources.device]]
+        kinds = ("cpu", "cuda") if self.costs is None else (self.costs.kind,)
+        return [DEVICES[kind] for kind in kinds]
 
 
 def kind_of(device: Device) -> Kind:
@@ -132,7 +134,8 @@ def _is_small(job: Job, pipeline: ResolvedPipeline) -> bool:
 def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Prediction:
     costs = grounds.costs or computed_costs(job, device)
     machines = grounds.machines_for(job)
-    found: Forecast = forecast(job, machines, costs, device.memory, pipeline, kind_of(device))
+    kind = kind_of(device)
+    found: Forecast = forecast(job, machines, costs, device.memory, pipeline, kind)
     return Prediction(
         device="measured" if costs.measured else device.name,
         step_s=found.step_s,
@@ -142,7 +145,7 @@ def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Dev
         lookahead=found.lookahead,
         links=found.links,
         bottleneck=found.bottleneck,
-        advice=tuple(advice(job, machines, costs, found, device.memory)) if _is_small(job, pipeline) else (),
+        advice=tuple(advice(job, machines, costs, found, device.memory, kind)) if _is_small(job, pipeline) else (),
         peak_memory=found.peak_memory,
         device_memory=device.memory,
         measured=found.measured,

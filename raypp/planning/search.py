@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypp.errors import RayppError, ResourcesError
+from raypp.planning.activations import Kind
 from raypp.planning.check import check_plan, divisors
 from raypp.planning.choices import schedule_of
 from raypp.planning.costs import Costs
@@ -76,6 +77,7 @@ def search(
     costs: Costs,
     *,
     device_memory: int = 0,
+    kind: Kind | None = None,
     keep: int = 10,
     patience_s: float = 60.0,
 ) -> Found:
@@ -86,6 +88,7 @@ def search(
         machines: All their devices are used.
         costs: Costs of a device of speed 1.
         device_memory: Bytes of a device; 0: no limit.
+        kind: The kind of device whose memory is planned; None: the job's.
         keep: Number of candidates to return.
         patience_s: Time limit. The result then covers what has been tried.
 
@@ -105,7 +108,7 @@ def search(
             refused += 1
             continue
         try:
-            cast = forecast(one, machines, costs, device_memory)
+            cast = forecast(one, machines, costs, device_memory, kind=kind)
         except RayppError:
             refused += 1
             continue
@@ -120,15 +123,23 @@ def search(
         fix = "use more devices, activation_checkpointing full, or a smaller micro_batch_size"
         raise ResourcesError(what + why, fix)
     found.sort(key=lambda one: (one.forecast.step_s, one.forecast.peak_memory, len(one.changes)))
-    improved = [_better_cut(one, job, machines, costs, device_memory, end) for one in found[:3]]
+    improved = [_better_cut(one, job, machines, costs, device_memory, kind, end) for one in found[:3]]
     best = sorted([*improved, *found[3:]], key=lambda one: one.forecast.step_s)
     return Found(tuple(best[:keep]), tried, refused, too_large, out_of_time)
 
 
 def advice(
-    job: Job, machines: Machines, costs: Costs, now: Forecast, device_memory: int = 0
+    job: Job, machines: Machines, costs: Costs, now: Forecast, device_memory: int = 0, kind: Kind | None = None
 ) -> list[tuple[str, float]]:
     """Finds single changes that would shorten a step by more than 2 %, best first.
+
+    Args:
+        job: The job.
+        machines: The machines it runs on.
+        costs: Costs of a device of speed 1.
+        now: The job's forecast, with the same `device_memory` and `kind`.
+        device_memory: Bytes of a device; 0: no limit.
+        kind: The kind of device whose memory is planned; None: the job's.
 
     Returns:
         Each change, and the predicted fraction of the step's time that it saves.
@@ -139,9 +150,9 @@ def advice(
         if pipeline.lookahead != "auto":
             single.append(("pipeline.lookahead auto", {"pipeline.lookahead": "auto"}))
         if pipeline.wire.compression == "none":
-            for kind in ("bf16", "int8") if job.train.computes_in == "fp32" else ("int8",):
-                text = f"pipeline.wire.compression {kind} (changes the numbers)"
-                single.append((text, {"pipeline.wire.compression": kind}))
+            for form in ("bf16", "int8") if job.train.computes_in == "fp32" else ("int8",):
+                text = f"pipeline.wire.compression {form} (changes the numbers)"
+                single.append((text, {"pipeline.wire.compression": form}))
         if job.train.micro_batch_size % 2 == 0:
             halved = {"pipeline.microbatches": 2 * pipeline.microbatches}
             halved["train.micro_batch_size"] = job.train.micro_batch_size // 2
@@ -158,13 +169,13 @@ def advice(
         one = changed_job(job, changes)
         if one is None or check_plan(one) or check_training(one):
             continue
-        cast = forecast(one, machines, costs, device_memory)
+        cast = forecast(one, machines, costs, device_memory, kind=kind)
         gain = 1 - tokens / cast.tokens_per_s
         if gain > 0.02 and not (device_memory and cast.peak_memory > device_memory):
             gains.append((text, gain))
     faster = Machines(machines.nodes, None, {}, machines.inside_gbps)
     if job.mesh.pp > 1 and now.links:
-        gain = 1 - forecast(job, faster, costs, device_memory).step_s / now.step_s
+        gain = 1 - forecast(job, faster, costs, device_memory, kind=kind).step_s / now.step_s
         if gain > 0.02:
             gains.append(("links that cost nothing", gain))
     return sorted(gains, key=lambda entry: -entry[1])
@@ -209,7 +220,7 @@ def _schedules(job: Job, pp: int, microbatches: int) -> Iterator[tuple[str, int]
 
 
 def _better_cut(
-    one: Candidate, job: Job, machines: Machines, costs: Costs, device_memory: int, end: float
+    one: Candidate, job: Job, machines: Machines, costs: Costs, device_memory: int, kind: Kind | None, end: float
 ) -> Candidate:
     """Moves layers away from a candidate's busiest pipeline rank while the forecast improves.
 
@@ -236,7 +247,7 @@ def _better_cut(
                 changed = changed_job(best.job, {"pipeline.layers_per_stage": moved})
                 if changed is None:
                     continue
-                cast = forecast(changed, machines, costs, device_memory)
+                cast = forecast(changed, machines, costs, device_memory, kind=kind)
                 fits = not device_memory or cast.peak_memory <= device_memory
                 if fits and cast.step_s < (better or best).forecast.step_s * _WORTH:
                     better = Candidate(_difference(job, changed, cast), changed, cast)

@@ -119,29 +119,79 @@ def layer_traffic(job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node
     if job.mesh.ep > 1:
         sent = max(layer.sent for layer in sizes_of(model).kinds)
         rows = 2 * sent * model.hidden_size * (1 - 1 / job.mesh.ep)
-        seconds += _over(_slowest(machines, seats, mesh.groups(("fsdp", "cp"))), tokens * rows * number)
+        shards = mesh.groups(("fsdp", "cp"))
+        exchanging = [group[i : i + mesh.ep] for group in shards for i in range(0, len(group), mesh.ep)]
+        seconds += _over(_slowest(machines, seats, exchanging), tokens * rows * number)
     return seconds
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """Bytes, or numbers, of a pipeline rank's weights that its fsdp · cp ranks share.
+
+    A ring over n ranks passes (n - 1) / n of the bytes through each link.
+
+    Attributes:
+        rest: Of all weights but experts that ep spreads.
+        experts: Of those, on all ep ranks together. FSDP shards an ep-th over every ep-th rank.
+        shards: fsdp · cp.
+        ep: mesh.ep.
+    """
+
+    rest: float
+    experts: float
+    shards: int
+    ep: int
+
+    @property
+    def held(self) -> float:
+        """What a rank has once it is gathered."""
+        return self.rest + self.experts / self.ep
+
+    @property
+    def rest_sent(self) -> float:
+        """What the ring of all shards passes through each link."""
+        return self.rest * (1 - 1 / self.shards)
+
+    @property
+    def experts_sent(self) -> float:
+        """What each ring over every ep-th rank passes through each link."""
+        return self.experts * (1 / self.ep - 1 / self.shards)
+
+
 def collectives(
-    job: Job, machines: Machines, mesh: Mesh, seats: Sequence[Node], parameters: int, trained: int
+    job: Job,
+    machines: Machines,
+    mesh: Mesh,
+    seats: Sequence[Node],
+    gathered: Sequence[Sharded],
+    trained: Sequence[Sharded],
 ) -> tuple[float, float]:
     """Returns the seconds of gathering weights and of summing gradients over shards.
 
-    Both for the slowest rank, which has `parameters` parameters, `trained` of them trained. The
-    sums over replicas are in `planning.replica_sum_costs`.
+    Both for the slowest pipeline rank. The sums over replicas are in `planning.replica_sum_costs`.
 
-    A ring over n ranks passes (n - 1) / n of the bytes through each link. The parts that ranks on
-    CPUs send each other take as long (`parallel.late_sums`; counted at a network card).
+    The parts that ranks on CPUs send each other take as long (`parallel.late_sums`; counted at a
+    network card).
+
+    Args:
+        gathered: Bytes of every pipeline rank's weights.
+        trained: Numbers of its gradients.
     """
-    shards = job.mesh.fsdp * job.mesh.cp
-    unshard = reduce = 0.0
-    if shards > 1:
-        rate = _slowest(machines, seats, mesh.groups(("fsdp", "cp")))
-        part = (shards - 1) / shards
-        unshard = gatherings(job) * _over(rate, part * parameters * activation_bytes(job))
-        reduce += _over(rate, part * trained * sum_bytes(job))
-    return unshard, reduce
+    if job.mesh.fsdp * job.mesh.cp == 1:
+        return 0.0, 0.0
+    whole = mesh.groups(("fsdp", "cp"))
+    link = _slowest(machines, seats, whole)
+    apart = _slowest(machines, seats, [group[i :: mesh.ep] for group in whole for i in range(mesh.ep)])
+
+    def seconds(one: Sharded, each: int) -> float:
+        experts = _over(apart, each * one.experts_sent) if one.experts_sent else 0.0
+        return _over(link, each * one.rest_sent) + experts
+
+    return (
+        gatherings(job) * max(seconds(one, 1) for one in gathered),
+        max(seconds(one, sum_bytes(job)) for one in trained),
+    )
 
 
 def link_of_replicas(machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> Link | None:

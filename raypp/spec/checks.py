@@ -58,12 +58,14 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
 
 
 def check_training(job: Job) -> list[Problem]:
-    """Returns the problems of adapters, precision and optimizer with each other. Reads no file.
+    """Returns the problems of adapters, precision, optimizer and samples. Reads no file.
 
     Args:
-        job: A job in which `check_spec` found no problem, with other values of these options.
+        job: A job in which `check_spec` found no problem, with another mesh, other lengths of rows,
+            or other values of these options.
     """
-    return [*_lora(job), *_optimizer(job), *_sync(job)]
+    sample = _sample(job, _source(job)) if job.train.sample is not None else ()
+    return [*_lora(job), *_optimizer(job), *_sync(job), *sample]
 
 
 def _kinds(job: Job) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
     job.write_text(yaml.safe_dump(document))
     assert run(["plan", str(job), "--measure", str(costs), "--json"]) == 0
     found = json.loads(costs.read_text())
+    assert found["kind"] == "cpu"
     assert found["layer"]["forward"] > 0 and found["layer"]["backward"] > 0
     assert found["last"]["forward"] > found["layer"]["forward"]  # 524 thousand weights against 41 thousand in a layer
     assert found["input_share"] > 0.1 and found["weight_share"] > 0.1 and found["optimizer_s"] > 0

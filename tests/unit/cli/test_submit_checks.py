@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import nasty_world as nasty
 import pytest
@@ -17,7 +20,9 @@ from raypp.cli import run_commands
 from raypp.clusters.dashboard import Dashboard, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
+from raypp.control.client import submit_run
 from raypp.control.machine import Finish
+from raypp.control.protocol import REQUEST_FILE, RunRequest
 from raypp.control.run_events import end_event
 from raypp.errors import JobError, UnreachableError
 from raypp.observe.reader import RunReader
@@ -62,6 +67,29 @@ def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
         return place
 
     return start
+
+
+def test_the_controller_is_told_the_memory_of_the_smallest_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: mine\ndata: {kind: synthetic}\n")
+
+    class Gpus(_AtUpload):
+        request: dict[str, Any]
+
+        def nodes(self) -> list[NodeResources]:
+            gpus = [(0, 0), (8, 24 << 30), (8, 0), (8, 80 << 30)]
+            return [
+                NodeResources(f"{n}", f"10.0.0.{n}", "", 9, gpu, 9, gpu, size) for n, (gpu, size) in enumerate(gpus)
+            ]
+
+        def upload_package(self, name: str, data: bytes) -> str:
+            with ZipFile(BytesIO(data)) as package:
+                self.request = json.loads(package.read(REQUEST_FILE))
+            return super().upload_package(name, data)
+
+    dashboard = Gpus(lambda: None, True, "http://127.0.0.1:1")
+    submit_run(load_job(path).job, Cluster(dashboard.url, dashboard), "file:///store")
+    assert RunRequest(**dashboard.request).gpu_bytes == 24 << 30
 
 
 def test_ctrl_c_during_the_upload_leaves_the_name_free(submit, store: DirectoryStore) -> None:

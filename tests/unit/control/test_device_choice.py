@@ -60,6 +60,28 @@ def test_a_job_that_fits_into_no_gpu_is_refused_before_it_starts() -> None:
     assert device_for(job(), [small]) == "cuda"
 
 
+def test_an_elastic_job_starts_on_fewer_gpus_only_if_it_fits_there() -> None:
+    def elastic(options: Any, **mesh: int) -> Job:
+        model = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "ffn_size": 14336, "vocab_size": 32000}
+        train = {"precision": "bf16_pure", "activation_checkpointing": "full", "optimizer": {"state": "8bit"}}
+        return job(model=model, mesh=mesh, train=train, recovery={"elastic": options})
+
+    def three_of_four(gib: int) -> list[NodeResources]:
+        return [node(f"10.0.0.{host}", 1, float(host < 4), gib * GIB) for host in (1, 2, 3, 4)]
+
+    assert device_for(elastic(True, pp=4), three_of_four(80)) == "cuda"
+    assert device_for(elastic(True, pp=4), three_of_four(0)) == "cuda", "unknown"
+    with pytest.raises(ResourcesError) as refused:
+        device_for(elastic(True, pp=4), three_of_four(20))
+    (problem,) = refused.value.problems
+    assert "4 ranks need 4 GPUs; 3 are free" in problem.what and problem.fix == "end another run, or add nodes"
+    assert problem.what.endswith("; on fewer, ranks are planned to need more memory than a GPU has (20.0 GiB)")
+    free = [node("10.0.0.1", 4, 4, 20 * GIB)]
+    assert device_for(elastic(True, pp=4), free) == "cuda"
+    with pytest.raises(ResourcesError, match=r"a device has 20\.0 GiB; ranks are planned to need more: pp0 "):
+        device_for(elastic({"max_ranks": 2}, pp=4), free)
+
+
 def test_offloading_to_nodes_with_too_little_memory_is_refused() -> None:
     offloading = job(
         model={"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000},

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.elastic import ElasticSizing
+from raypp.control.machine import Machine, RunPhase
+from raypp.control.placement import Placement
 from raypp.control.reshape import reshape_event, reshaped, shape_of
 from raypp.control.run_events import last_device, last_shape
 from raypp.failure_kinds import FailureKind
@@ -14,7 +19,9 @@ from raypp.planning.check import check_plan
 from raypp.records import Coordinates, Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
 from raypp.spec.job import Job
-from raypp.spec.load import parse_job
+from raypp.spec.load import load_job, parse_job
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 def job_of(elastic: Any = True, **sections: Any) -> Job:
@@ -55,6 +62,44 @@ def test_the_job_says_how_small_and_how_large() -> None:
     sizing = ElasticSizing(job_of(elastic={"min_ranks": 2, "max_ranks": 3}), lambda event: None)
     assert sizing.best(1) is None
     assert sizing.largest().world == 2
+
+
+@pytest.mark.parametrize(("gib", "three"), [(0, 3), (20, None), (80, 3), (1, None)])
+def test_a_smaller_mesh_fits_into_the_smallest_gpu_or_the_run_waits(gib: int, three: int | None) -> None:
+    """Where the memory is unknown, any mesh may. The job's own mesh runs, or is refused as such."""
+    job = load_job(REPOSITORY / "jobs" / "full-8b.yaml", ["recovery.elastic=true"]).job
+    sizing = ElasticSizing(job, lambda event: None)
+    sizing.gpu_bytes = gib << 30
+    assert sizing.best(4) == sizing.largest() == sizing.wanted
+    best = sizing.best(3)
+    assert (best.world if best else None) == three
+
+
+class _Room(Placement):
+    """A group that has waited a minute, with room for three ranks."""
+
+    def waited_s(self) -> float:
+        return 60.0
+
+    def room(self, avoided: frozenset[str] = frozenset()) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("gib", [20, 80])
+def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
+    told: list[Event] = []
+    sizing = ElasticSizing(load_job(REPOSITORY / "jobs" / "full-8b.yaml", ["recovery.elastic=true"]).job, told.append)
+    sizing.gpu_bytes = gib << 30
+    machine, placing = Machine(phase=RunPhase.LAUNCHING), SimpleNamespace(phase=AttemptPhase.PLACING)
+    for _ in range(2):
+        sizing._checked_at = 0.0
+        reshape = sizing.check(machine, cast(Attempt, placing), _Room("r", 4, {}))
+        assert (reshape.shape.pp if reshape else None) == (None if gib == 20 else 3)
+    assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
+    why = (
+        "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20.0 GiB)"
+    )
+    assert all(event.message == why for event in told)
 
 
 def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:

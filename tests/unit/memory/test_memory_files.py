@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from raypp.memory.peer import CopyReceiver, CopySender, partner_of
 from raypp.memory.rank_slots import RunLife
 from raypp.memory.slot import Slot, encode_tail
 from raypp.memory.tier import MemoryTier, SnapshotCosts
+from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Coordinates, Event, Seat
 from raypp.storage.rate_limit import Pace
 
@@ -196,6 +198,32 @@ def test_a_tier_whose_thread_does_not_end_leaves_no_file_of_a_finished_run(
     goes_on.set()
     tier._worker.join(60)
     assert done.is_set() and [event.kind for event in events if event.kind == "memory_tier_off"] == []
+
+
+@pytest.mark.parametrize("restored", [16, 18])
+def test_the_partner_gets_the_snapshot_of_this_attempt_or_the_restored_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receiver: tuple[CopyReceiver, list[Slot]], restored: int
+) -> None:
+    """A file of another attempt holds another step 18."""
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    receives, copies = receiver
+    seat = Seat("a-run", 3, 0, 2, Coordinates(), Coordinates(1, 1, 2, 1))
+    tier = MemoryTier(RunLife("a-run", NAME.life, "0" * 16, b"secret"), seat, 2, Collected([]))
+
+    def own(attempt: int, step: int) -> Slot:
+        return sealed(tmp_path, replace(NAME, attempt=attempt, rank=0, number=attempt), step, fill=attempt)
+
+    begun = own(1, restored)
+    addresses = [("127.0.0.1", 1), ("127.0.0.1", receives.port)]
+    tier.start([0, 1], addresses, restored, begun, torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1), -1)
+    for slot in [own(2, 18)] + [own(3, 18)] * (restored == 16):
+        tier._slots.add(slot)
+    tier._asked, tier._taken = True, 18
+    agreed = SnapshotState(every=2, own=18, arrived=-1, trouble=0, unready=False)
+    tier.step_begins(19, agreed, list, lambda: "{}")
+    assert wait_for(lambda: copies and copies[0].step == 18)
+    assert int(copies[0].memory(SIZE)[0]) == (3 if restored == 16 else 1)
+    tier.close(delete=True)
 
 
 def test_the_newest_step_that_every_rank_has_is_chosen() -> None:

@@ -55,6 +55,17 @@ def test_weights_that_leave_a_stage_without_a_layer() -> None:
     assert "mesh.pp ≤ 5" in fix and "lower pipeline.input_weight/output_weight (now 1/1)" in fix
 
 
+@pytest.mark.parametrize("weights", [{"input_weight": 0, "output_weight": 4}, {}])
+def test_the_fix_for_a_v_counts_layers_whatever_the_ends_weigh(weights: dict[str, float]) -> None:
+    pipeline = {"schedule": "zbv", "stages_per_rank": 2, **weights}
+    assert problem(model={"num_layers": 6}, mesh={"pp": 4}, pipeline=pipeline) == (
+        "mesh.pp",
+        "8 stages for 6 layers leave stage 6 without a layer",
+        "use mesh.pp ≤ 3 with 2 stages per rank",
+    )
+    assert check_plan(job_with(model={"num_layers": 6}, mesh={"pp": 3}, pipeline=pipeline)) == []
+
+
 def test_the_fix_counts_stages_per_rank() -> None:
     pipeline = {"schedule": "interleaved_1f1b", "stages_per_rank": 3}
     key, _, fix = problem(mesh={"pp": 4}, pipeline=pipeline)

@@ -13,7 +13,10 @@ from raypp.planning.forecast import forecast
 from raypp.planning.links import message_bytes
 from raypp.planning.machines import Link, Machines, Node, read_machines
 from raypp.planning.memory import stage_parameters
+from raypp.planning.predict import Grounds, predict
+from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.search import advice, search
+from raypp.planning.sizes import sizes_of
 from raypp.schedules.slow_starts import SlowStart
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
@@ -62,6 +65,28 @@ def test_sharded_weights_over_a_cable_are_gathered_and_reduced_once_a_step():
     assert slow.parts["unshard"] > 0 and slow.parts["reduce"] == pytest.approx(slow.parts["unshard"])  # both fp32
     again = job_with(mesh={"pp": 1, "fsdp": 2, "reshard_after_forward": True}, pipeline={"microbatches": 4})
     assert forecast(again, Machines.alike(2, 1, 1.0), UNIT).parts["unshard"] == pytest.approx(8 * slow.parts["unshard"])
+
+
+EXPERTS = {"kind": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, "num_layers": 4}
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_experts_are_gathered_and_reduced_over_every_ep_th_rank(ep):
+    """Two nodes have four ranks each; of these, up to four are in rings of their own."""
+    job = job_with(model=EXPERTS, mesh={"pp": 1, "fsdp": 8, "ep": ep})
+    whole, experts = stage_parameters(job, 0, [4]), sizes_of(job.model).stage_experts(range(4))
+    parts = forecast(job, Machines.alike(8, 4, 1.0), UNIT).parts
+    over_the_cable = (whole - experts) * 7 / 8 + (
+        experts * 7 / 8 if ep == 1 else experts * (1 / ep - 1 / 8) * min(ep, 4)
+    )
+    assert parts["unshard"] == parts["reduce"] == pytest.approx(4 * over_the_cable * 8e-9)
+
+
+def test_tokens_travel_within_the_ranks_of_their_experts():
+    for ep, crosses in ((4, False), (8, True)):
+        job = job_with(model=EXPERTS, mesh={"pp": 1, "fsdp": 8, "ep": ep})
+        slow, fast = (forecast(job, Machines.alike(8, 4, gbps), UNIT).parts["pipeline"] for gbps in (0.01, 1e6))
+        assert (slow > fast) == crosses
 
 
 def test_auto_looks_ahead_where_the_link_is_slow_and_only_there():
@@ -133,6 +158,29 @@ def test_what_does_not_fit_is_left_out_and_when_nothing_fits_that_is_said():
         search(job, Machines.alike(2, 1, 1.0), costs, device_memory=1024)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_other_jobs_are_planned_for_the_same_kind_of_device(kind):
+    """A process on a GPU takes a few hundred MB more."""
+    job, machines, memory = pipeline(lookahead=0), Machines.alike(2, 1, 0.001), 300_000_000
+    now = forecast(job, machines, UNIT, memory, kind=kind)
+    assert (now.peak_memory < memory) == (kind == "cpu")
+    found = dict(advice(job, machines, UNIT, now, memory, kind))
+    assert ("pipeline.wire.compression bf16 (changes the numbers)" in found) == (kind == "cpu")
+    if kind == "cuda":
+        with pytest.raises(ResourcesError, match="need more memory"):
+            search(job, machines, UNIT, device_memory=memory, kind=kind)
+        return
+    best = search(job, machines, UNIT, device_memory=memory, kind=kind).best[0]
+    assert best.forecast == forecast(best.job, machines, UNIT, memory, kind=kind)
+
+
+def test_the_advice_of_a_plan_is_that_of_its_device():
+    """Quantising on a core takes longer than it saves on this link; a GPU would gain 4 %."""
+    job = job_with(mesh={"pp": 1, "dp_replicate": 2}, pipeline={"microbatches": 1})
+    (found,) = predict(job, resolve_pipeline(job), Grounds(device="cpu", link_gbps=1.0, per_node=1))
+    assert found.advice == ()
+
+
 # The files.
 
 
@@ -200,6 +248,18 @@ def test_what_an_older_file_of_costs_lacks_is_told(tmp_path):
     assert "without the split of a backward into halves" in source and "without FSDP's copies on CPUs" in source
 
 
+def test_costs_of_a_gpu_are_planned_as_a_gpus(tmp_path):
+    path, job = tmp_path / "costs.json", pipeline()
+    assert job.resources.device == "auto"
+    for kind in ("cpu", "cuda"):
+        write_costs(path, replace(UNIT, kind=kind), job, "a device", "today")
+        assert Grounds(costs=read_costs(path, job)).devices_for(job) == [DEVICES[kind]]
+    document = json.loads(path.read_text())
+    del document["kind"]
+    path.write_text(json.dumps(document))
+    assert Grounds(costs=read_costs(path, job)).devices_for(job) == [DEVICES["cpu"]], "older files were mostly a CPU's"
+
+
 def test_passes_after_waits_are_as_slow_as_measured():
     """Forward 2, backward 4 per stage, a message 2. Rank 1 waits 4, then never again; rank 0 waits
     9.5 for its first gradient and 0.5 for its second."""
@@ -226,6 +286,18 @@ def test_where_cores_copy_sharded_weights_and_sums_the_step_takes_so_much_longer
     free, taken = (forecast(job, machines, costs).parts for costs in (UNIT, copying))
     more = sum(taken[name] - free[name] for name in ("unshard", "reduce"))
     assert more == pytest.approx(stage_parameters(job, 0, [4]) * (bool(copied) * 5e-9 + copied * 1e-9))
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_cores_copy_the_experts_that_they_hold_and_share(ep):
+    job = job_with(model=EXPERTS, mesh={"pp": 1, "fsdp": 8, "ep": ep})
+    whole, experts = stage_parameters(job, 0, [4]), sizes_of(job.model).stage_experts(range(4))
+    held = whole - experts + experts / ep
+    sent = (whole - experts) * 7 / 8 + experts * (1 / ep - 1 / 8)
+    copying = Costs(UNIT.layer, UNIT.first, UNIT.last, copy_s=1e-9, gather_s=2e-9, sum_s=3e-9)
+    free, taken = (forecast(job, Machines.alike(8, 8, None), costs).parts for costs in (UNIT, copying))
+    more = sum(taken[name] - free[name] for name in ("unshard", "reduce"))
+    assert more == pytest.approx(5e-9 * held + 2 * 2 * 4e-9 * sent)
 
 
 def test_backwards_in_halves_cost_what_the_halves_take():

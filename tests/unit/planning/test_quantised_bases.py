@@ -12,7 +12,9 @@ from raypp.models.quantised import store_rest
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype
 from raypp.planning.check import check_plan
-from raypp.planning.costs import DEVICES, Part, computed_costs, dequantise_seconds
+from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, dequantise_seconds
+from raypp.planning.forecast import forecast
+from raypp.planning.machines import Machines
 from raypp.planning.plan import make_plan
 from raypp.planning.quantised_base import base_bytes, product_bytes
 from raypp.spec.job import Job
@@ -81,3 +83,29 @@ def test_experts_of_a_quantised_base_are_cut_between_rows() -> None:
     assert problems("fp32", 193) == []
     (told,) = problems("int8", 193)
     assert "matrices in int8 are cut between rows (model.expert_ffn_size 193, model.hidden_size 256" in told
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_is_gathered_is_the_quantised_integers(base: str) -> None:
+    job = job_of(base, train={"precision": "bf16"}, mesh={"pp": 1, "fsdp": 2})
+    weights = list(held(job, range(8), first=True, last=True).parameters())
+    sizes = [2 if weight.requires_grad else weight.element_size() for weight in weights]
+    gathered = sum(weight.numel() * size for weight, size in zip(weights, sizes, strict=True))
+    part = Part(1.0, 2.0)
+    found = forecast(job, Machines.alike(2, 1, 1.0), Costs(part, part, part, gather_s=0.0, copy_s=0.0))
+    assert found.parts["unshard"] == pytest.approx(gathered / 2 * 8e-9)
+    copied = forecast(job, Machines.alike(2, 1, 1.0), Costs(part, part, part, gather_s=4e-9, copy_s=1e-9))
+    assert copied.parts["unshard"] - found.parts["unshard"] == pytest.approx(gathered * (2e-9 + 1e-9))
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_quantised_experts_are_gathered_over_every_ep_th_rank(ep: int) -> None:
+    job = job_of("nf4", "qwen3_moe", mesh={"pp": 1, "fsdp": 4, "ep": ep})
+    rest = experts = 0
+    for name, weight in held(job, range(8), first=True, last=True).named_parameters():
+        size = weight.numel() * weight.element_size()
+        rest, experts = (rest, experts + size) if ".experts." in name else (rest + size, experts)
+    assert experts > 0
+    part = Part(1.0, 2.0)
+    found = forecast(job, Machines.alike(4, 1, 1.0), Costs(part, part, part))
+    assert found.parts["unshard"] == pytest.approx((rest * 3 / 4 + experts * (1 / ep - 1 / 4)) * 8e-9)

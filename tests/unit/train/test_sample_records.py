@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypp.errors import JobError
-from raypp.spec.checks import check_spec
+from raypp.spec.checks import check_spec, check_training
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train.sample import sample_due
@@ -55,6 +55,7 @@ def test_what_cannot_sample_is_refused_by_name(sections: dict[str, Any], told: s
     found = [problem for problem in check_spec(job(**sections)) if problem.key == "train.sample"]
     assert [told in problem.what for problem in found] == [True]
     assert "raypp generate" in found[0].fix
+    assert check_training(job(**sections)) == found, "plan proposes no such job"
 
 
 def test_prompts_must_fit_with_their_answers() -> None:
