@@ -28,7 +28,7 @@ from raypp.spec.job import Job
 
 _START_TIMEOUT_S = 180.0
 _REUSED_TIMEOUT_S = 10.0
-_LEAVE_S = 5.0
+_LEAVE_S = 15.0
 _IMPORT_S = 40.0
 """A rank that has not begun cannot leave before its imports are done; those of a new process would
 take as long."""

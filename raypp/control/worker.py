@@ -157,7 +157,7 @@ class Worker:
             self._changed.wait_for(over, timeout_s)
             return self._end if self._is_in(attempt) else None
 
-    def leave(self, attempt: int, timeout_s: float = 10.0) -> None:
+    def leave(self, attempt: int, timeout_s: float = 15.0) -> None:
         """Makes the rank of that attempt end soon, whatever it waits for; `outcome` returns how it
         ended."""
         seat, thread = self._seat, self._thread
