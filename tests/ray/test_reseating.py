@@ -33,8 +33,13 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
 ) -> None:
     run = start_run(f"survive{victim}", steps=240)
     run.wait_step(12)
-    run.wait(lambda: any("standby" in name for name in run.living_actors()), "a standby")
-    standby = next(name for name in run.living_actors() if "standby" in name)
+
+    def standbys() -> list[str]:
+        return [one["name"] for one in run.actors() if "standby" in one["name"] and one["state"] == "ALIVE"]
+
+    with held_back(run.pids()):  # its start takes seconds
+        run.wait(standbys, "a standby that runs")
+    (standby,) = standbys()
     before = run.pids()
     os.kill(before[victim], signal.SIGKILL)
     run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
