@@ -238,6 +238,8 @@ def _submit(file: JobFile, store: ObjectStore, cluster: Cluster, resume: bool) -
     try:
         submission = client.submit_run(job, cluster, store.url, before=write)
     except NoAnswerError as error:
+        if not asked:
+            raise
         raise UnreachableError([*error.problems, _perhaps_accepted(job)]) from None
     except KeyboardInterrupt:
         if asked:

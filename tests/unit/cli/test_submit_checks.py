@@ -14,12 +14,12 @@ import pytest
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
-from raypp.clusters.dashboard import Dashboard, NodeResources
+from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control.machine import Finish
 from raypp.control.run_events import end_event
-from raypp.errors import JobError, UnreachableError
+from raypp.errors import JobError, Problem, UnreachableError
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
@@ -87,17 +87,25 @@ def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, sto
 
 
 @contextmanager
-def cluster_that_does_not_answer(jobs: set[str]) -> Iterator[str]:
-    """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL."""
+def cluster_that_does_not_answer(jobs: set[str], status: int = 0, later: int = 0) -> Iterator[str]:
+    """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL.
+
+    Args:
+        jobs: Names of the jobs without their time.
+        status: What a proxy answers instead of hanging up, if not 0.
+        later: What a proxy answers to every question about a job, if not 0.
+    """
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.close_connection = True
+            if status:
+                self.send_error(status)
 
         def do_GET(self) -> None:
             known = self.path.removeprefix("/api/jobs/").rsplit("-", 3)[0] in jobs
-            self.send_response(200 if known else 404)
+            self.send_response(later or (200 if known else 404))
             self.end_headers()
             self.wfile.write(b"{}")
 
@@ -108,18 +116,39 @@ def cluster_that_does_not_answer(jobs: set[str]) -> Iterator[str]:
         yield url
 
 
-def test_a_run_is_followed_if_the_cluster_has_it_although_its_answer_was_lost(submit, store: DirectoryStore) -> None:
-    with cluster_that_does_not_answer({"raypp-mine"}) as url:
+@pytest.mark.parametrize("status", [0, 502, 503, 504])
+def test_a_run_is_followed_if_the_cluster_has_it_although_its_answer_was_lost(
+    submit, store: DirectoryStore, status: int
+) -> None:
+    with cluster_that_does_not_answer({"raypp-mine"}, status) as url:
         assert submit(lambda: None, url=url).submission_id.startswith("raypp-mine-")
 
 
-def test_a_run_that_the_cluster_may_have_keeps_its_name(submit, store: DirectoryStore) -> None:
+@pytest.mark.parametrize(
+    ("status", "later"),
+    [
+        pytest.param(0, 0, id="the cluster does not have it yet"),
+        pytest.param(0, 500, id="the cluster cannot be asked"),
+        pytest.param(504, 504, id="a proxy gets no answer"),
+    ],
+)
+def test_a_run_that_the_cluster_may_have_keeps_its_name(submit, store: DirectoryStore, status: int, later: int) -> None:
     with (
-        cluster_that_does_not_answer(set()) as url,
+        cluster_that_does_not_answer(set(), status, later) as url,
         pytest.raises(UnreachableError, match=r"(?s)the cluster may have accepted the run 'mine'.*--resume"),
     ):
         submit(lambda: None, url=url)
     assert read_spec(store, "mine")["name"] == "mine"
+
+
+def test_an_answer_that_is_lost_before_the_run_is_submitted_leaves_the_name_free(submit, store: DirectoryStore) -> None:
+    def lost() -> None:
+        raise NoAnswerError(Problem("address", "no Ray cluster answers: timed out"))
+
+    with pytest.raises(UnreachableError) as caught:
+        submit(lost)
+    assert "accepted" not in str(caught.value)
+    assert list(store.list("")) == []
 
 
 def test_a_run_that_the_cluster_accepted_is_followed_although_the_home_cannot_be_written(
