@@ -197,14 +197,33 @@ def _follow_run(request: RunRequest) -> int:
         controller.stop.remote(False)
 
     signal.signal(signal.SIGTERM, on_term)
-    outcome = _follow(controller)
+    outcome = _follow(controller) or recorded_end_of(request)
     if outcome is None:
         print("the run's controller is gone; `raypp status` shows how far the run got", file=sys.stderr)  # noqa: T201
         return 1
     said = outcome.reason or f"step {outcome.step}"
     print(f"{outcome.state.lower()}: {visible_lines(said)}", flush=True)  # noqa: T201
-    ray.get(controller.dismiss.remote())
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        ray.get(controller.dismiss.remote())
     return outcome.exit_code
+
+
+def recorded_end_of(request: RunRequest) -> Outcome | None:
+    """Returns how the run ended since this submission, from its records; None if they do not say.
+
+    A controller that has heard nothing from its driver for some seconds does not wait for it.
+    """
+    from raypp.control.run_events import own_events, recorded_end, recorded_outcome
+    from raypp.observe.reader import RunReader
+    from raypp.storage import open_store
+
+    try:
+        reader = RunReader(open_store(request.job["checkpoint"]["url"]), request.run)
+        status, events = reader.run_status(), own_events(reader.events(), request.submission_id)
+    except RayppError:
+        return None
+    ended = status is not None and status.state.final and recorded_end(events) is not None
+    return recorded_outcome(status, events) if status is not None and ended else None
 
 
 def _follow(controller: Any) -> Outcome | None:

@@ -228,6 +228,20 @@ def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
     run.assert_nothing_left()
 
 
+def test_a_driver_that_was_silent_when_the_run_ended_has_its_exit_code(start_run: StartRun) -> None:
+    """The controller waits only briefly for a driver of which it has heard nothing."""
+    run = start_run("silent-driver", steps=120)
+    run.wait_step(5)
+    driver = int(run.job()["driver_info"]["pid"])
+    os.kill(driver, signal.SIGSTOP)
+    try:
+        assert run.wait_end()["state"] == "SUCCEEDED"
+        run.wait(lambda: not run.living_actors(), "the end of the controller")
+    finally:
+        os.kill(driver, signal.SIGCONT)
+    assert run.exit_code() == 0
+
+
 def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     start_run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
