@@ -36,6 +36,7 @@ class RunRequest:
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
+        store: URL of the run's store, in the store's own form; it tells runs of one name apart.
     """
 
     run: str
@@ -44,6 +45,7 @@ class RunRequest:
     environment: dict[str, str] = field(default_factory=dict)
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
+    store: str = ""
 
 
 def forks_workers(request: RunRequest) -> bool:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from raypp.cli.find_run import recorded_status
+from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
@@ -199,6 +200,17 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     assert run.command("stop") == {"found": False}
     assert {key: run.stop()[key] for key in answer} == answer, "the records say how the run ended"
     run.assert_nothing_left()
+
+
+def test_a_run_of_the_same_name_in_another_store_is_left_alone(start_run: StartRun, tmp_path: Path) -> None:
+    hers = start_run("twin", steps=100_000)
+    hers.wait_step(3)
+    mine = start_run("twin", url=str(tmp_path / "mine"))
+    assert mine.exit_code() == 2
+    assert f"another run named 'twin', of {hers.url}, is active" in mine.job()["message"]
+    assert mine.command("stop-now") == {"found": False, "other": hers.url}
+    assert [known_runs.controller_alive(run.run_place, 20.0) for run in (mine, hers)] == [False, True]
+    assert hers.stop()["state"] == "STOPPED"
 
 
 @pytest.mark.slow

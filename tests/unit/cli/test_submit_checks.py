@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
+from raypp.cli.find_run import find_run
+from raypp.clusters import known_runs
 from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -24,7 +28,7 @@ from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import RunState
-from raypp.spec.load import job_document, load_job
+from raypp.spec.load import job_document, load_job, parse_job
 from raypp.storage.directory import DirectoryStore
 
 
@@ -200,3 +204,88 @@ def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
     shown = RunStatus("a", RunState.FAILED).as_dict()
     assert watch.exit_code(shown, RunReader(store, "a")) == code
     assert ("the words of the driver" in capsys.readouterr().err) is not recorded
+
+
+@contextmanager
+def cluster_with(
+    jobs: Sequence[tuple[str, str, str]] = (), controllers: Sequence[tuple[str, str]] = (), status: int = 200
+) -> Iterator[Cluster]:
+    """Serves a dashboard that knows these Ray jobs and controllers of runs named `mine`.
+
+    Args:
+        jobs: Each one's Ray id, its store's URL, and its state.
+        controllers: Each one's state, and the Ray id of the job that made it.
+        status: Of the answer to a question about controllers.
+    """
+    listed = [
+        {
+            "job_id": job,
+            "submission_id": f"raypp-{job}",
+            "status": state,
+            "metadata": {"raypp_run": "mine", "raypp_url": url},
+        }
+        for job, url, state in jobs
+    ]
+    actors = [{"state": state, "job_id": job, "name": "raypp/mine"} for state, job in controllers]
+
+    node = {"state": "ALIVE", "nodeId": "n", "resourcesTotal": {"CPU": 64}}
+    answers: dict[str, Any] = {
+        "/api/version": {"ray_version": version("ray")},
+        "/api/jobs/": listed,
+        "/api/v0/actors": {"data": {"result": {"result": actors}}},
+        "/nodes": {"data": {"summary": [{"raylet": node}]}},
+    }
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            self.send_response(status if path == "/api/v0/actors" else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers.get(path, {})).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with nasty.serving(Answer) as url:
+        yield Cluster(url, Dashboard(url))
+
+
+HERS = "s3://hers/runs"
+
+
+def test_a_run_of_that_name_in_another_store_is_another_run(store: DirectoryStore) -> None:
+    with cluster_with([("01", HERS, "RUNNING")], [("ALIVE", "01")]) as cluster:
+        assert known_runs.controller_alive(RunPlace(store.url, "mine", cluster.address)) is False
+        assert known_runs.controller_alive(RunPlace(HERS, "mine", cluster.address)) is True
+    with cluster_with([("01", HERS, "FAILED"), ("02", store.url, "FAILED")], [("ALIVE", "02")]) as cluster:
+        assert known_runs.controller_alive(RunPlace(store.url, "mine", cluster.address)) is True
+        assert known_runs.controller_alive(RunPlace(HERS, "mine", cluster.address)) is False
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["a new run", "a run that has ended"])
+def test_a_name_of_a_run_of_another_store_in_the_cluster_is_refused(store: DirectoryStore, ended: bool) -> None:
+    if ended:
+        with RunRecorder(store, "mine", "c-1") as recorder:
+            recorder.status(RunStatus("mine", RunState.FAILED, 3, error="wrong"))
+    job = parse_job({"name": "mine"})
+    with (
+        cluster_with([("01", HERS, "RUNNING")], [("ALIVE", "01")]) as cluster,
+        pytest.raises(JobError, match=r"(?s)another run named 'mine', of s3://hers/runs, is active.*--set name="),
+    ):
+        run_commands._check_not_running(job, store, cluster)
+    with cluster_with([("01", HERS, "SUCCEEDED")]) as cluster:
+        run_commands._check_not_running(job, store, cluster)
+
+
+def test_a_run_of_which_the_cluster_does_not_say_whether_it_is_active_is_not_submitted(store: DirectoryStore) -> None:
+    with (
+        cluster_with(status=500) as cluster,
+        pytest.raises(UnreachableError, match="does not say whether the run 'mine' is active"),
+    ):
+        run_commands._check_not_running(parse_job({"name": "mine"}), store, cluster)
+
+
+def test_a_url_is_compared_in_the_form_of_its_store(tmp_path: Path, store: DirectoryStore) -> None:
+    write_spec(store, "mine", {"name": "mine"})
+    place, _ = find_run(f"file://{tmp_path}/store//mine")
+    assert (place.url, place.name) == (store.url, "mine")
