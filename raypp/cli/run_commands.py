@@ -50,6 +50,8 @@ _RECORDS_PATIENCE_S = 15.0
 _JOB_END_WAIT_S = 30.0
 _JOB_END_POLL_S = 0.3
 _ASK_S = 20.0
+_LOG_PAUSE = 9.0
+"""Pause between two looks at a job's log, which the dashboard always sends whole, in looks."""
 
 
 @click.command("submit")
@@ -93,8 +95,10 @@ def submit_command(
     _check_not_running(file.job, store, cluster)
     device = client.check_resources(file.job, cluster)
     if dry_run:
-        echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started")
-        echo(f"  {_sides(versions)}")
+        echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started", err=as_json)
+        echo(f"  {_sides(versions)}", err=as_json)
+        if as_json:
+            _print_json({"run": file.job.name})
         return
     place, view = _submit(file, store, cluster, resume)
     echo(
@@ -106,7 +110,7 @@ def submit_command(
     if detach:
         _print_follow_commands(place, as_json)
         if as_json:
-            _print_json({**dict.fromkeys(_JSON_KEYS), "run": place.name, "state": str(RunState.PENDING)})
+            _print_json({"run": place.name, "state": str(RunState.PENDING)})
         return
     raise SystemExit(_follow(place, RunReader(store, place.name), cluster, view, as_json))
 
@@ -293,7 +297,10 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
                 f"cannot read the run's records from here ({one_line(str(error))}); showing the Ray job's log instead",
                 err=True,
             )
-            return watch.tail_log()
+            code = watch.tail_log(err=as_json)
+            if as_json:
+                _print_json({"run": place.name})
+            return code
         code = watch.exit_code(status, reader)
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
@@ -362,18 +369,24 @@ class _JobWatch:
             echo(f"the run's Ray job ended before the run did: {message}", err=True)
         return code if isinstance(code, int) and 0 < code < 128 else EXIT_RUN_FAILED
 
-    def tail_log(self) -> int:
-        """Prints the job's log until the job ends. Returns its exit code."""
+    def tail_log(self, err: bool = False) -> int:
+        """Prints the job's log until the job ends. Returns its exit code.
+
+        Args:
+            err: To standard error.
+        """
         shown = 0
         while True:
             self._look()
+            asked = time.monotonic()
             log = self._dashboard.job_logs(self._id)
-            echo_lines(log[shown:], nl=False)
+            took_s = time.monotonic() - asked
+            echo_lines(log[shown:], nl=False, err=err)
             shown = len(log)
             if self._ended is not None:
                 code = (self.job or {}).get("driver_exit_code")
                 return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED
-            time.sleep(_JOB_POLL_S / 2)
+            time.sleep(max(_JOB_POLL_S / 2, _LOG_PAUSE * took_s))
 
 
 def _recorded_exit_code(reader: RunReader) -> int | None:

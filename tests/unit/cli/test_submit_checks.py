@@ -17,6 +17,7 @@ from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.cli.find_run import find_run
+from raypp.cli.live import LiveView
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
@@ -29,6 +30,7 @@ from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import RunState
 from raypp.spec.load import job_document, load_job, parse_job
+from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
 
@@ -289,3 +291,40 @@ def test_a_url_is_compared_in_the_form_of_its_store(tmp_path: Path, store: Direc
     write_spec(store, "mine", {"name": "mine"})
     place, _ = find_run(f"file://{tmp_path}/store//mine")
     assert (place.url, place.name) == (store.url, "mine")
+
+
+def test_a_dry_run_prints_one_json_object_on_standard_output(
+    store: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
+    with cluster_with() as cluster:
+        arguments = [str(path), "--dry-run", "--json", "--address", cluster.address]
+        run_commands.submit_command.main(arguments, standalone_mode=False)
+    said = capsys.readouterr()
+    assert json.loads(said.out)["run"] == "mine"
+    assert "nothing was started" in said.err
+
+
+class _JobEnded(_JobFailed):
+    """One whose log can still be read."""
+
+    def job_logs(self, submission_id: str) -> str:
+        return "the job's words\n"
+
+
+def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_answer(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise StoreError("no answer")
+
+    view = LiveView()
+    monkeypatch.setattr(view, "follow", away)
+    dashboard = _JobEnded("http://127.0.0.1:1")
+    place = RunPlace(store.url, "mine", dashboard.url, "job")
+    cluster = Cluster(dashboard.url, dashboard)
+    assert run_commands._follow(place, RunReader(store, "mine"), cluster, view, as_json=True) == 4
+    said = capsys.readouterr()
+    assert json.loads(said.out)["run"] == "mine"
+    assert "the job's words" in said.err
