@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 from raypp.clusters import known_runs
@@ -21,7 +22,7 @@ _QUICK_S = 3.0
 
 
 def find_run(argument: str) -> tuple[RunPlace, RunReader]:
-    """Returns the run of a name, or of URL/NAME.
+    """Returns the run of a name, or of URL/NAME. The URL gets the form that its store gives it.
 
     Raises:
         JobError: There is no such run. The message suggests close names.
@@ -34,7 +35,7 @@ def find_run(argument: str) -> tuple[RunPlace, RunReader]:
     reader = RunReader(store, place.name)
     if place.submitted_at is None and not reader.exists():
         raise _no_such_run(store, place.name)
-    return place, reader
+    return replace(place, url=store.url), reader
 
 
 def open_reader(place: RunPlace) -> RunReader:

@@ -49,6 +49,9 @@ _JOB_POLL_S = 2.0
 _RECORDS_PATIENCE_S = 15.0
 _JOB_END_WAIT_S = 30.0
 _JOB_END_POLL_S = 0.3
+_ASK_S = 20.0
+_LOG_PAUSE = 9.0
+"""Pause between two looks at a job's log, which the dashboard always sends whole, in looks."""
 
 
 @click.command("submit")
@@ -92,8 +95,10 @@ def submit_command(
     _check_not_running(file.job, store, cluster)
     device = client.check_resources(file.job, cluster)
     if dry_run:
-        echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started")
-        echo(f"  {_sides(versions)}")
+        echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started", err=as_json)
+        echo(f"  {_sides(versions)}", err=as_json)
+        if as_json:
+            _print_json({"run": file.job.name})
         return
     place, view = _submit(file, store, cluster, resume)
     echo(
@@ -105,7 +110,7 @@ def submit_command(
     if detach:
         _print_follow_commands(place, as_json)
         if as_json:
-            _print_json({**dict.fromkeys(_JSON_KEYS), "run": place.name, "state": str(RunState.PENDING)})
+            _print_json({"run": place.name, "state": str(RunState.PENDING)})
         return
     raise SystemExit(_follow(place, RunReader(store, place.name), cluster, view, as_json))
 
@@ -114,7 +119,7 @@ def submit_command(
 @click.argument("run")
 def save_command(run: str) -> None:
     """Save a checkpoint of RUN now. Returns when it is committed."""
-    echo(_save(*_active_run(run)))
+    echo(_save(*_active_run(run), on_wait=_says(f"{run}: the checkpoint is not committed yet")))
 
 
 @click.command("stop")
@@ -122,7 +127,7 @@ def save_command(run: str) -> None:
 @click.option("--no-save", is_flag=True, help="Stop at once, without a final checkpoint.")
 def stop_command(run: str, no_save: bool) -> None:
     """Stop RUN after a final checkpoint. Returns when the run has ended."""
-    echo(_stop(*_active_run(run), no_save=no_save))
+    echo(_stop(*_active_run(run), no_save=no_save, on_wait=_says(f"{run}: the run has not ended yet")))
 
 
 def command_of(place: RunPlace) -> Callable[[str], str]:
@@ -130,10 +135,14 @@ def command_of(place: RunPlace) -> Callable[[str], str]:
     return lambda name: {"save": _save, "stop": _stop}[name](*_active(place, open_reader(place)))
 
 
-def _save(place: RunPlace, reader: RunReader, cluster: Cluster) -> str:
-    answer = client.command_run(cluster, place.name, "save")
+def _says(what: str) -> Callable[[], None]:
+    return lambda: echo(f"{what}; still waiting (Ctrl-C ends only the waiting)", err=True)
+
+
+def _save(place: RunPlace, reader: RunReader, cluster: Cluster, *, on_wait: Callable[[], None] = lambda: None) -> str:
+    answer = client.save_run(cluster, place, on_wait)
     if not answer["found"]:
-        raise _not_active(place, reader)
+        raise _not_active(place, reader, answer)
     if answer["committed"] is None:
         raise CheckpointError(
             Problem("RUN", answer["what"], f"see `raypp events {shell_word(place.name)}` for the cause")
@@ -141,14 +150,17 @@ def _save(place: RunPlace, reader: RunReader, cluster: Cluster) -> str:
     return f"{place.name}: step {answer['committed']} is committed: {answer['what']}"
 
 
-def _stop(place: RunPlace, reader: RunReader, cluster: Cluster, *, no_save: bool = False) -> str:
-    answer = client.stop_run(cluster, place.name, reader, save=not no_save)
+def _stop(
+    place: RunPlace,
+    reader: RunReader,
+    cluster: Cluster,
+    *,
+    no_save: bool = False,
+    on_wait: Callable[[], None] = lambda: None,
+) -> str:
+    answer = client.stop_run(cluster, place, reader, save=not no_save, on_wait=on_wait)
     if not answer["found"]:
-        raise _not_active(place, reader)
-    if answer["state"] is None:
-        raise UnreachableError(
-            Problem("RUN", f"{place.name} was asked to stop but has not ended yet", "use --no-save to stop it at once")
-        )
+        raise _not_active(place, reader, answer)
     checkpoint = answer["checkpoint"] or "none"
     ended = f"{answer['state']} at step {answer['step']}; newest checkpoint: {checkpoint}"
     if answer.get("exit_code"):
@@ -188,13 +200,14 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
-    """Refuses a name whose run is still active.
+    """Refuses a name whose run is still active, also if it is another store's.
 
     Waits a little for the Ray job of a run that has ended.
 
     The run's driver and Ray notice the end of a run with a delay.
     """
     place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
+    known_runs.check_namesakes(cluster.dashboard, place)
     end = time.monotonic() + _JOB_END_WAIT_S
     while is_final(reader.status()):
         jobs = known_runs.living_jobs(cluster.dashboard, place)
@@ -205,7 +218,11 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
             fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {shell_word(jobs[0])}`"
             raise JobError(Problem("name", what, fix))
         time.sleep(_JOB_END_POLL_S)
-    if known_runs.controller_alive(place):
+    alive = known_runs.controller_alive(place, _ASK_S)
+    if alive is None:
+        what = f"the cluster at {cluster.address} does not say whether the run {job.name!r} is active"
+        raise UnreachableError(Problem("address", what, "submit it again when the cluster answers"))
+    if alive:
         raise JobError(
             Problem(
                 "name",
@@ -238,6 +255,8 @@ def _submit(file: JobFile, store: ObjectStore, cluster: Cluster, resume: bool) -
     try:
         submission = client.submit_run(job, cluster, store.url, before=write)
     except NoAnswerError as error:
+        if not asked:
+            raise
         raise UnreachableError([*error.problems, _perhaps_accepted(job)]) from None
     except KeyboardInterrupt:
         if asked:
@@ -278,7 +297,10 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
                 f"cannot read the run's records from here ({one_line(str(error))}); showing the Ray job's log instead",
                 err=True,
             )
-            return watch.tail_log()
+            code = watch.tail_log(err=as_json)
+            if as_json:
+                _print_json({"run": place.name})
+            return code
         code = watch.exit_code(status, reader)
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
@@ -347,18 +369,24 @@ class _JobWatch:
             echo(f"the run's Ray job ended before the run did: {message}", err=True)
         return code if isinstance(code, int) and 0 < code < 128 else EXIT_RUN_FAILED
 
-    def tail_log(self) -> int:
-        """Prints the job's log until the job ends. Returns its exit code."""
+    def tail_log(self, err: bool = False) -> int:
+        """Prints the job's log until the job ends. Returns its exit code.
+
+        Args:
+            err: To standard error.
+        """
         shown = 0
         while True:
             self._look()
+            asked = time.monotonic()
             log = self._dashboard.job_logs(self._id)
-            echo_lines(log[shown:], nl=False)
+            took_s = time.monotonic() - asked
+            echo_lines(log[shown:], nl=False, err=err)
             shown = len(log)
             if self._ended is not None:
                 code = (self.job or {}).get("driver_exit_code")
                 return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED
-            time.sleep(_JOB_POLL_S / 2)
+            time.sleep(max(_JOB_POLL_S / 2, _LOG_PAUSE * took_s))
 
 
 def _recorded_exit_code(reader: RunReader) -> int | None:
@@ -393,8 +421,7 @@ def _active(place: RunPlace, reader: RunReader) -> tuple[RunPlace, RunReader, Cl
     return place, reader, known_runs.cluster_of(place)
 
 
-def _not_active(place: RunPlace, reader: RunReader) -> JobError:
+def _not_active(place: RunPlace, reader: RunReader, answer: dict[str, Any] | None = None) -> JobError:
     state = present_status(place, reader)["state"]
-    return client.no_such_controller(
-        place.name, state if RunState(state).final else f"{state} according to its records"
-    )
+    words = state if RunState(state).final else f"{state} according to its records"
+    return client.no_such_controller(place.name, words, answer)

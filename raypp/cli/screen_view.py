@@ -51,13 +51,34 @@ class Records:
     events: Sequence[Event]
 
 
-def screen_view(records: Records, footer: Text, console: Console) -> RenderableType:
+class LossCurve:
+    """The loss curve of a run, which is drawn again only when it has changed: that takes long for
+    many steps."""
+
+    def __init__(self) -> None:
+        self._of: tuple[int, int, int] | None = None
+        self._last: Mapping[str, Any] | None = None
+        self._drawn: RenderableType | None = None
+
+    def draw(
+        self, rows: Sequence[Mapping[str, Any]], console: Console, width: int, height: int
+    ) -> RenderableType | None:
+        """Does what `render.curve` does, for the rows of one `RunReader`."""
+        last = rows[-1] if rows else None
+        if self._of != (len(rows), width, height) or self._last is not last:
+            self._of, self._last = (len(rows), width, height), last
+            self._drawn = curve(rows, console, width, height)
+        return self._drawn
+
+
+def screen_view(records: Records, footer: Text, console: Console, loss: LossCurve | None = None) -> RenderableType:
     """Draws a whole screen, of the console's present size.
 
     Args:
         records: The run's records.
         footer: The last line: the keys, a question, or an answer.
         console: Where it is shown.
+        loss: That of the screens before.
     """
     status, height = records.status, console.size.height
     mesh = mesh_view(status, console.size.width - 4, max(2, height // 3))
@@ -69,7 +90,8 @@ def screen_view(records: Records, footer: Text, console: Console) -> RenderableT
         Layout(_titled("mesh", f"  {mesh_text(status['mesh'])}" if status["mesh"] else "", *mesh), size=mesh_rows),
     ]
     if curve_rows >= 4:
-        picture = curve(records.rows, console, console.size.width - 4, curve_rows) or Text("  no steps yet", "dim")
+        picture = (loss or LossCurve()).draw(records.rows, console, console.size.width - 4, curve_rows)
+        picture = picture or Text("  no steps yet", "dim")
         parts.append(Layout(_titled("loss", "", picture)))
     parts.append(Layout(_titled("events", "", *_events(records.events[-event_rows:])), size=event_rows + 2))
     parts.append(Layout(footer, size=1))

@@ -128,13 +128,13 @@ def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, 
     """
     while True:
         status = present_status(place, reader)
-        answer = client.command_run(cluster, place.name, f"timeline-{steps}")
+        answer = client.command_run(cluster, place, f"timeline-{steps}")
         if not answer["found"]:
-            if patient and not is_final(status):
+            if patient and not is_final(status) and "other" not in answer:
                 time.sleep(_ASK_EVERY_S)  # Ray starts the controller again
                 continue
             state = present_status(place, reader)["state"]
-            raise client.no_such_controller(place.name, f"{state} according to its records")
+            raise client.no_such_controller(place.name, f"{state} according to its records", answer)
         if answer["traced"]:
             echo(f"{place.name}: tracing {steps} steps, {answer['what']}", err=True)
             return int(present_status(place, reader)["attempt"])

@@ -12,7 +12,7 @@ from rich.live import Live
 from raypp.cli.console import Console, Text
 from raypp.cli.find_run import present_status
 from raypp.cli.keys import single_keys
-from raypp.cli.screen_view import Records, screen_view
+from raypp.cli.screen_view import LossCurve, Records, screen_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import RayppError, in_words
 from raypp.observe.reader import RunReader
@@ -42,7 +42,7 @@ def watch(place: RunPlace, reader: RunReader, command: Command, console: Console
     polled = _Poll(place, reader)
     if is_final(polled.records.status):
         return polled.records
-    keys_shown = _Footer(place.name, command)
+    keys_shown, loss = _Footer(place.name, command), LossCurve()
     with (
         single_keys() as keys,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
@@ -50,7 +50,8 @@ def watch(place: RunPlace, reader: RunReader, command: Command, console: Console
     ):
         while True:
             records = polled.records
-            live.update(screen_view(records, keys_shown.line(keys.there, polled.trouble), console), refresh=True)
+            footer = keys_shown.line(keys.there, polled.trouble)
+            live.update(screen_view(records, footer, console, loss), refresh=True)
             if is_final(records.status) and not keys_shown.busy:
                 return records
             if polled.failure is not None:

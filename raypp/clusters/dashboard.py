@@ -28,6 +28,8 @@ _TOKEN_BYTES = 64 << 10
 _URL = re.compile(r"[!-~]{1,2000}")
 _ON_LOOPBACK = re.compile(r"http://(127\.|localhost[:/]|\[::1\])", re.IGNORECASE)
 _AGENT_RETRY = Backoff(timeout_s=30.0, first_s=0.3, longest_s=0.3)
+_PROXY_ERRORS = (502, 503, 504)
+"""What a proxy answers if it did not get the cluster's answer."""
 
 
 class DashboardError(RayppError):
@@ -220,7 +222,12 @@ class Dashboard:
         """
 
         def submit() -> str:
-            answer = json.loads(self.request("POST", "/api/jobs/", document, timeout_s=60))
+            try:
+                answer = json.loads(self.request("POST", "/api/jobs/", document, timeout_s=60))
+            except DashboardError as error:
+                if error.status not in _PROXY_ERRORS:
+                    raise
+                raise NoAnswerError(Problem("address", str(error))) from None
             return str(answer.get("submission_id") or answer["job_id"])
 
         # The agent that runs drivers starts some seconds after a new head answers.
@@ -228,11 +235,12 @@ class Dashboard:
             return _AGENT_RETRY.call(
                 submit, lambda error: isinstance(error, DashboardError) and "No available agent" in str(error)
             )
-        except NoAnswerError:
+        except NoAnswerError as lost:
             submission_id = document.get("submission_id")
-            if submission_id and self.job(submission_id) is not None:
-                return str(submission_id)
-            raise
+            with contextlib.suppress(RayppError):
+                if submission_id and self.job(submission_id) is not None:
+                    return str(submission_id)
+            raise lost from None
 
     def job(self, submission_id: str) -> dict[str, Any] | None:
         """Returns a job's record (`status`, `message`, `driver_exit_code` …) if it exists."""

@@ -91,16 +91,23 @@ def cluster_of(place: RunPlace, timeout_s: float = 20.0) -> Cluster:
     return find_cluster(place.address, timeout_s)
 
 
-def controller_alive(place: RunPlace) -> bool | None:
-    """Returns whether the run's controller is alive; None if its cluster cannot be asked."""
+def controller_alive(place: RunPlace, timeout_s: float = _QUICK_S) -> bool | None:
+    """Returns whether the run's controller is alive; None if its cluster cannot be asked.
+
+    Args:
+        place: The run.
+        timeout_s: Of one request to the cluster.
+    """
     try:
-        dashboard = cluster_of(place, _QUICK_S).dashboard
+        dashboard = cluster_of(place, timeout_s).dashboard
         name = urllib.parse.quote(f"raypp/{place.name}", safe="", errors="replace")
         query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values={name}&limit=1000"
         actors = dashboard.get_json(query)["data"]["result"]["result"]
-        if any(actor["state"] != "DEAD" for actor in actors):
+        jobs = _jobs_of_name(dashboard, place.name)
+        others = {job.get("job_id") for job, url in jobs if url != place.url} - {None}
+        if any(actor["state"] != "DEAD" and actor.get("job_id") not in others for actor in actors):
             return True
-        return bool(living_jobs(dashboard, place))
+        return any(url == place.url and job["status"] not in FINAL_JOB_STATES for job, url in jobs)
     except (RayppError, KeyError, TypeError):
         return None
 
@@ -109,11 +116,38 @@ def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:
     """Returns the run's unfinished Ray jobs; a new one may not have a controller yet."""
     return [
         str(job["submission_id"])
-        for job in dashboard.jobs()
-        if (job.get("metadata") or {}).get("raypp_run") == place.name
-        and (job.get("metadata") or {}).get("raypp_url") == place.url
-        and job["status"] not in FINAL_JOB_STATES
+        for job, url in _jobs_of_name(dashboard, place.name)
+        if url == place.url and job["status"] not in FINAL_JOB_STATES
     ]
+
+
+def check_namesakes(dashboard: Dashboard, place: RunPlace) -> None:
+    """Checks that no unfinished Ray job is of a run of the same name in another store: the cluster
+    knows runs by their names.
+
+    Raises:
+        JobError: One is.
+    """
+    for job, url in _jobs_of_name(dashboard, place.name):
+        if url != place.url and job["status"] not in FINAL_JOB_STATES:
+            raise name_in_use(place.name, url)
+
+
+def name_in_use(run: str, url: str) -> JobError:
+    """Returns the error of a submission whose name a run of another store has in the cluster.
+
+    Args:
+        run: The name.
+        url: That other store's URL.
+    """
+    what = f"another run named {run!r}, of {url}, is active in this cluster"
+    return JobError(Problem("name", what, "choose another name with `--set name=…`, or wait until that run has ended"))
+
+
+def _jobs_of_name(dashboard: Dashboard, name: str) -> list[tuple[dict[str, Any], str]]:
+    """Returns the Ray jobs of the runs of this name, each with the URL of its run's store."""
+    facts = [(job, job.get("metadata") or {}) for job in dashboard.jobs()]
+    return [(job, str(its["raypp_url"])) for job, its in facts if its.get("raypp_run") == name and "raypp_url" in its]
 
 
 def _of_cluster(cluster: Cluster) -> list[RunPlace]:

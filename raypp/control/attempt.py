@@ -28,7 +28,7 @@ from raypp.spec.job import Job
 
 _START_TIMEOUT_S = 180.0
 _REUSED_TIMEOUT_S = 10.0
-_LEAVE_S = 5.0
+_LEAVE_S = 10.0
 _IMPORT_S = 40.0
 """A rank that has not begun cannot leave before its imports are done; those of a new process would
 take as long."""
@@ -188,7 +188,8 @@ class Attempt:
                 return [RankFailed(failure)]
         waited = time.monotonic() - self._since
         for rank in self.ranks:
-            if rank.info is None and waited > _REUSED_TIMEOUT_S and not self.workers.seated[rank.bundle].fresh:
+            member = self.workers.seated[rank.bundle]
+            if rank.info is None and waited > _REUSED_TIMEOUT_S and not (member.fresh or member.starting):
                 self._replace(rank)
             if rank.info is None and waited > _START_TIMEOUT_S:
                 return self._failed_start(rank, f"did not start within {_START_TIMEOUT_S:.0f} s")

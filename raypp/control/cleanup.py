@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 RELAY_MARK = "relay-"
 """How the last part of a relay's actor name begins."""
-_STATUS_TIMEOUT_S = 10.0
+_STATUS_TIMEOUT_S = 30.0
 _EXIT_TIMEOUT_S = 5.0
 _ALL_NODES_TIMEOUT_S = 15.0
 

@@ -11,12 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
 from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
 from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
@@ -186,7 +187,7 @@ def submit_run(
 
     Args:
         job: Its spec must be in the store, unless `before` writes it.
-        url: The store's absolute URL.
+        url: The store's absolute URL, in the store's own form.
         before: Called when only the submission itself is left to do.
         rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
@@ -203,6 +204,7 @@ def submit_run(
         gpu_bytes=_smallest_gpu(nodes),
         rank_function=rank_function,
         relays_from_ranks=relays_from_ranks,
+        store=url,
     )
     tracking, tracking_secrets = tracker_variables(job, os.environ)
     settings |= tracking
@@ -257,7 +259,7 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
     return found
 
 
-def command_run(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
+def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
     """Sends `save`, `stop`, `stop-now` or `timeline-N` to a run's controller; waits for the answer.
 
     On the embedded cluster a short-lived process of this machine does it, on other clusters a small
@@ -265,13 +267,36 @@ def command_run(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
 
     Returns:
         The result of `driver.command`.
+
+    Raises:
+        UnreachableError: The cluster does not answer, or not in time.
     """
     if cluster.embedded is not None:
-        return _by_process(cluster, run, command)
-    return _by_job(cluster, run, command)
+        return _by_process(cluster, place, command)
+    return _by_job(cluster, place, command)
 
 
-def stop_run(cluster: Cluster, run: str, reader: RunReader, *, save: bool) -> dict[str, Any]:
+def save_run(cluster: Cluster, place: RunPlace, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Requests a checkpoint and waits until it is committed, or can no longer be.
+
+    Args:
+        on_wait: Called once if that takes longer than a minute.
+
+    Returns:
+        The result of `driver.command`.
+    """
+    answer = command_run(cluster, place, "save")
+    if answer.get("pending"):
+        on_wait()
+    while answer.get("pending"):
+        step, attempt = answer["pending"]
+        answer = command_run(cluster, place, f"save-{step}-{attempt}")
+    return answer
+
+
+def stop_run(
+    cluster: Cluster, place: RunPlace, reader: RunReader, *, save: bool, on_wait: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Stops a run and waits for its end.
 
     A controller that restarts may end the run and leave before it is asked again. Then the run's
@@ -279,39 +304,49 @@ def stop_run(cluster: Cluster, run: str, reader: RunReader, *, save: bool) -> di
 
     Args:
         save: Whether a last checkpoint is saved.
+        on_wait: Called once if that takes longer than a minute.
 
     Returns:
         The result of `driver.command`.
     """
-    answer = command_run(cluster, run, "stop" if save else "stop-now")
+    command = "stop" if save else "stop-now"
+    answer = command_run(cluster, place, command)
+    if answer["found"] and answer["state"] is None:
+        on_wait()
+    while answer["found"] and answer["state"] is None:
+        answer = command_run(cluster, place, command)
     status = None if answer["found"] else reader.run_status()
     if status is None or not status.state.final:
         return answer
     return {"found": True, **asdict(recorded_outcome(status, reader.events()))}
 
 
-def _by_process(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
+def _by_process(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
     assert cluster.embedded is not None
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "raypp.control.driver", command, run],
-        env=environment | cluster.embedded.ray_environment(),
-        capture_output=True,
-        text=True,
-        timeout=_COMMAND_PATIENCE_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "raypp.control.driver", command, place.name, place.url],
+            env=environment | cluster.embedded.ray_environment(),
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_PATIENCE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _too_slow(command) from None
     return answer_in(done.stdout, done.stderr)
 
 
-def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
+def _by_job(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
     dashboard = cluster.dashboard
+    words = " ".join(map(shlex.quote, (command, place.name, place.url)))
     name, content = build_package(None, {})
     submission_id = dashboard.submit_job(
         {
-            "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {shlex.quote(command)} {shlex.quote(run)}",
+            "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {words}",
             "runtime_env": {"working_dir": dashboard.upload_package(name, content)},
-            "metadata": {"job_name": f"{command} {run}", "raypp_command": f"{command} {run}"},
+            "metadata": {"job_name": f"{command} {place.name}", "raypp_command": f"{command} {place.name}"},
         }
     )
     end = time.monotonic() + _COMMAND_PATIENCE_S
@@ -320,8 +355,13 @@ def _by_job(cluster: Cluster, run: str, command: str) -> dict[str, Any]:
         if job is None or job["status"] in FINAL_JOB_STATES:
             return answer_in(dashboard.job_logs(submission_id), str((job or {}).get("message", "")))
         time.sleep(0.1)
-    raise UnreachableError(
-        Problem("address", f"the cluster did not carry out `{command}` in {_COMMAND_PATIENCE_S:.0f} s")
+    raise _too_slow(command)
+
+
+def _too_slow(command: str) -> UnreachableError:
+    what = f"the cluster did not carry out `{command}` in {_COMMAND_PATIENCE_S:.0f} s"
+    return UnreachableError(
+        Problem("address", what, "`ray status` on a node shows whether the cluster works; try again")
     )
 
 
@@ -352,7 +392,16 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
     return {"PYTHONPATH": os.environ["PYTHONPATH"]} if rank_function and os.environ.get("PYTHONPATH") else {}
 
 
-def no_such_controller(run: str, state: str) -> JobError:
-    """Returns the error of a command for a run that has ended."""
+def no_such_controller(run: str, state: str, answer: Mapping[str, Any] | None = None) -> JobError:
+    """Returns the error of a command for a run that has ended.
+
+    Args:
+        run: The run's name.
+        state: Its state in words.
+        answer: Of `command_run`, if it was asked.
+    """
+    if other := (answer or {}).get("other"):
+        what = f"{run} is {state}; the run of this name in the cluster is another one, of {other}"
+        return JobError(Problem("RUN", what, f"name that one as {shell_word(f'{other}/{run}')}"))
     fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"
     return JobError(Problem("RUN", f"{run} is {state}; it has no controller now", fix))

@@ -66,25 +66,34 @@ class Controller:
         lines, after = self._leader.record.lines_since(cursor, patience_s if outcome is None else 0.0)
         return lines, after, self._leader.outcome if not lines else None
 
-    def save(self, patience_s: float = 120.0) -> dict[str, Any]:
+    def save(self, patience_s: float = 60.0, pending: tuple[int, int] | None = None) -> dict[str, Any]:
         """Requests a checkpoint of the current step and waits for its commit.
 
+        Args:
+            patience_s: How long to wait.
+            pending: As in an earlier answer: waits for that checkpoint, and requests none.
+
         Returns:
-            `committed` (a step or None) and `what`, a message.
+            `committed` (a step or None) and `what`, a message. While the checkpoint is still being
+            saved also `pending`: its step, and the attempt that saves it.
         """
         leader = self._leader
         end = time.monotonic() + patience_s
         leader.begun.wait(patience_s)
-        at = leader.record.step
-        if not leader.training:
-            return {"committed": None, "what": f"the run is {leader.machine.state}, no rank is training"}
-        if at == 0 and leader.machine.committed_step is None:
-            at = 1
-        if (leader.machine.committed_step or 0) < at:
-            leader.intake.save_wanted = True
+        at, attempt = pending or (leader.record.step, leader.machine.attempt)
+        if pending is None:
+            if not leader.training:
+                return {"committed": None, "what": f"the run is {leader.machine.state}, no rank is training"}
+            if at == 0 and leader.machine.committed_step is None:
+                at = 1
+            if (leader.machine.committed_step or 0) < at:
+                leader.intake.save_wanted = True
         while (leader.machine.committed_step or 0) < at:
-            if leader.outcome is not None or time.monotonic() > end:
-                return {"committed": None, "what": f"no checkpoint was committed; the run is {leader.machine.state}"}
+            answer = {"committed": None, "what": f"no checkpoint was committed; the run is {leader.machine.state}"}
+            if not leader.training or leader.machine.attempt != attempt:
+                return answer
+            if time.monotonic() > end:
+                return {**answer, "pending": (at, attempt)}
             time.sleep(0.05)
         return {"committed": leader.machine.committed_step, "what": leader.record.checkpoint_url()}
 
@@ -114,11 +123,12 @@ class Controller:
         return self._leader.outcome
 
     def facts(self) -> dict[str, Any]:
-        """Returns the current status, this process' id, and how many relay reports it has
-        processed."""
+        """Returns the current status, the URL of the run's store, this process' id, and how many
+        relay reports it has processed."""
         leader = self._leader
         return {
             **leader.record.status().as_dict(),
+            "store": self._request.store,
             "controller_pid": os.getpid(),
             "relay_reports": leader.intake.relay_reports,
         }

@@ -4,8 +4,9 @@ It starts the run's controller (or finds it), prints its lines, and exits with t
 `raypp-run.json` in the working directory names the run. SIGTERM (`ray job stop`) ends the run
 without a checkpoint.
 
-`python -m raypp.control.driver save|stop|stop-now|timeline-N RUN` sends a command to a running
-run's controller and prints the answer as one JSON object on the last line.
+`python -m raypp.control.driver save|stop|stop-now|timeline-N RUN URL` sends a command to the
+controller of a run, which is stored at URL, and prints the answer as one JSON object on the last
+line.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from raypp.retry import Backoff
 from raypp.untrusted.text import visible_lines
 
 _LOST_S = 60.0
+_WAIT_S = 60.0
+"""How long one command waits for a save or an end; then it is given again."""
 _ASK_AGAIN_S = 0.2  # a restarted controller may end its run, and leave, within a second
 
 
@@ -49,7 +52,8 @@ def main(arguments: list[str]) -> int:
     ray = quick_import("ray")
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     if request is None:
-        print(json.dumps(command(arguments[0], arguments[1])), flush=True)  # noqa: T201
+        name, run, url = arguments
+        print(json.dumps(command(name, run, url)), flush=True)  # noqa: T201
         return 0
     return _follow_run(request)
 
@@ -64,26 +68,29 @@ def find_controller(run: str) -> Any:
         return None
 
 
-def command(name: str, run: str, patience_s: float = 120.0) -> dict[str, Any]:
-    """Sends a command to a run's controller and waits until it is done.
+def command(name: str, run: str, url: str, patience_s: float = 120.0) -> dict[str, Any]:
+    """Sends a command to a run's controller and waits until it is done, for a minute at most.
 
     While the controller restarts it is sent again, so the controller may get it twice: a run has
     one stop and one trace at a time, and a second save is of a later step.
 
     Args:
-        name: save | stop | stop-now | facts | timeline-N, for N steps.
+        name: save | save-STEP-ATTEMPT | stop | stop-now | facts | timeline-N, for N steps.
+        run: The run's name.
+        url: Of its store, in the store's own form.
         patience_s: Of all tries together.
 
     Returns:
-        `found`: whether there is a controller; for save `committed` and `what`; for a stop `state`,
-        `step`, `checkpoint`, `exit_code`, `reason`; for facts the status; for a timeline `traced`
-        and `what`.
+        `found`: whether there is a controller; if one leads a run of this name in another store,
+        `other`: that store's URL; for save what `Controller.save` returns; for a stop `state` (None
+        if the run has not ended yet), `step`, `checkpoint`, `exit_code`, `reason`; for facts the
+        status; for a timeline `traced` and `what`.
     """
     end = time.monotonic() + patience_s
     controller = find_controller(run)
     if controller is None:
         return {"found": False}
-    return answer_of(lambda: _ask(controller, name, max(1.0, end - time.monotonic())), patience_s)
+    return answer_of(lambda: _ask(controller, name, url, max(1.0, end - time.monotonic())), patience_s)
 
 
 def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str, Any]:
@@ -103,20 +110,34 @@ def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str,
         return {"found": False}
 
 
-def _ask(controller: Any, name: str, patience_s: float) -> dict[str, Any]:
+def _other_store(controller: Any, url: str, patience_s: float | None = None) -> str:
+    """Returns the store's URL of the run that a controller leads; empty if it is `url`, or if an
+    older controller does not say."""
+    import ray
+
+    led = str(ray.get(controller.facts.remote(), timeout=patience_s).get("store") or url)
+    return "" if led == url else led
+
+
+def _ask(controller: Any, name: str, url: str, patience_s: float) -> dict[str, Any]:
     """Asks a controller once; see `command`."""
     import ray
 
     answer: dict[str, Any]
+    if other := _other_store(controller, url, patience_s):
+        return {"found": False, "other": other}
     if name == "save":
-        answer = ray.get(controller.save.remote(patience_s))
+        answer = ray.get(controller.save.remote(min(patience_s, _WAIT_S)))
+    elif name.startswith("save-"):
+        step, attempt = map(int, name.split("-")[1:])
+        answer = ray.get(controller.save.remote(min(patience_s, _WAIT_S), (step, attempt)))
     elif name.startswith("timeline-"):
         answer = ray.get(controller.timeline.remote(int(name.removeprefix("timeline-"))), timeout=patience_s)
     elif name == "facts":
         answer = ray.get(controller.facts.remote(), timeout=patience_s)
     else:
         ray.get(controller.stop.remote(name == "stop"), timeout=patience_s)
-        outcome: Outcome | None = ray.get(controller.outcome.remote(patience_s))
+        outcome: Outcome | None = ray.get(controller.outcome.remote(min(patience_s, _WAIT_S)))
         if outcome is None:
             return {"state": None}
         answer = {"state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
@@ -130,6 +151,7 @@ def _controller(request: RunRequest) -> Any:
 
     Raises:
         RayActorError: Its constructor failed, or every new one has ended for a minute.
+        JobError: A run of the same name in another store is active.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -156,6 +178,10 @@ def _controller(request: RunRequest) -> Any:
         )
         try:
             if not ray.get(controller.over_for_another.remote(request.submission_id)):
+                if other := _other_store(controller, request.store):
+                    from raypp.clusters.known_runs import name_in_use
+
+                    raise name_in_use(request.run, other)
                 return controller
             ray.get(controller.dismiss.remote())
         except ray.exceptions.RayActorError as error:  # it has just exited
@@ -188,8 +214,8 @@ def _follow_run(request: RunRequest) -> int:
 
     try:
         controller = _controller(request)
-    except ray.exceptions.RayActorError as error:
-        words, code = why_no_controller(str(error))
+    except (ray.exceptions.RayActorError, JobError) as error:
+        words, code = (str(error), error.exit_code) if isinstance(error, JobError) else why_no_controller(str(error))
         print(visible_lines(NO_CONTROLLER + words), file=sys.stderr, flush=True)  # noqa: T201
         return code
 
@@ -197,14 +223,33 @@ def _follow_run(request: RunRequest) -> int:
         controller.stop.remote(False)
 
     signal.signal(signal.SIGTERM, on_term)
-    outcome = _follow(controller)
+    outcome = _follow(controller) or recorded_end_of(request)
     if outcome is None:
         print("the run's controller is gone; `raypp status` shows how far the run got", file=sys.stderr)  # noqa: T201
         return 1
     said = outcome.reason or f"step {outcome.step}"
     print(f"{outcome.state.lower()}: {visible_lines(said)}", flush=True)  # noqa: T201
-    ray.get(controller.dismiss.remote())
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        ray.get(controller.dismiss.remote())
     return outcome.exit_code
+
+
+def recorded_end_of(request: RunRequest) -> Outcome | None:
+    """Returns how the run ended since this submission, from its records; None if they do not say.
+
+    A controller that has heard nothing from its driver for some seconds does not wait for it.
+    """
+    from raypp.control.run_events import own_events, recorded_end, recorded_outcome
+    from raypp.observe.reader import RunReader
+    from raypp.storage import open_store
+
+    try:
+        reader = RunReader(open_store(request.job["checkpoint"]["url"]), request.run)
+        status, events = reader.run_status(), own_events(reader.events(), request.submission_id)
+    except RayppError:
+        return None
+    ended = status is not None and status.state.final and recorded_end(events) is not None
+    return recorded_outcome(status, events) if status is not None and ended else None
 
 
 def _follow(controller: Any) -> Outcome | None:

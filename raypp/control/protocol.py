@@ -37,6 +37,7 @@ class RunRequest:
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
+        store: URL of the run's store, in the store's own form; it tells runs of one name apart.
     """
 
     run: str
@@ -46,6 +47,7 @@ class RunRequest:
     gpu_bytes: int = 0
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
+    store: str = ""
 
 
 def forks_workers(request: RunRequest) -> bool:

@@ -41,12 +41,21 @@ class Member:
         node_id: Of its node; empty until known.
         fresh: It was started for the current attempt.
         watch: Of a standby: a call that fails when its process has ended.
+        first: Of a standby started by this group: a call that is answered once its process runs.
+        starting: It was a standby that did not run yet when it got its bundle.
     """
 
     actor: Any
     node_id: str
     fresh: bool = True
     watch: Any = None
+    first: Any = None
+    starting: bool = False
+
+    def reuse(self) -> None:
+        """Notes that it was started before the current attempt, and whether it runs."""
+        self.fresh = False
+        self.starting = self.first is not None and not ray.wait([self.first], timeout=0)[0]
 
 
 @dataclass
@@ -91,7 +100,7 @@ class WorkerGroup:
         for bundle, node in enumerate(nodes):
             member = self.seated.get(bundle)
             if member is not None and member.node_id == node:
-                member.fresh = False
+                member.reuse()
                 continue
             self.kill(bundle)
             if self.devices.get(bundle, (node, 0))[0] != node:
@@ -102,7 +111,7 @@ class WorkerGroup:
         """Gives a process to a bundle that has none."""
         if node in self.standbys and (self.device == "cpu" or bundle in self.devices):
             self.seated[bundle] = self.standbys.pop(node)
-            self.seated[bundle].fresh = False
+            self.seated[bundle].reuse()
             return
         suffix = f" (attempt {attempt})" if attempt > 1 else ""
         group = cast(PlacementGroup, placement.group)
@@ -125,7 +134,8 @@ class WorkerGroup:
                 continue
             name = f"standby-{secrets.token_hex(3)}"
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._add_standby(Member(self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy), node))
+            actor = self._start(name, "standby", num_cpus=0, scheduling_strategy=strategy)
+            self._add_standby(Member(actor, node, first=actor.info.remote()))
 
     def adopt_standby(self, actor: Any, node: str) -> None:
         """Takes over a standby that an earlier controller process started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ class RunReader:
         self._event_cursor = Cursor()
         self._steps: list[TimedStep] = []
         self._kept: list[TimedStep] = []
+        self._rows: list[dict[str, Any]] = []
         self._events: list[Event] = []
         self.damaged = 0
         """Number of complete lines that could not be decoded; they are skipped."""
@@ -71,7 +73,9 @@ class RunReader:
 
     def history(self) -> list[dict[str, Any]]:
         """Returns the lines of `raypp history`, oldest first; see `steps` for which."""
-        return [step.row() for step in self.steps()]
+        steps = self.steps()
+        self._rows += [step.row() for step in steps[len(self._rows) :]]
+        return list(self._rows)
 
     def reports(self) -> list[StepReport]:
         """Returns the complete reports of the steps of `history`."""
@@ -86,7 +90,10 @@ class RunReader:
         found = self._poll("history", self._step_cursor, read_step)
         if found:
             self._steps.extend(found)
-            self._kept = _last_reports(self._steps)
+            if _continues(self._kept, found):
+                self._kept.extend(found)
+            else:
+                self._kept, self._rows = _last_reports(self._steps), []
         return list(self._kept)
 
     def events(self) -> list[Event]:
@@ -155,6 +162,14 @@ class RunReader:
                 self.damaged += 1
                 continue
             yield record, line
+
+
+def _continues(kept: list[TimedStep], found: list[TimedStep]) -> bool:
+    """Returns whether new reports are of the next steps of the same attempt, in order."""
+    return bool(kept) and all(
+        new.report.attempt == old.report.attempt and new.report.step > old.report.step and new.time >= old.time
+        for old, new in itertools.pairwise([kept[-1], *found])
+    )
 
 
 def _last_reports(steps: list[TimedStep]) -> list[TimedStep]:

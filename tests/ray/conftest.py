@@ -20,6 +20,7 @@ from raypp.checkpoint.run_spec import add_spec
 from raypp.clusters import local
 from raypp.clusters.dashboard import DashboardError
 from raypp.clusters.find import Cluster, find_cluster
+from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.control.protocol import RELAYS_FROM_RANKS
 from raypp.errors import RayppError, UnreachableError
@@ -60,6 +61,10 @@ class Started:
     place: Path
     url: str
     told: list[str] = field(default_factory=list)
+
+    @property
+    def run_place(self) -> RunPlace:
+        return RunPlace(self.url, self.name, self.cluster.address, self.submission_id)
 
     def status(self) -> dict[str, Any]:
         return self.reader.status() or {}
@@ -103,10 +108,10 @@ class Started:
         return self.cluster.dashboard.job(self.submission_id) or {}
 
     def command(self, command: str) -> dict[str, Any]:
-        return client.command_run(self.cluster, self.name, command)
+        return client.command_run(self.cluster, self.run_place, command)
 
     def stop(self) -> dict[str, Any]:
-        return client.stop_run(self.cluster, self.name, self.reader, save=True)
+        return client.stop_run(self.cluster, self.run_place, self.reader, save=True)
 
     def end_controller_for_good(self) -> None:
         """Kills the controller as if Ray had used up all its restarts."""

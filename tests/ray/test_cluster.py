@@ -113,13 +113,21 @@ def test_doctor_tells_why_a_node_cannot_listen(cluster: Cluster) -> None:
 
 def test_nobody_leads_a_run_that_was_never_started(cluster: Cluster) -> None:
     place = known_runs.RunPlace("/nowhere", "nobody", cluster.address)
-    assert known_runs.controller_alive(place) is False
-    assert client.command_run(cluster, "nobody", "save") == {"found": False}
+    assert known_runs.controller_alive(place, 20.0) is False
+    assert client.command_run(cluster, place, "save") == {"found": False}
 
 
 def test_a_command_needs_no_raylet_of_the_cluster_on_this_machine(cluster: Cluster) -> None:
     remote = Cluster(cluster.address, cluster.dashboard)
-    assert client.command_run(remote, "nobody", "stop") == {"found": False}
+    place = known_runs.RunPlace("/nowhere", "nobody", cluster.address)
+    assert client.command_run(remote, place, "stop") == {"found": False}
+
+
+def test_a_command_that_takes_too_long_is_told_as_such(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_COMMAND_PATIENCE_S", 0.01)
+    place = known_runs.RunPlace("/nowhere", "nobody", cluster.address)
+    with pytest.raises(UnreachableError, match="did not carry out `stop` in"):
+        client.command_run(cluster, place, "stop")
 
 
 def test_a_state_file_whose_processes_are_gone_counts_for_nothing(

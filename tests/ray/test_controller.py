@@ -13,6 +13,7 @@ import pytest
 from held_back import held_back
 
 from raypp.cli.find_run import recorded_status
+from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
@@ -201,6 +202,17 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     run.assert_nothing_left()
 
 
+def test_a_run_of_the_same_name_in_another_store_is_left_alone(start_run: StartRun, tmp_path: Path) -> None:
+    hers = start_run("twin", steps=100_000)
+    hers.wait_step(3)
+    mine = start_run("twin", url=str(tmp_path / "mine"))
+    assert mine.exit_code() == 2
+    assert f"another run named 'twin', of {hers.url}, is active" in mine.job()["message"]
+    assert mine.command("stop-now") == {"found": False, "other": hers.url}
+    assert [known_runs.controller_alive(run.run_place, 20.0) for run in (mine, hers)] == [False, True]
+    assert hers.stop()["state"] == "STOPPED"
+
+
 @pytest.mark.slow
 def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run = start_run("stopnow", steps=4000, every=0)
@@ -227,6 +239,20 @@ def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"]) == ("SUCCEEDED", 120, 0)
     run.assert_nothing_left()
+
+
+def test_a_driver_that_was_silent_when_the_run_ended_has_its_exit_code(start_run: StartRun) -> None:
+    """The controller waits only briefly for a driver of which it has heard nothing."""
+    run = start_run("silent-driver", steps=120)
+    run.wait_step(5)
+    driver = int(run.job()["driver_info"]["pid"])
+    os.kill(driver, signal.SIGSTOP)
+    try:
+        assert run.wait_end()["state"] == "SUCCEEDED"
+        run.wait(lambda: not run.living_actors(), "the end of the controller")
+    finally:
+        os.kill(driver, signal.SIGCONT)
+    assert run.exit_code() == 0
 
 
 def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(

@@ -34,8 +34,13 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
 ) -> None:
     run = start_run(f"survive{victim}", steps=240)
     run.wait_step(12)
-    run.wait(lambda: any("standby" in name for name in run.living_actors()), "a standby")
-    standby = next(name for name in run.living_actors() if "standby" in name)
+
+    def standbys() -> list[str]:
+        return [one["name"] for one in run.actors() if "standby" in one["name"] and one["state"] == "ALIVE"]
+
+    with held_back(run.pids()):  # its start takes seconds
+        run.wait(standbys, "a standby that runs")
+    (standby,) = standbys()
     before = run.pids()
     os.kill(before[victim], signal.SIGKILL)
     run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
@@ -62,6 +67,18 @@ def test_survivors_that_are_still_importing_keep_their_processes(start_run: Star
     os.kill(seated(1)[2], signal.SIGKILL)
     run.wait(lambda: len(seated(2)) == 4, "the next seats")
     assert [one == other for one, other in zip(seated(1), seated(2), strict=True)] == [True, True, False, True]
+    assert run.wait_end()["state"] == "SUCCEEDED"
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_survivors_that_need_seconds_to_leave_keep_their_processes(start_run: StartRun) -> None:
+    run = start_run("leaving", steps=400, rank_function="slow_to_leave:run_rank", recovery={"standby": False})
+    run.wait_step(8)
+    before = run.pids()
+    os.kill(before[2], signal.SIGKILL)
+    run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+    assert [one == other for one, other in zip(before, run.pids(), strict=True)] == [True, True, False, True]
     assert run.wait_end()["state"] == "SUCCEEDED"
     run.assert_nothing_left()
 

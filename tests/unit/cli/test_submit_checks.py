@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,23 @@ import pytest
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
-from raypp.clusters.dashboard import Dashboard, NodeResources
+from raypp.cli.find_run import find_run
+from raypp.cli.live import LiveView
+from raypp.clusters import known_runs
+from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control.client import submit_run
 from raypp.control.machine import Finish
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 from raypp.control.run_events import end_event
-from raypp.errors import JobError, UnreachableError
+from raypp.errors import JobError, Problem, UnreachableError
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import RunState
-from raypp.spec.load import job_document, load_job
+from raypp.spec.load import job_document, load_job, parse_job
+from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
 
@@ -115,17 +120,25 @@ def test_a_cluster_that_does_not_accept_the_run_leaves_the_name_free(submit, sto
 
 
 @contextmanager
-def cluster_that_does_not_answer(jobs: set[str]) -> Iterator[str]:
-    """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL."""
+def cluster_that_does_not_answer(jobs: set[str], status: int = 0, later: int = 0) -> Iterator[str]:
+    """Serves a dashboard that reads a new job, hangs up, then knows these jobs; yields its URL.
+
+    Args:
+        jobs: Names of the jobs without their time.
+        status: What a proxy answers instead of hanging up, if not 0.
+        later: What a proxy answers to every question about a job, if not 0.
+    """
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.close_connection = True
+            if status:
+                self.send_error(status)
 
         def do_GET(self) -> None:
             known = self.path.removeprefix("/api/jobs/").rsplit("-", 3)[0] in jobs
-            self.send_response(200 if known else 404)
+            self.send_response(later or (200 if known else 404))
             self.end_headers()
             self.wfile.write(b"{}")
 
@@ -136,18 +149,39 @@ def cluster_that_does_not_answer(jobs: set[str]) -> Iterator[str]:
         yield url
 
 
-def test_a_run_is_followed_if_the_cluster_has_it_although_its_answer_was_lost(submit, store: DirectoryStore) -> None:
-    with cluster_that_does_not_answer({"raypp-mine"}) as url:
+@pytest.mark.parametrize("status", [0, 502, 503, 504])
+def test_a_run_is_followed_if_the_cluster_has_it_although_its_answer_was_lost(
+    submit, store: DirectoryStore, status: int
+) -> None:
+    with cluster_that_does_not_answer({"raypp-mine"}, status) as url:
         assert submit(lambda: None, url=url).submission_id.startswith("raypp-mine-")
 
 
-def test_a_run_that_the_cluster_may_have_keeps_its_name(submit, store: DirectoryStore) -> None:
+@pytest.mark.parametrize(
+    ("status", "later"),
+    [
+        pytest.param(0, 0, id="the cluster does not have it yet"),
+        pytest.param(0, 500, id="the cluster cannot be asked"),
+        pytest.param(504, 504, id="a proxy gets no answer"),
+    ],
+)
+def test_a_run_that_the_cluster_may_have_keeps_its_name(submit, store: DirectoryStore, status: int, later: int) -> None:
     with (
-        cluster_that_does_not_answer(set()) as url,
+        cluster_that_does_not_answer(set(), status, later) as url,
         pytest.raises(UnreachableError, match=r"(?s)the cluster may have accepted the run 'mine'.*--resume"),
     ):
         submit(lambda: None, url=url)
     assert read_spec(store, "mine")["name"] == "mine"
+
+
+def test_an_answer_that_is_lost_before_the_run_is_submitted_leaves_the_name_free(submit, store: DirectoryStore) -> None:
+    def lost() -> None:
+        raise NoAnswerError(Problem("address", "no Ray cluster answers: timed out"))
+
+    with pytest.raises(UnreachableError) as caught:
+        submit(lost)
+    assert "accepted" not in str(caught.value)
+    assert list(store.list("")) == []
 
 
 def test_a_run_that_the_cluster_accepted_is_followed_although_the_home_cannot_be_written(
@@ -199,3 +233,125 @@ def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
     shown = RunStatus("a", RunState.FAILED).as_dict()
     assert watch.exit_code(shown, RunReader(store, "a")) == code
     assert ("the words of the driver" in capsys.readouterr().err) is not recorded
+
+
+@contextmanager
+def cluster_with(
+    jobs: Sequence[tuple[str, str, str]] = (), controllers: Sequence[tuple[str, str]] = (), status: int = 200
+) -> Iterator[Cluster]:
+    """Serves a dashboard that knows these Ray jobs and controllers of runs named `mine`.
+
+    Args:
+        jobs: Each one's Ray id, its store's URL, and its state.
+        controllers: Each one's state, and the Ray id of the job that made it.
+        status: Of the answer to a question about controllers.
+    """
+    listed = [
+        {
+            "job_id": job,
+            "submission_id": f"raypp-{job}",
+            "status": state,
+            "metadata": {"raypp_run": "mine", "raypp_url": url},
+        }
+        for job, url, state in jobs
+    ]
+    actors = [{"state": state, "job_id": job, "name": "raypp/mine"} for state, job in controllers]
+
+    node = {"state": "ALIVE", "nodeId": "n", "resourcesTotal": {"CPU": 64}}
+    answers: dict[str, Any] = {
+        "/api/version": {"ray_version": version("ray")},
+        "/api/jobs/": listed,
+        "/api/v0/actors": {"data": {"result": {"result": actors}}},
+        "/nodes": {"data": {"summary": [{"raylet": node}]}},
+    }
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            self.send_response(status if path == "/api/v0/actors" else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answers.get(path, {})).encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with nasty.serving(Answer) as url:
+        yield Cluster(url, Dashboard(url))
+
+
+HERS = "s3://hers/runs"
+
+
+def test_a_run_of_that_name_in_another_store_is_another_run(store: DirectoryStore) -> None:
+    with cluster_with([("01", HERS, "RUNNING")], [("ALIVE", "01")]) as cluster:
+        assert known_runs.controller_alive(RunPlace(store.url, "mine", cluster.address)) is False
+        assert known_runs.controller_alive(RunPlace(HERS, "mine", cluster.address)) is True
+    with cluster_with([("01", HERS, "FAILED"), ("02", store.url, "FAILED")], [("ALIVE", "02")]) as cluster:
+        assert known_runs.controller_alive(RunPlace(store.url, "mine", cluster.address)) is True
+        assert known_runs.controller_alive(RunPlace(HERS, "mine", cluster.address)) is False
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["a new run", "a run that has ended"])
+def test_a_name_of_a_run_of_another_store_in_the_cluster_is_refused(store: DirectoryStore, ended: bool) -> None:
+    if ended:
+        with RunRecorder(store, "mine", "c-1") as recorder:
+            recorder.status(RunStatus("mine", RunState.FAILED, 3, error="wrong"))
+    job = parse_job({"name": "mine"})
+    with (
+        cluster_with([("01", HERS, "RUNNING")], [("ALIVE", "01")]) as cluster,
+        pytest.raises(JobError, match=r"(?s)another run named 'mine', of s3://hers/runs, is active.*--set name="),
+    ):
+        run_commands._check_not_running(job, store, cluster)
+    with cluster_with([("01", HERS, "SUCCEEDED")]) as cluster:
+        run_commands._check_not_running(job, store, cluster)
+
+
+def test_a_run_of_which_the_cluster_does_not_say_whether_it_is_active_is_not_submitted(store: DirectoryStore) -> None:
+    with (
+        cluster_with(status=500) as cluster,
+        pytest.raises(UnreachableError, match="does not say whether the run 'mine' is active"),
+    ):
+        run_commands._check_not_running(parse_job({"name": "mine"}), store, cluster)
+
+
+def test_a_url_is_compared_in_the_form_of_its_store(tmp_path: Path, store: DirectoryStore) -> None:
+    write_spec(store, "mine", {"name": "mine"})
+    place, _ = find_run(f"file://{tmp_path}/store//mine")
+    assert (place.url, place.name) == (store.url, "mine")
+
+
+def test_a_dry_run_prints_one_json_object_on_standard_output(
+    store: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
+    with cluster_with() as cluster:
+        arguments = [str(path), "--dry-run", "--json", "--address", cluster.address]
+        run_commands.submit_command.main(arguments, standalone_mode=False)
+    said = capsys.readouterr()
+    assert json.loads(said.out)["run"] == "mine"
+    assert "nothing was started" in said.err
+
+
+class _JobEnded(_JobFailed):
+    """One whose log can still be read."""
+
+    def job_logs(self, submission_id: str) -> str:
+        return "the job's words\n"
+
+
+def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_answer(
+    store: DirectoryStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any) -> None:
+        raise StoreError("no answer")
+
+    view = LiveView()
+    monkeypatch.setattr(view, "follow", away)
+    dashboard = _JobEnded("http://127.0.0.1:1")
+    place = RunPlace(store.url, "mine", dashboard.url, "job")
+    cluster = Cluster(dashboard.url, dashboard)
+    assert run_commands._follow(place, RunReader(store, "mine"), cluster, view, as_json=True) == 4
+    said = capsys.readouterr()
+    assert json.loads(said.out)["run"] == "mine"
+    assert "the job's words" in said.err

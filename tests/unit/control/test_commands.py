@@ -11,12 +11,22 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from raypp.clusters.dashboard import Dashboard
+from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
+from raypp.control import client
 from raypp.control.controller import Controller
-from raypp.control.driver import answer_of
+from raypp.control.driver import answer_of, recorded_end_of
 from raypp.control.leader import Leader
-from raypp.control.machine import RunPhase
+from raypp.control.machine import Finish, RunPhase
 from raypp.control.protocol import RunRequest
+from raypp.control.run_events import end_event, with_submission
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import Event, RunState, StepReport
 from raypp.spec.load import job_document, parse_job
+from raypp.storage.directory import DirectoryStore
 
 
 def _ask(failures: list[Exception]) -> Callable[[], dict[str, Any]]:
@@ -58,3 +68,80 @@ def test_a_save_waits_until_the_restarted_controller_has_taken_its_ranks_over(tm
     threading.Timer(0.3, take_over).start()
     assert controller.save(60.0)["committed"] == 7
     leader.record.close()
+
+
+def test_a_save_that_takes_long_is_waited_for_and_not_requested_again(tmp_path: Path) -> None:
+    leader = Leader(
+        RunRequest("r", job_document(parse_job({"name": "r", "checkpoint": {"url": str(tmp_path)}}))), None, False
+    )
+    leader.begun.set()
+    controller = Controller.__new__(Controller)
+    controller._leader = leader
+    leader.machine = replace(leader.machine, phase=RunPhase.RUNNING, attempt=2)
+    assert controller.save(0.0)["pending"] == (1, 2)
+    assert leader.intake.save_wanted
+    leader.intake.save_wanted = False
+    leader.record.add_step(StepReport(40, 1.0, 1.0, 10, 10, 0.1, 100.0, 2))
+    assert controller.save(0.0, (1, 2))["pending"] == (1, 2)
+    assert not leader.intake.save_wanted
+    training = leader.machine
+    leader.machine = replace(training, committed_step=3)
+    assert controller.save(0.0, (1, 2))["committed"] == 3
+    for over in (replace(training, attempt=3), replace(training, phase=RunPhase.ENDING)):
+        leader.machine = over
+        answer = controller.save(60.0, (1, 2))
+        assert answer["committed"] is None and "pending" not in answer
+    leader.record.close()
+
+
+class _Asked:
+    """Stands in for `client.command_run`; gives these answers."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.commands: list[str] = []
+        self._answers = list(answers)
+
+    def __call__(self, cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
+        self.commands.append(command)
+        return self._answers[len(self.commands) - 1]
+
+
+_CLUSTER = Cluster("http://127.0.0.1:1", Dashboard("http://127.0.0.1:1"))
+_PLACE = RunPlace("/nowhere", "r", None)
+
+
+def test_a_save_and_a_stop_are_waited_for_until_they_are_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+    pending = {"found": True, "committed": None, "what": "", "pending": [7, 2]}
+    asked = _Asked(pending, pending, {"found": True, "committed": 7, "what": "url"})
+    monkeypatch.setattr(client, "command_run", asked)
+    assert client.save_run(_CLUSTER, _PLACE, lambda: told.append("save"))["committed"] == 7
+    assert asked.commands == ["save", "save-7-2", "save-7-2"]
+
+    going_on = {"found": True, "state": None}
+    asked = _Asked(going_on, going_on, {"found": False})
+    monkeypatch.setattr(client, "command_run", asked)
+    with RunRecorder(DirectoryStore(tmp_path), "r", "c-1") as recorder:
+        recorder.status(RunStatus("r", RunState.STOPPED, 8))
+    reader = RunReader(DirectoryStore(tmp_path), "r")
+    answer = client.stop_run(_CLUSTER, _PLACE, reader, save=True, on_wait=lambda: told.append("stop"))
+    assert (answer["found"], answer["state"], answer["step"]) == (True, "STOPPED", 8)
+    assert asked.commands == ["stop"] * 3
+    assert told == ["save", "stop"]
+
+
+def _end(folder: Path, submission: str) -> None:
+    with RunRecorder(DirectoryStore(folder), "r", f"c-{submission}") as recorder:
+        recorder.event(with_submission(Event("submitted", "", 100.0), submission))
+        recorder.event(with_submission(end_event(Finish(RunState.SUCCEEDED), 1, 60), submission))
+        recorder.status(RunStatus("r", RunState.SUCCEEDED, 60))
+
+
+def test_a_driver_whose_controller_did_not_wait_for_it_reads_how_the_run_ended(tmp_path: Path) -> None:
+    request = RunRequest("r", {"checkpoint": {"url": str(tmp_path)}}, "new")
+    assert recorded_end_of(request) is None
+    _end(tmp_path, "old")
+    assert recorded_end_of(request) is None
+    _end(tmp_path, "new")
+    outcome = recorded_end_of(request)
+    assert outcome is not None and (outcome.state, outcome.exit_code, outcome.step) == ("SUCCEEDED", 0, 60)

@@ -98,8 +98,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def adamw_on(model: nn.Module) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    named = list(model.named_parameters())
+    matrices = [parameter for name, parameter in named if parameter.ndim > 1 and not name.endswith("bias")]
+    others = [parameter for name, parameter in named if parameter.ndim <= 1 or name.endswith("bias")]
     groups = [{"params": matrices, "weight_decay": ADAMW.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps)
 

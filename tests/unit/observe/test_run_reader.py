@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from raypp.errors import RayppError
 from raypp.observe.append_log import Cursor
-from raypp.observe.json_lines import ROW_KEYS, LogLine, event_line, log_line, read_event, read_log, read_step, step_line
-from raypp.observe.reader import RunReader
+from raypp.observe.json_lines import (
+    ROW_KEYS,
+    LogLine,
+    TimedStep,
+    event_line,
+    log_line,
+    read_event,
+    read_log,
+    read_step,
+    step_line,
+)
+from raypp.observe.reader import RunReader, _last_reports
 from raypp.observe.recorder import RunRecorder
 from raypp.records import Event, StepReport
 from raypp.storage import open_store
@@ -119,6 +129,35 @@ def test_a_report_sent_twice_within_an_attempt_hides_no_later_step(store):
     record(store, "c1", [report(1), report(2), report(3)])
     record(store, "c2", [report(2), report(3), report(4)])
     assert [row["step"] for row in RunReader(store, "r").history()] == [1, 2, 3, 4]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 4), st.booleans()), max_size=20))
+def test_steps_that_are_read_one_by_one_are_those_that_are_read_at_once(reports) -> None:
+    """Also if clocks step back, and if a rank of an earlier attempt reports late."""
+    read = []
+    for step, attempt, clock, _ in reports:
+        read.append(TimedStep(report(step, attempt), float(clock)))
+    reader = RunReader(None, "r")
+    news: list[TimedStep] = []
+    reader._poll = lambda *_: news  # type: ignore[method-assign]
+    for one, (*_, seen) in zip(read, reports, strict=True):
+        news.append(one)
+        if seen:
+            rows = reader.history()
+            news.clear()
+            assert rows == [timed.row() for timed in reader.steps()]
+    rows = reader.history()
+    assert rows == [timed.row() for timed in _last_reports(read)]
+
+
+def test_a_look_at_a_run_without_a_new_step_makes_no_new_rows(store):
+    record(store, "a1", [report(step) for step in (1, 2, 3)])
+    reader = RunReader(store, "r")
+    first = reader.history()
+    record(store, "a2", [report(4)])
+    again = reader.history()
+    assert [row["step"] for row in again] == [1, 2, 3, 4]
+    assert all(one is other for one, other in zip(first, again[:3], strict=True))
 
 
 def test_polling_gives_new_records_and_reads_finished_parts_once(store):
