@@ -89,6 +89,7 @@ class Controller:
             if (leader.machine.committed_step or 0) < at:
                 leader.intake.save_wanted = True
         while (leader.machine.committed_step or 0) < at:
+            at = min(at, max(1, leader.record.step))  # the attempt may have resumed before that step
             answer = {"committed": None, "what": f"no checkpoint was committed; the run is {leader.machine.state}"}
             if not leader.training or leader.machine.attempt != attempt:
                 return answer

@@ -35,7 +35,7 @@ from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_f
 from raypp.train.lost_peer import LostPeerError, lost_peer
 from raypp.train.recent_reports import RecentReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
-from raypp.train.resume import Restorable, restore_newest
+from raypp.train.resume import Restorable, check_shared, restore_newest
 from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.step_trace import StepTracer
 from raypp.train.stragglers import Pace, SpikeWatch
@@ -84,6 +84,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
         if injection is not None:
             store = cast(ObjectStore, FaultyStore(store, injection))
+        check_shared(store, job.name, seat)
         if seat.rank == 0:
             look_after_store(store, job.name, seat, reporter)
         recent = RecentReports()
@@ -189,7 +190,7 @@ def _train(
     # Snapshots in memory are taken after all that is due, checkpoints before.
     incomplete = 0 < restored == saved
     position = runner.loader.position()
-    stopped, keeps = False, True
+    stopped, keeps, asked = False, True, False
     every = job.checkpoint.every_steps
     spikes = SpikeWatch(job.recovery.spike_factor)
     watch = Stopwatch(runner.device)
@@ -202,9 +203,10 @@ def _train(
             with watch.part("memory"):
                 tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
                 _keep(tier, runner, recent, done, position, read.plan.snapshots)
-        if done > saved and (wanted.save or (wanted.stop and wanted.save_before_stop)):
+        asked = (asked or wanted.save) and (done > saved or done == restored)  # before the first step it waits for it
+        if done > saved and (asked or (wanted.stop and wanted.save_before_stop)):
             _save(saver, runner, replicas, recent, done, position, reporter)
-            saved = done
+            saved, asked = done, False
         if wanted.stop:
             tracer.finish()
             stopped, keeps = True, wanted.save_before_stop

@@ -87,3 +87,29 @@ def test_the_save_before_a_stop_is_not_skipped(tmp_path: Path) -> None:
     results = run_ranks(2, life, slow_saves(tmp_path, "skip"), 4)
     assert [committed for committed, _ in results] == [3, 3]
     assert steps_of(results[0][1], "committed") == [1, 3]
+
+
+class Early(Told):
+    """Requests a save once, before the first step of the attempt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def requests(self) -> Requests:
+        self.asked += 1
+        return Requests(save=self.asked == 1)
+
+
+def early(rank: int, world: int, port: int, job: dict[str, Any]) -> list[int]:
+    told, parsed = Early(), parse_job(job)
+    run_rank(parsed, local_seat(rank, world, port, parsed), told)
+    return [event.step for event in told.events if event.kind == "committed" and event.step is not None]
+
+
+def test_a_save_that_is_asked_for_before_the_first_step_is_made_after_it(tmp_path: Path) -> None:
+    job = document(pp=2, checkpoint={"url": str(tmp_path), "every_steps": 0, "memory_tier": False})
+    steps = job["train"]["steps"]
+    assert run_ranks(2, early, job)[0] == [1, steps]
+    job["train"]["steps"] = steps + 2
+    assert run_ranks(2, early, job)[0] == [steps + 1, steps + 2]
