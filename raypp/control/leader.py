@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import ray
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
+from raypp.checkpoint.layout import spec_key
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt
@@ -31,7 +33,7 @@ from raypp.control.report.processing import Preempted, ReportProcessing, StepDon
 from raypp.control.run_record import RunRecord
 from raypp.control.takeover import Found, Takeover
 from raypp.control.worker_group import WorkerGroup
-from raypp.errors import EXIT_RUN_FAILED, RayppError, in_words
+from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.observe.status import RunStatus
 from raypp.planning.resolve import resolve_pipeline
@@ -168,9 +170,16 @@ class Leader:
         if self._restarted:
             self._take_over(last, newest, earlier)
             return
+        if self._ask_store(lambda: self._store.head(spec_key(run))) is None:
+            raise self._not_shared()
         self.record.begin(newest)
         self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
         self._apply(m.Start(last, newest, shape=self._sizing.largest()))
+
+    def _not_shared(self) -> JobError:
+        what = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
+        fix = "use s3://…, or a directory that the submitting machine and all nodes share"
+        return JobError(Problem("checkpoint.url", what, fix))
 
     def _take_over(self, last: int, newest: int | None, earlier: RunStatus | None) -> None:
         """Takes over the living ranks of the last attempt; without any, starts the next attempt or

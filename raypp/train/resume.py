@@ -13,10 +13,10 @@ from torch import nn
 
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.extra import read_extra
-from raypp.checkpoint.layout import commit_key
+from raypp.checkpoint.layout import commit_key, spec_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import Loader
-from raypp.errors import CheckpointError, Problem
+from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.initial_weights import LoadedFromHf, load_from_hf
 from raypp.hf.model_files import HfFiles
@@ -56,6 +56,25 @@ class Restorable:
     def tell(self, kind: str, message: str, step: int, **more: Any) -> None:
         """Reports an event of this attempt."""
         self.reporter.event(Event(kind, message, attempt=self.seat.attempt, step=step, **more))
+
+
+def check_shared(store: ObjectStore, run: str, seat: Seat) -> None:
+    """Checks that ranks on several nodes use one store. Collective over the world.
+
+    A directory that the nodes do not share holds the run on one of them only. A checkpoint would
+    lie in parts on different machines, and could not be loaded again.
+
+    Raises:
+        JobError: This rank does not find the run that others find.
+    """
+    if seat.local_world_size == seat.world_size:
+        return
+    found = store.head(spec_key(run)) is not None
+    if _everyone(found) or _everyone(not found) or found:
+        return
+    what = f"{store.url} on node {seat.node} does not hold the run {run!r}, which other nodes find there"
+    fix = "use s3://…, or a directory that all nodes share; `raypp doctor JOB` checks it"
+    raise JobError(Problem("checkpoint.url", what, fix))
 
 
 def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from raypp.checkpoint.run_spec import write_spec
 from raypp.control import leader as leader_module
 from raypp.control import placement
 from raypp.control.leader import Leader
@@ -163,6 +164,7 @@ def test_a_restarted_controller_returns_the_outcome_that_its_submission_had(tmp_
 @pytest.mark.parametrize("old", ["old", ""], ids=["of this raypp", "of an older raypp"])
 def test_a_run_whose_controller_was_killed_before_it_recorded_anything_begins(tmp_path: Path, old: str) -> None:
     _write(tmp_path, old, ended=True)
+    write_spec(DirectoryStore(tmp_path), "r", job_document(parse_job({"name": "r"})))
     leader = _SecondLife(tmp_path, "new")
     leader._begin()
     assert leader.outcome is None and leader.record.flush()
@@ -173,6 +175,15 @@ def test_a_run_whose_controller_was_killed_before_it_recorded_anything_begins(tm
         "new",
     ]
     leader.record.close()
+
+
+def test_a_directory_that_the_head_does_not_share_with_the_submitting_machine_ends_the_run(tmp_path: Path) -> None:
+    leader = _SecondLife(tmp_path, "new")
+    leader.run()
+    outcome = leader.outcome
+    assert outcome is not None and (outcome.state, outcome.exit_code) == ("FAILED", 2)
+    assert f"checkpoint.url: {tmp_path} on the head" in outcome.reason
+    assert "does not hold what `raypp submit` wrote there" in outcome.reason
 
 
 def test_the_status_of_an_earlier_submission_is_not_the_end_of_one_that_was_recorded(tmp_path: Path) -> None:
