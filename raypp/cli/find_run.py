@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from raypp.clusters import known_runs
-from raypp.clusters.find import embedded_at, lend_store_settings
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.reader import RunReader
@@ -29,8 +28,6 @@ def find_run(argument: str) -> tuple[RunPlace, RunReader]:
         StoreError: Its store does not respond.
     """
     place = known_runs.locate_run(argument)
-    if place.address and (embedded := embedded_at(place.address)):
-        lend_store_settings(embedded)  # whichever cluster RAYPP_ADDRESS names
     store = open_store(place.url)
     reader = RunReader(store, place.name)
     if place.submitted_at is None and not reader.exists():

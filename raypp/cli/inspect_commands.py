@@ -29,6 +29,7 @@ from raypp.cli.render import (
     tag_width,
 )
 from raypp.clusters import known_runs
+from raypp.clusters.find import lend_settings_of
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.append_log import Cursor
@@ -67,6 +68,7 @@ def status_command(run: str, watch: bool, as_json: bool) -> None:
 def list_command(as_json: bool) -> None:
     """List the runs that were submitted from here or that the cluster knows."""
     places = known_runs.known_runs()
+    lend_settings_of(*(place.address for place in places))
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(_status_or_error, places))
     if as_json:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from types import EllipsisType
+from urllib.parse import urlsplit
 
 from raypp.clusters import local
 from raypp.clusters.dashboard import Dashboard, dashboard_url, token_from_environment
 from raypp.errors import JobError, Problem, UnreachableError
 from raypp.kinds import STORES
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,38 @@ def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...
     return embedded.s3.endpoint
 
 
+def lend_settings_of(*addresses: str | None) -> None:
+    """Makes this process use the store of the clusters that runs were submitted to.
+
+    Lends the embedded cluster's S3 server if any of the addresses is that cluster's, whatever
+    RAYPP_ADDRESS says, and takes it back if none may be. Does nothing if the command has named
+    another cluster.
+    """
+    if _loan.refused:
+        return
+    urls = {_url_of(address) for address in addresses if address}
+    embedded = local.find()
+    if embedded is not None and _url_of(embedded.dashboard) in urls:
+        lend_store_settings(embedded)
+    elif urls and not any(urlsplit(url).hostname in _LOOPBACK for url in urls):  # an earlier life had another port
+        lend_store_settings(None)
+
+
 def embedded_at(address: str | None) -> local.LocalCluster | None:
     """Returns the embedded cluster if it runs and this is its address, or none is given."""
     embedded = local.find()
-    if embedded is None or not address:
+    if embedded is None or not address or _url_of(address) == _url_of(embedded.dashboard):
         return embedded
-    with contextlib.suppress(JobError):  # a command that uses a cluster reports an invalid address
-        if dashboard_url(address) == dashboard_url(embedded.dashboard):
-            return embedded
     return None
+
+
+def _url_of(address: str) -> str:
+    """Returns the dashboard's URL; the address itself if it is invalid, which commands report that
+    use it."""
+    try:
+        return dashboard_url(address)
+    except JobError:
+        return address
 
 
 class _Loan:

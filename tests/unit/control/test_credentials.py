@@ -109,6 +109,16 @@ def test_the_records_of_a_run_of_the_embedded_cluster_are_read_while_another_is_
 
 
 @pytest.mark.usefixtures("embedded")
+def test_the_records_of_a_run_of_another_cluster_are_read_from_the_user_s_own_store(tmp_path: Path) -> None:
+    for name, address in (("far", "http://10.0.0.1:8265"), ("before", "http://127.0.0.1:9999")):
+        known_runs.remember_run(known_runs.RunPlace(str(tmp_path / "runs"), name, address, "job", 1.0))
+    known_runs.locate_run("before")
+    assert "AWS_ENDPOINT_URL_S3" in os.environ, "the embedded cluster had another port when this run was submitted"
+    known_runs.locate_run("far")
+    assert "AWS_ENDPOINT_URL_S3" not in os.environ
+
+
+@pytest.mark.usefixtures("embedded")
 def test_nothing_of_the_embedded_cluster_is_sent_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     assert lend_store_settings() is not None, "a command may read a model before it knows its cluster"
