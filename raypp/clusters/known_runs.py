@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from raypp.clusters.dashboard import FINAL_JOB_STATES, Dashboard
-from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.clusters.find import Cluster, find_cluster, lend_settings_of, lend_store_settings
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.errors import JobError, Problem, RayppError
 from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file
+from raypp.untrusted.paths import same_place
 
 _QUICK_S = 3.0
 _MAX_NAMES = 8
@@ -57,6 +58,12 @@ def locate_run(argument: str) -> RunPlace:
         JobError: No run of that name is known here.
     """
     lend_store_settings()
+    place = _located(argument)
+    lend_settings_of(place.address)
+    return place
+
+
+def _located(argument: str) -> RunPlace:
     argument = argument.rstrip("/")
     if "/" in argument:
         url, _, name = argument.rpartition("/")
@@ -104,10 +111,10 @@ def controller_alive(place: RunPlace, timeout_s: float = _QUICK_S) -> bool | Non
         query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values={name}&limit=1000"
         actors = dashboard.get_json(query)["data"]["result"]["result"]
         jobs = _jobs_of_name(dashboard, place.name)
-        others = {job.get("job_id") for job, url in jobs if url != place.url} - {None}
+        others = {job.get("job_id") for job, url in jobs if not same_place(url, place.url)} - {None}
         if any(actor["state"] != "DEAD" and actor.get("job_id") not in others for actor in actors):
             return True
-        return any(url == place.url and job["status"] not in FINAL_JOB_STATES for job, url in jobs)
+        return any(same_place(url, place.url) and job["status"] not in FINAL_JOB_STATES for job, url in jobs)
     except (RayppError, KeyError, TypeError):
         return None
 
@@ -117,7 +124,7 @@ def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:
     return [
         str(job["submission_id"])
         for job, url in _jobs_of_name(dashboard, place.name)
-        if url == place.url and job["status"] not in FINAL_JOB_STATES
+        if same_place(url, place.url) and job["status"] not in FINAL_JOB_STATES
     ]
 
 
@@ -129,7 +136,7 @@ def check_namesakes(dashboard: Dashboard, place: RunPlace) -> None:
         JobError: One is.
     """
     for job, url in _jobs_of_name(dashboard, place.name):
-        if url != place.url and job["status"] not in FINAL_JOB_STATES:
+        if not same_place(url, place.url) and job["status"] not in FINAL_JOB_STATES:
             raise name_in_use(place.name, url)
 
 

@@ -32,6 +32,7 @@ from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError, words_after_stac
 from raypp.observe.status import NO_CONTROLLER
 from raypp.quick_import import quick_import
 from raypp.retry import Backoff
+from raypp.untrusted.paths import same_place
 from raypp.untrusted.text import visible_lines
 
 _LOST_S = 60.0
@@ -116,7 +117,7 @@ def _other_store(controller: Any, url: str, patience_s: float | None = None) -> 
     import ray
 
     led = str(ray.get(controller.facts.remote(), timeout=patience_s).get("store") or url)
-    return "" if led == url else led
+    return "" if same_place(led, url) else led
 
 
 def _ask(controller: Any, name: str, url: str, patience_s: float) -> dict[str, Any]:
