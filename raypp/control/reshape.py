@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from raypp.planning.check import check_plan
+from raypp.planning.fit import CERTAIN
 from raypp.planning.peak import peak_memory
 from raypp.records import Event
 from raypp.recovery.elastic_shape import Shape, best_shape
 from raypp.spec.job import Job
+
+_USABLE = 0.97
+"""Share of a GPU's memory that CUDA reports at least; the cluster's count is 1 to 2 % above it."""
 
 
 def best_for(job: Job, room: int, gpu_bytes: int = 0) -> Shape | None:
@@ -40,7 +44,7 @@ def best_for(job: Job, room: int, gpu_bytes: int = 0) -> Shape | None:
             return False
         if not valid(shape):
             return False
-        if peak_memory(reshaped(job, shape)) > gpu_bytes:
+        if CERTAIN * peak_memory(reshaped(job, shape)) > _USABLE * gpu_bytes:
             too_large.append(shape)
         return shape not in too_large
 
