@@ -32,7 +32,7 @@ KIND = SourceKind(
 _CHAT = ({"messages"}, {"conversations"}, {"prompt", "completion"})
 _EXTRA = ("tools",)
 _KNOWN_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
-_SHARD = re.compile(r"(?:.*[^\w])?(\w+)-\d{5}-of-\d{5}")
+_SHARD = re.compile(r"(?:.*[^\w.])?([\w.]+)-\d{5}-of-\d{5}")
 """The name of a shard on the hub or of `save_to_disk`, with its split."""
 log = logging.getLogger(__name__)
 _SHOWN = 12

@@ -105,6 +105,13 @@ def test_names_of_shards_with_more_than_a_split(tmp_path: Path) -> None:
     assert read(tmp_path / "e", split="news") == ["news"]
 
 
+def test_names_of_splits_may_have_dots(tmp_path: Path) -> None:
+    for split in ("train.100", "train.360", "test"):
+        parquet(tmp_path / "clean" / f"{split}-00000-of-00001.parquet", split)
+    assert read(tmp_path, split="train.360") == ["train.360"]
+    assert "one of test, train.100, train.360" in refused(tmp_path, split="train")
+
+
 def test_the_only_file_of_a_folder_is_of_its_split_and_configuration(tmp_path: Path) -> None:
     parquet(tmp_path / "a" / "en" / "train-00000-of-00001.parquet", "a")
     assert read(tmp_path / "a") == read(tmp_path / "a", config="en") == ["a"]
