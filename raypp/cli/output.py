@@ -8,6 +8,7 @@ that print in another way.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ def check_writable(path: Path) -> None:
         JobError: It cannot be written.
     """
     try:
-        is_new = not path.exists()
+        is_new = not os.path.lexists(path)
         with path.open("ab"):
             pass
         if is_new:

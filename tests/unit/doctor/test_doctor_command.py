@@ -83,6 +83,13 @@ def test_out_is_checked_before_anything_is_measured(cluster: Examined, capsys: p
     assert cluster.jobs == []
 
 
+def test_out_may_be_a_link_to_a_file_that_is_to_be_written(cluster: Examined, tmp_path: Path) -> None:
+    link = tmp_path / "links.json"
+    link.symlink_to(tmp_path / "target.json")
+    assert run(["doctor", "--address", cluster.url, "--out", "links.json"]) == 0
+    assert link.is_symlink() and json.loads(link.read_text())["nodes"]
+
+
 def test_out_is_written_without_dev_shm_too(cluster: Examined, tmp_path: Path) -> None:
     assert run(["doctor", "--address", cluster.url, "--out", "links.json"]) == 0
     memory = json.loads((tmp_path / "links.json").read_text())["memory"]
