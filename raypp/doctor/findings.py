@@ -285,8 +285,8 @@ def devices(report: dict[str, Any]) -> list[dict[str, Any]]:
     best: dict[str, float] = {}
     for one in found:
         best[one["kind"]] = max(one["flops"], best.get(one["kind"], 0.0))
-    fastest = max(best.values(), default=1.0)
-    rounded = {kind: round(flops / fastest, 3) for kind, flops in best.items()}
+    fastest = max(best.values(), default=0.0)
+    rounded = {kind: round(flops / fastest, 3) if fastest else 1.0 for kind, flops in best.items()}
     return [{"node": one["node"], "kind": one["kind"], "flops_rel": rounded[one["kind"]]} for one in found]
 
 

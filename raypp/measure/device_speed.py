@@ -19,7 +19,8 @@ _LOOK_S = 0.3
 
 
 def look() -> dict[str, Any]:
-    """Returns versions, and each device's kind, capability, speed (FLOP/s) and memory."""
+    """Returns versions, and each device's kind, capability, speed (FLOP/s; 0 if its memory is full)
+    and memory."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "devices": []}
     found |= {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
     if torch.cuda.is_available():
@@ -27,7 +28,11 @@ def look() -> dict[str, Any]:
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
             free, _ = torch.cuda.mem_get_info(index)
-            flops = _flops(torch.device("cuda", index), torch.bfloat16, 8192)
+            try:
+                flops = _flops(torch.device("cuda", index), torch.bfloat16, 8192)
+            except torch.OutOfMemoryError:  # another process uses it
+                torch.cuda.empty_cache()
+                flops = 0.0
             device = {"kind": facts.name, "flops": flops, "memory": facts.total_memory, "free": free}
             found["devices"].append(device | {"capability": [facts.major, facts.minor]})
     else:

@@ -298,3 +298,11 @@ def test_every_part_of_a_mixture_is_examined_on_the_node(late: NodeProbe, tmp_pa
     assert [key for key, _, _ in late.data_problems(job)] == ["data.parts[2].path"]
     job["data"]["tokenizer"] = str(tmp_path / "tokenizer.json")
     assert "tokenizer.json" in late.data_problems(job)[0][1]
+
+
+@pytest.mark.parametrize("speeds", [(7e14, 0.0), (0.0, 0.0)])
+def test_a_gpu_without_free_memory_counts_like_the_others_of_its_kind(speeds: tuple[float, float]) -> None:
+    report = _report()
+    for node, flops in zip(report["nodes"], speeds, strict=True):
+        node["gpus"], node["torch"]["devices"] = 1, [{"kind": "H", "flops": flops}]
+    assert [one["flops_rel"] for one in links_document(report)["devices"]] == [1.0, 1.0]
