@@ -112,9 +112,10 @@ class Slot:
         """
         if self._data is None or self._data.numel() < size:
             self._unmap()
-            os.posix_fallocate(self._descriptor, 0, max(tail_offset(size), os.fstat(self._descriptor).st_size))
-            mapped = mmap.mmap(self._descriptor, CONTROL_BYTES + size)
-            self._data = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=CONTROL_BYTES)
+            room = max(1, size)  # a rank may train nothing, and torch maps no empty buffer
+            os.posix_fallocate(self._descriptor, 0, max(tail_offset(room), os.fstat(self._descriptor).st_size))
+            mapped = mmap.mmap(self._descriptor, CONTROL_BYTES + room)
+            self._data = torch.frombuffer(mapped, dtype=torch.uint8, count=room, offset=CONTROL_BYTES)
         if pinned and not self._registered:
             self._register()
         return self._data[:size]

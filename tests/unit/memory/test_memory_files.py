@@ -352,3 +352,10 @@ def test_whoever_does_not_know_the_secret_places_nothing(
     finally:
         assert sender.close()
         slot.close(delete=True)
+
+
+def test_a_rank_that_trains_nothing_has_an_empty_snapshot(tmp_path: Path) -> None:
+    slot = Slot.create(tmp_path, NAME)
+    assert slot.memory(0).numel() == 0
+    assert slot.memory(SIZE).numel() == SIZE
+    slot.close()
