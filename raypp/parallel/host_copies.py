@@ -10,6 +10,7 @@ On a CPU the same calls copy at once, within host memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._registered: list[int] = []
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -92,7 +93,7 @@ class HostMemory:
 
     def allocate(self, size: int) -> Tensor:
         """Allocates an uninitialised uint8 tensor `[size]`."""
-        if not self._cuda:
+        if self._device.type != "cuda":
             return torch.empty(size, dtype=torch.uint8)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         data = torch.frombuffer(memory, dtype=torch.uint8)
@@ -101,6 +102,9 @@ class HostMemory:
             self._registered.append(data.data_ptr())
         else:
             log.warning("cannot page-lock %d bytes (CUDA error %d): copies take longer", size, int(error))
+            # CUDA keeps this thread's error until it is asked for: the next kernel would raise it.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
         return data
 
     def close(self) -> None:
