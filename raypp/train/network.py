@@ -155,7 +155,17 @@ def _routed(seat: Seat, addition: str) -> Chosen:
         return Chosen(interface_to(peer), f"on the route to {peer}{addition}")
     if seat.interface and seat.interface in (known := interfaces()):
         return Chosen(known[seat.interface], "it carries this node's address; there is no other node")
-    return Chosen(interface_to(seat.master_addr), f"on the route to {seat.master_addr}")
+    chosen = Chosen(interface_to(seat.master_addr), f"on the route to {seat.master_addr}")
+    if _has_other_nodes(seat) and chosen.interface.address.startswith("127."):
+        what = f"{seat.master_addr} is {chosen.interface.address} on {seat.node}, which no other node can reach"
+        fix = "give torchrun an IP address (--local-addr, --master-addr), or set GLOO_SOCKET_IFNAME"
+        raise UnreachableError(Problem("network", what, fix))
+    return chosen
+
+
+def _has_other_nodes(seat: Seat) -> bool:
+    """Under torchrun no rank knows the others' nodes."""
+    return len(set(seat.nodes)) > 1 if seat.nodes else seat.local_world_size < seat.world_size
 
 
 def prepare_network(seat: Seat, environment: MutableMapping[str, str] | None = None) -> tuple[Chosen, list[str]]:
@@ -175,9 +185,7 @@ def prepare_network(seat: Seat, environment: MutableMapping[str, str] | None = N
     # NCCL takes a plain name for a prefix: eth1 would also mean eth10.
     settings = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     lines = [f"interface {chosen.interface}: {chosen.why}"]
-    # Under torchrun no rank knows the others' nodes.
-    several = len(set(seat.nodes)) > 1 if seat.nodes else seat.local_world_size < seat.world_size
-    if seat.device == "cuda" and several and not _has_infiniband():
+    if seat.device == "cuda" and _has_other_nodes(seat) and not _has_infiniband():
         threads, sockets = nccl_sockets(chosen.interface.mbps)
         settings |= {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(sockets)}
         kept = [name for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD") if _users(environment, name)]
