@@ -62,6 +62,9 @@ class Alone:
     def progress(self, step: int, rank: int, value: int) -> None:
         pass
 
+    def forget(self, step: int, ranks: object) -> None:
+        pass
+
     def wait_all(
         self, step: int, ranks: object, timeout_s: float, stopped: object = None, progressed: object = None
     ) -> dict[int, Announcement]:

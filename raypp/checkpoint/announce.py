@@ -98,6 +98,10 @@ class Announcements(Protocol):
         """
         ...
 
+    def forget(self, step: int, ranks: Sequence[int]) -> None:
+        """Removes what ranks have said about a step: nobody will wait for it any more."""
+        ...
+
 
 class StoreAnnouncements:
     """Announcements over a TCPStore, by a separate connection: a wait here blocks no training.
@@ -147,6 +151,11 @@ class StoreAnnouncements:
                 time.sleep(_POLL_S)
             messages[rank] = read_announcement(self._store.get(key), step, rank)
         return messages
+
+    def forget(self, step: int, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            for key in (self._key(step, rank), self._progress_key(step, rank)):
+                self._store.delete_key(key)
 
     def _look(self, step: int, ranks: Sequence[int], heard: dict[int, tuple[bytes, float]]) -> bool:
         """Notes when each rank's progress last changed; returns whether one has changed now."""

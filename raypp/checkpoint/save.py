@@ -353,6 +353,7 @@ class CheckpointSaver:
         said = self._announcements.wait_all(
             step, range(seat.world_size), self._timeout_s, self._closed.is_set, self._note_progress
         )
+        self._announcements.forget(step, range(seat.world_size))
         failed = {
             rank: message.get("error", "its message has no facts")
             for rank, message in said.items()

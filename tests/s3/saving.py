@@ -34,6 +34,9 @@ class Together:
     def progress(self, step: int, rank: int, value: int) -> None:
         pass
 
+    def forget(self, step: int, ranks: Sequence[int]) -> None:
+        pass
+
     def wait_all(
         self,
         step: int,

@@ -58,6 +58,8 @@ def test_a_rank_that_progresses_is_waited_for_and_its_part_is_committed(
         time.sleep(0.1)
     announcements.announce(1, 1, {"object": None, "facts": {"stall_s": 0.0, "upload_s": 2.5}})
     assert saver.finish() == 1
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):  # the server keeps no message of a save that is over
+        announcements.wait_all(1, [0, 1], 0.1)
     assert told.kinds() == ["committed"] and told.events[0].details["seconds"] > 2 * TIMEOUT_S
 
 
