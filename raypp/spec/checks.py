@@ -277,7 +277,7 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
     if source is not None and source.ids == "text" and data.tokenizer != "bytes":
         yield from _tokenizer(job, directory)
     if source is not None and "chat_template" in source.keys and data.chat_template is not None:
-        yield from _file("data.chat_template", data.chat_template, directory)
+        yield from _local_file("data.chat_template", data.chat_template, directory)
     if data.eval is not None and (data.eval.fraction is None) == (data.eval.path is None):
         yield Problem("data.eval", "needs either a fraction or a path", "for example `eval: {fraction: 0.02}`")
     if job.train.eval_every_steps and data.eval is None:
@@ -295,13 +295,15 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
         (job.mesh.cp > 1, f"mesh.cp {job.mesh.cp} cuts rows over ranks, and decoding needs them whole"),
         (job.mesh.ep > 1, f"mesh.ep {job.mesh.ep} spreads experts over ranks, which decoding does not support"),
         (job.train.compile, "train.compile compiles blocks for training only"),
+    ]
+    never = [
         (":" in job.model.kind, f"{job.model.kind} is a model of your own, whose attention has no cache"),
         (source is not None and source.ids == "model", f"data of kind {data.kind} have no tokenizer"),
     ]
-    for found, what in refused:
-        if found:
-            fix = "leave train.sample out, and use `raypp generate` on a checkpoint"
-            yield Problem("train.sample", f"cannot sample here: {what}", fix)
+    for cases, more in ((refused, ", and use `raypp generate` on a checkpoint"), (never, "")):
+        for found, what in cases:
+            if found:
+                yield Problem("train.sample", f"cannot sample here: {what}", f"leave train.sample out{more}")
     if data.tokenizer == "bytes":
         for index, prompt in enumerate(sample.prompts):
             tokens, new = len(prompt.encode(errors="replace")), sample.max_new_tokens
@@ -356,10 +358,17 @@ def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
         yield Problem(key, f"the directory {visible(path)} contains no files", "name a directory that contains files")
 
 
+def _local_file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
+    if is_remote(path):
+        fix = "copy the file to the same path on every node and on this machine, and name that path"
+        yield Problem(key, f"{visible(path)} is a URL, and this must be a file", fix)
+    else:
+        yield from _file(key, path, directory)
+
+
 def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
     path = job.data.tokenizer
-    missing = list(_file("data.tokenizer", path, directory))
-    if missing or is_remote(path):
+    if missing := list(_local_file("data.tokenizer", path, directory)):
         yield from missing
         return
     try:

@@ -127,6 +127,7 @@ def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_told(tmp_path: Path) -
     tokenizer.write_text("{")
     assert "is not a tokenizer.json" in found(data=data)["data.tokenizer"]
     assert "there is no" in found(data={**data, "tokenizer": "none.json"})["data.tokenizer"]
+    assert "is a URL" in found(data={**data, "tokenizer": "s3://bucket/tokenizer.json"})["data.tokenizer"]
 
 
 def test_a_range_of_lengths_the_wrong_way_round_is_told() -> None:
