@@ -54,7 +54,7 @@ def test_runs_on_tokens_sample_with_the_tokenizer_that_encoded_them() -> None:
 def test_what_cannot_sample_is_refused_by_name(sections: dict[str, Any], told: str) -> None:
     found = [problem for problem in check_spec(job(**sections)) if problem.key == "train.sample"]
     assert [told in problem.what for problem in found] == [True]
-    assert "raypp generate" in found[0].fix
+    assert ("raypp generate" in found[0].fix) == ("tokenizer" not in told), "it needs a tokenizer, too"
     assert check_training(job(**sections)) == found, "plan proposes no such job"
 
 
