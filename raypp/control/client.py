@@ -30,6 +30,7 @@ from raypp.observe.reader import RunReader
 from raypp.planning.fit import memory_problems
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.stored_bytes import size_text
+from raypp.records import RunState
 from raypp.registry import load_object
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -404,4 +405,6 @@ def no_such_controller(run: str, state: str, answer: Mapping[str, Any] | None = 
         what = f"{run} is {state}; the run of this name in the cluster is another one, of {other}"
         return JobError(Problem("RUN", what, f"name that one as {shell_word(f'{other}/{run}')}"))
     fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"
+    if state.startswith(RunState.PENDING):
+        fix = f"try again in some seconds if it was just submitted; else {fix}"
     return JobError(Problem("RUN", f"{run} is {state}; it has no controller now", fix))

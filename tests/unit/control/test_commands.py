@@ -15,6 +15,7 @@ from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
+from raypp.control.client import no_such_controller
 from raypp.control.controller import Controller
 from raypp.control.driver import answer_of, recorded_end_of
 from raypp.control.leader import Leader
@@ -145,3 +146,9 @@ def test_a_driver_whose_controller_did_not_wait_for_it_reads_how_the_run_ended(t
     _end(tmp_path, "new")
     outcome = recorded_end_of(request)
     assert outcome is not None and (outcome.state, outcome.exit_code, outcome.step) == ("SUCCEEDED", 0, 60)
+
+
+@pytest.mark.parametrize(("state", "again"), [("PENDING according to its records", True), ("FAILED", False)])
+def test_a_run_without_a_controller_may_only_just_have_been_submitted(state: str, again: bool) -> None:
+    fix = no_such_controller("r", state).problems[0].fix
+    assert ("try again" in fix) == again and "--resume --set name=r" in fix
