@@ -156,7 +156,9 @@ def _routed(seat: Seat, addition: str) -> Chosen:
     if seat.interface and seat.interface in (known := interfaces()):
         return Chosen(known[seat.interface], "it carries this node's address; there is no other node")
     chosen = Chosen(interface_to(seat.master_addr), f"on the route to {seat.master_addr}")
-    if _has_other_nodes(seat) and chosen.interface.address.startswith("127."):
+    # Who names loopback itself tries several nodes on one machine; a host name is meant for others.
+    here = seat.master_addr == "localhost" or seat.master_addr.startswith(("127.", "::1"))
+    if _has_other_nodes(seat) and not here and chosen.interface.address.startswith("127."):
         what = f"{seat.master_addr} is {chosen.interface.address} on {seat.node}, which no other node can reach"
         fix = "give torchrun an IP address (--local-addr, --master-addr), or set GLOO_SOCKET_IFNAME"
         raise UnreachableError(Problem("network", what, fix))

@@ -172,8 +172,13 @@ def test_of_many_links_the_slowest_is_told() -> None:
     assert "9 links work, the slowest: a – b8" in links_in_words(_chosen("127.0.0.1"), reports)
 
 
-def test_under_torchrun_a_host_name_that_is_loopback_here_is_refused_if_there_are_other_nodes() -> None:
-    seat = replace(SEAT, nodes=(), interface="", master_addr="127.0.1.1", world_size=4, local_world_size=2)
-    with pytest.raises(UnreachableError, match=r"127.0.1.1 is 127.0.0.1 on 127.0.0.1, which no other node can reach"):
+def test_under_torchrun_a_host_name_that_is_loopback_here_is_refused_if_there_are_other_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network, "interface_to", lambda peer: network.interfaces()["lo"])  # 127.0.1.1 in /etc/hosts
+    seat = replace(SEAT, nodes=(), interface="", master_addr="desk", world_size=4, local_world_size=2)
+    with pytest.raises(UnreachableError, match=r"desk is 127.0.0.1 on 127.0.0.1, which no other node can reach"):
         choose_interface(seat, {})
     assert choose_interface(replace(seat, local_world_size=4), {}).interface.name == "lo"
+    for one_machine in ("127.0.0.1", "localhost"):
+        assert choose_interface(replace(seat, master_addr=one_machine), {}).interface.name == "lo"
