@@ -69,7 +69,7 @@ def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...
         embedded cluster is used.
     """
     if isinstance(embedded, EllipsisType):
-        embedded = None if _loan.refused else embedded_at(os.environ.get("RAYPP_ADDRESS"))
+        embedded = None if _loan.refused else _embedded_at(os.environ.get("RAYPP_ADDRESS"))
     else:
         _loan.refused = embedded is None
         if embedded is None:
@@ -97,7 +97,7 @@ def lend_settings_of(*addresses: str | None) -> None:
         lend_store_settings(None)
 
 
-def embedded_at(address: str | None) -> local.LocalCluster | None:
+def _embedded_at(address: str | None) -> local.LocalCluster | None:
     """Returns the embedded cluster if it runs and this is its address, or none is given."""
     embedded = local.find()
     if embedded is None or not address or _url_of(address) == _url_of(embedded.dashboard):

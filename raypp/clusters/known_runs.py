@@ -110,22 +110,19 @@ def controller_alive(place: RunPlace, timeout_s: float = _QUICK_S) -> bool | Non
         name = urllib.parse.quote(f"raypp/{place.name}", safe="", errors="replace")
         query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values={name}&limit=1000"
         actors = dashboard.get_json(query)["data"]["result"]["result"]
-        jobs = _jobs_of_name(dashboard, place.name)
-        others = {job.get("job_id") for job, url in jobs if not same_place(url, place.url)} - {None}
-        if any(actor["state"] != "DEAD" and actor.get("job_id") not in others for actor in actors):
+        own, others = _jobs_of_name(dashboard, place)
+        foreign = {job.get("job_id") for job in others} - {None}
+        if any(actor["state"] != "DEAD" and actor.get("job_id") not in foreign for actor in actors):
             return True
-        return any(same_place(url, place.url) and job["status"] not in FINAL_JOB_STATES for job, url in jobs)
+        return any(map(_is_unfinished, own))
     except (RayppError, KeyError, TypeError):
         return None
 
 
 def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:
     """Returns the run's unfinished Ray jobs; a new one may not have a controller yet."""
-    return [
-        str(job["submission_id"])
-        for job, url in _jobs_of_name(dashboard, place.name)
-        if same_place(url, place.url) and job["status"] not in FINAL_JOB_STATES
-    ]
+    own, _ = _jobs_of_name(dashboard, place)
+    return [str(job["submission_id"]) for job in own if _is_unfinished(job)]
 
 
 def check_namesakes(dashboard: Dashboard, place: RunPlace) -> None:
@@ -135,9 +132,10 @@ def check_namesakes(dashboard: Dashboard, place: RunPlace) -> None:
     Raises:
         JobError: One is.
     """
-    for job, url in _jobs_of_name(dashboard, place.name):
-        if not same_place(url, place.url) and job["status"] not in FINAL_JOB_STATES:
-            raise name_in_use(place.name, url)
+    _, others = _jobs_of_name(dashboard, place)
+    active = next(filter(_is_unfinished, others), None)
+    if active is not None:
+        raise name_in_use(place.name, str(active["metadata"]["raypp_url"]))
 
 
 def name_in_use(run: str, url: str) -> JobError:
@@ -151,10 +149,19 @@ def name_in_use(run: str, url: str) -> JobError:
     return JobError(Problem("name", what, "choose another name with `--set name=…`, or wait until that run has ended"))
 
 
-def _jobs_of_name(dashboard: Dashboard, name: str) -> list[tuple[dict[str, Any], str]]:
-    """Returns the Ray jobs of the runs of this name, each with the URL of its run's store."""
-    facts = [(job, job.get("metadata") or {}) for job in dashboard.jobs()]
-    return [(job, str(its["raypp_url"])) for job, its in facts if its.get("raypp_run") == name and "raypp_url" in its]
+def _jobs_of_name(dashboard: Dashboard, place: RunPlace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the Ray jobs of the run, and those of runs of its name in other stores."""
+    own: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for job in dashboard.jobs():
+        its = job.get("metadata") or {}
+        if its.get("raypp_run") == place.name and "raypp_url" in its:
+            (own if same_place(str(its["raypp_url"]), place.url) else others).append(job)
+    return own, others
+
+
+def _is_unfinished(job: dict[str, Any]) -> bool:
+    return job["status"] not in FINAL_JOB_STATES
 
 
 def _of_cluster(cluster: Cluster) -> list[RunPlace]:
