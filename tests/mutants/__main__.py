@@ -132,9 +132,9 @@ def _meeting(copy: Path, file: str, unit: bool, not_unit: bool) -> list[list[str
     name = file.removesuffix(".py").replace("/", ".")
     paths = sorted((copy / "tests/unit").rglob("test_*.py"))
     importing = [str(path.relative_to(copy)) for path in paths if name in path.read_text()]
-    groups = [] if not_unit else [first[:1], [*first[1:], *importing]]
+    groups = [] if not_unit else [first, [one for one in importing if one not in first]]
     groups += [] if unit else [[one] for one in then]
-    there = [[one for one in dict.fromkeys(group) if (copy / one).exists()] for group in groups]
+    there = [[one for one in group if (copy / one).exists()] for group in groups]
     return [group for group in there if group]
 
 
