@@ -3,8 +3,8 @@ followed.
 
 Links in the pages are those of the repository, so that they work where the repository is browsed.
 On the site a page outside of docs/ is below `repository/`. A link to a file that is no page becomes
-the file's name. `<!-- files -->` on a package's page becomes the table of its modules, with the first
-sentences of their docstrings.
+the file's name. `<!-- files -->` on a package's page becomes the table of its modules, with the
+first paragraphs of their docstrings.
 """
 
 from __future__ import annotations
