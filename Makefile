@@ -3,12 +3,13 @@
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
 # make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1, test-ranks SLOW=1: one tier's part
 # make test-again  make test N=10 times beside LOAD=2 busy processes; prints what was not always green
+# make mutants     faults made by hand, and which test finds each; ONLY=machine- narrows it
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make screenshots the pictures of docs/pictures; needs chromium and prometheus
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
 # make fuzz        damaged input for every parser, for MINUTES=10
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-again test-torch211 lint docs screenshots bench chaos fuzz clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-again mutants test-torch211 lint docs screenshots bench chaos fuzz clean
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -107,6 +108,11 @@ N ?= 10
 LOAD ?= 2
 test-again: venv
 	@$(BIN)/python -m tests.again --runs $(N) --load $(LOAD) $(TESTS)
+
+# docs/benchmarks/mutants.md has the results. ONLY='machine- commit-' takes the faults whose names begin so.
+ONLY ?=
+mutants: venv
+	@$(BIN)/python -m tests.mutants $(addprefix --only ,$(ONLY))
 
 # With the oldest supported torch: types, the first tier, and the ranks, whose numbers and checkpoints are compared with
 # those of the pinned torch. CONTRIBUTING.md says when it must be run. Two kinds of mypy's errors depend only on which

@@ -3,5 +3,5 @@
 A fault is a change of one place that a programmer could make by mistake and that a user would
 notice (`faults.py`). The command copies the tree, makes one fault at a time in the copy, runs the
 tests that meet the module, and notes the first that fails. A fault that no test finds is a missing
-test. docs/design/0062 has the results.
+test. docs/benchmarks/mutants.md has the results.
 """
