@@ -45,7 +45,7 @@ MEETS = {
         ["tests/processes/test_failure_recipes.py", "tests/ray/test_failures_told_apart.py"],
     ),
     "raypp/parallel/apply.py": (
-        ["tests/unit/planning/test_quantised_bases.py", "tests/unit/parallel/test_compiled_blocks.py"],
+        ["tests/unit/parallel/test_prepared_stages.py"],
         [
             "tests/ranks/test_mesh_does_not_change_numbers.py",
             "tests/ranks/test_low_memory.py",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from raypp.models.documents import PackedDocuments
 from raypp.models.quantised import stored_formats
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import PreparedStage, prepare_stage
@@ -113,3 +114,19 @@ def test_quantised_experts_that_no_two_ranks_share_are_not_sharded(ep: int, shar
     for block in moe_blocks(module):
         for name, _ in stored_formats(block.experts):
             assert isinstance(block.experts.get_parameter(name), DTensor) == sharded
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_of_two_microbatches_are_summed_in_the_dtype_of_the_job(dtype: str) -> None:
+    module: Any = prepared(1, precision="bf16", reduce_dtype=dtype).module
+    generator, tokens = torch.Generator().manual_seed(0), torch.arange(16)[None]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.to_local().normal_(0, 0.3, generator=generator)
+    for last in (False, True):
+        module.set_requires_gradient_sync(last)
+        module(tokens + last, tokens, PackedDocuments.of_rows([[16]], 16)).float().square().sum().backward()
+    gradients = torch.cat([parameter.grad.to_local().flatten() for parameter in module.parameters()])
+    assert gradients.dtype == torch.float32
+    assert torch.equal(gradients, gradients.bfloat16().float()) == (dtype == "bf16")
