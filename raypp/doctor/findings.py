@@ -227,6 +227,9 @@ def _store(report: dict[str, Any]) -> Iterator[Finding]:
             what = f"{node['ip']} does not see in {store['url']} what {_some(node['hidden_from_it'])} wrote there"
             fix = f"use a shared directory (NFS) or {shared_forms()}: all nodes must see the same store"
             yield _found(Severity.BREAKS, what, fix)
+    limitations = (tuple(one) for node in store["nodes"] for one in node.get("limitations", ()))
+    for what, fix in dict.fromkeys(limitations):
+        yield _found(Severity.NOTE, f"{store['url']}: {what}", fix)
 
 
 def _devices(report: dict[str, Any]) -> Iterator[Finding]:

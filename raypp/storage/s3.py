@@ -7,9 +7,12 @@ role.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,11 +20,12 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3_answers import object_bytes, object_size, seconds
-from raypp.storage.s3_client import CONNECT_S, SILENCE_S, S3Clients
+from raypp.storage.s3_client import CONNECT_S, CONNECTIONS, SILENCE_S, S3Clients
 from raypp.storage.s3_conditional import BIDS, ConditionNotSupported, ExclusiveCreate, limitation
 from raypp.storage.s3_errors import (
     CONFLICT,
     REFUSED_CONDITION,
+    RefusedRequest,
     code_of,
     in_brief,
     is_credentials_error,
@@ -35,6 +39,7 @@ from raypp.storage.s3_parts import PartBody
 from raypp.storage.s3_sums import UploadSums
 from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
 from raypp.storage.store import (
+    AccessRefused,
     AlreadyExists,
     BucketMissing,
     Data,
@@ -51,6 +56,8 @@ from raypp.storage.watched import watched
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+log = logging.getLogger(__name__)
 
 KIND = StoreKind(
     "s3",
@@ -149,6 +156,7 @@ class S3Store:
         self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s, usual_s)
         self.sums = UploadSums(self)
         self._exclusive = ExclusiveCreate(self)
+        self._deletes_singly = False
 
     @property
     def url(self) -> str:
@@ -234,24 +242,50 @@ class S3Store:
     def delete(self, keys: Iterable[str]) -> None:
         names = [self.name_of(key) for key in keys]
         for first in range(0, len(names), 1000):
-            batch: Any = [{"Key": name} for name in names[first : first + 1000]]
-            answer: Any = self.ask(
-                batch[0]["Key"][len(self._below) :],
-                partial(
-                    _send,
-                    operation="delete_objects",
-                    Bucket=self.bucket,
-                    Delete={"Objects": batch, "Quiet": True},
-                ),
-            )
-            for refused in answer.get("Errors", []):
-                if refused.get("Code") not in ("NoSuchKey", "404"):
-                    raise StoreError(
-                        Problem(
-                            f"s3://{self.bucket}/{in_brief(refused.get('Key'))}",
-                            f"was not deleted: {in_brief(refused.get('Code'))} {in_brief(refused.get('Message'))}",
-                        )
+            batch = names[first : first + 1000]
+            if not self._deletes_singly:
+                try:
+                    self._delete_together(batch)
+                    continue
+                except (RefusedRequest, AccessRefused, NotFound) as refused:
+                    # Some servers want Content-MD5 with it, which boto3 no longer sends.
+                    self._delete_singly(batch)
+                    self._deletes_singly = True
+                    log.info("%s; raypp deletes each object with a request of its own", refused)
+            else:
+                self._delete_singly(batch)
+
+    def _delete_together(self, names: list[str]) -> None:
+        objects: Any = [{"Key": name} for name in names]
+        answer: Any = self.ask(
+            names[0][len(self._below) :],
+            partial(_send, operation="delete_objects", Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True}),
+        )
+        for refused in answer.get("Errors", []):
+            if refused.get("Code") not in ("NoSuchKey", "404"):
+                raise StoreError(
+                    Problem(
+                        f"s3://{self.bucket}/{in_brief(refused.get('Key'))}",
+                        f"was not deleted: {in_brief(refused.get('Code'))} {in_brief(refused.get('Message'))}",
                     )
+                )
+
+    def _delete_singly(self, names: list[str]) -> None:
+        def delete(name: str) -> None:
+            with suppress(NotFound):  # S3 answers 204, some servers 404
+                self.ask(
+                    name[len(self._below) :],
+                    partial(_send, operation="delete_object", Bucket=self.bucket, Key=name),
+                )
+
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="raypp-delete") as pool:
+            futures = [pool.submit(delete, name) for name in names]
+            wait(futures, return_when="FIRST_EXCEPTION")
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.result()
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         full = self._below + check_prefix(prefix)
@@ -270,7 +304,9 @@ class S3Store:
                 continue
 
     def limitations(self) -> tuple[Problem, ...]:
-        return () if self._exclusive.condition_is_honoured() else (limitation(self.url),)
+        honoured = self._exclusive.condition_is_honoured()  # its probe deletes, too
+        found = () if honoured else (limitation(self.url),)
+        return (*found, _singly(self.url)) if self._deletes_singly else found
 
     def probe(self) -> None:
         # List first: an error response to it contains the reason, one to HEAD has no body.
@@ -399,6 +435,16 @@ class S3Store:
     def name_of(self, key: str) -> str:
         """Returns an object's name in the bucket."""
         return self._below + check_key(key)
+
+
+def _singly(url: str) -> Problem:
+    """Describes the limitation of a server that refuses DeleteObjects."""
+    return Problem(
+        url,
+        "this server refuses to delete several objects with one request (DeleteObjects), so raypp sends a request "
+        "for each; removing old checkpoints takes longer",
+        "nothing needs to be done; newer versions of MinIO accept it",
+    )
 
 
 def _send(client: S3Client, operation: str, **request: Any) -> Any:

@@ -37,6 +37,10 @@ _PARSING = (ValueError, LookupError, OverflowError, RecursionError)
 _MOVED = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 
 
+class RefusedRequest(StoreError):
+    """The server does not take this kind of request; the same request fails again."""
+
+
 class _Place(Protocol):
     bucket: str
 
@@ -219,13 +223,13 @@ def _refusal(error: Exception, store: _Place, place: str, after: str) -> RayppEr
         return StoreError(
             Problem(place, f"the bucket is in another region: {message}", "set AWS_REGION to the bucket's region")
         )
-    return StoreError(
-        Problem(
-            place,
-            f"the server{at} answered {status} {code}: {message}{after}",
-            "try again later; check the server if it persists",
-        )
-    )
+    what = f"the server{at} answered {status} {code}: {message}{after}"
+    if status == 429 or (status >= 500 and status not in _STAYING):
+        return StoreError(Problem(place, what, "try again later; check the server if it persists"))
+    if may_pass(error):
+        return StoreError(Problem(place, what, "check the network, and every proxy before the server"))
+    fix = "check that the server implements S3, and that no proxy changes requests; `raypp doctor --store` tries all"
+    return RefusedRequest(Problem(place, what, fix))
 
 
 def _about_the_caller(code: str, at: str, answer: dict[str, object]) -> tuple[str, str]:
