@@ -167,6 +167,11 @@ class S3Store:
         """The server's URL; None for AWS itself."""
         return self._clients.endpoint
 
+    @property
+    def proxy(self) -> str:
+        """The proxy that requests go through, in words; empty: none."""
+        return self._clients.proxy
+
     def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
         name, body = self.name_of(key), bytes(data)
         if if_absent:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from raypp.errors import JobError, Problem
+from raypp.proxies import is_loopback, proxy_for
 from raypp.storage.s3_answers import bound_answers
 from raypp.storage.s3_parts import prepare_client
 from raypp.storage.store import AccessRefused
@@ -67,6 +68,8 @@ class S3Clients:
         address = str(self._client.meta.endpoint_url)
         self.endpoint: str | None = None if _is_aws(address) else address
         """The server's URL; None for AWS itself."""
+        self.proxy = proxy_for(address)
+        """See `proxy_for`."""
 
     @property
     def current(self) -> S3Client:
@@ -108,12 +111,12 @@ class S3Clients:
             region = os.environ.get("AWS_REGION") or session.region_name or "us-east-1"
             style = _addressing_style(profile)
 
-            def make(style: str | None, checksums: str | None) -> S3Client:
+            def make(server: str, style: str | None, checksums: str | None) -> S3Client:
                 client: S3Client = session.client(
                     "s3",
                     endpoint_url=self._given_endpoint,
                     region_name=region,
-                    config=_config(self.timeout_s, style, checksums),
+                    config=_config(self.timeout_s, style, checksums, direct=is_loopback(server)),
                     **self._keys,
                 )
                 return client
@@ -122,16 +125,16 @@ class S3Clients:
             # headers with errors or damaged bodies: both are used only if set explicitly.
             elsewhere = (style or "path", None if _checksums_are_set(profile) else "when_required")
             # Only a client knows its server for sure, but each costs tens of milliseconds.
-            guess = bool(self._given_endpoint or _endpoint_in_environment())
-            client = make(*elsewhere) if guess else make(style, None)
-            if _is_aws(str(client.meta.endpoint_url)) == guess:
-                client = make(style, None) if guess else make(*elsewhere)
+            guess = self._given_endpoint or _endpoint_in_environment()
+            client = make(guess, *elsewhere) if guess else make(guess, style, None)
+            server = str(client.meta.endpoint_url)
+            if _is_aws(server) == bool(guess):
+                client = make(server, style, None) if _is_aws(server) else make(server, *elsewhere)
             if _requester_pays():
                 client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
             prepare_client(client)
             bound_answers(client, redirects=_is_aws(str(client.meta.endpoint_url)))
-            credentials = core.get_credentials()
-            return client, _identity(credentials)
+            return client, None if self._keys else _identity(core.get_credentials())
         except CredentialRetrievalError as error:
             raise AccessRefused(
                 Problem(
@@ -165,10 +168,10 @@ def _endpoint_in_environment() -> str:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
-def _config(timeout_s: float, style: str | None, checksums: str | None) -> Any:
+def _config(timeout_s: float, style: str | None, checksums: str | None, direct: bool) -> Any:
     from botocore.config import Config
 
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"proxies": {}} if direct else {}
     if style is not None:
         settings["s3"] = {"addressing_style": style}
     if checksums is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from raypp.errors import Problem, RayppError, in_words
+from raypp.proxies import FIX
 from raypp.storage.store import AccessRefused, BucketMissing, NotFound, ServerNotThere, StoreError
 from raypp.untrusted.text import visible
 
@@ -49,6 +51,9 @@ class _Place(Protocol):
 
     @property
     def endpoint(self) -> str | None: ...
+
+    @property
+    def proxy(self) -> str: ...
 
 
 def status_of(error: BaseException) -> int:
@@ -109,9 +114,9 @@ def is_incomplete_response(error: BaseException) -> bool:
 
 def is_unreachable(error: BaseException) -> bool:
     """Returns whether nothing listens at the endpoint; the server may be restarting."""
-    from botocore.exceptions import EndpointConnectionError
+    from botocore.exceptions import EndpointConnectionError, ProxyConnectionError
 
-    return isinstance(error, EndpointConnectionError)
+    return isinstance(error, (EndpointConnectionError, ProxyConnectionError))
 
 
 def is_credentials_error(error: BaseException) -> bool:
@@ -124,12 +129,24 @@ def is_credentials_error(error: BaseException) -> bool:
 def translated(error: Exception, store: _Place, key: str, tried: str = "") -> Exception:
     """Translates an error into a `RayppError`; returns errors unrelated to the store unchanged.
 
+    What may be a proxy's doing names the proxy first: anything but an answer with a code of S3.
+
     Args:
         error: The error that boto3 raised.
         store: The store.
         key: The object's key; empty if the request was about no object.
         tried: Number and duration of tries, as text, for temporary failures.
     """
+    found = _translated(error, store, key, tried)
+    code = code_of(error)
+    if not store.proxy or not isinstance(found, StoreError) or (code and not code.isdigit()):
+        return found
+    (problem,) = found.problems
+    fix = f"{FIX}, or check the proxy; otherwise {problem.fix}" if problem.fix else FIX
+    return type(found)(replace(problem, what=f"through {store.proxy}: {problem.what}", fix=fix))
+
+
+def _translated(error: Exception, store: _Place, key: str, tried: str) -> Exception:
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
