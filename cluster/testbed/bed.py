@@ -26,6 +26,7 @@ import psutil
 
 from cluster.testbed.network import PREFIX, Cut, Network, remove_leftovers, why_not
 from raypp.clusters.dashboard import Dashboard, NodeResources
+from raypp.clusters.ray_head import short_temporary_directory
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.clusters.user_folder import private_directory, write_private
 from raypp.errors import JobError, Problem, RayppError
@@ -360,6 +361,7 @@ class TestBed:
             "RAY_AUTH_TOKEN_PATH": str(self.token_path),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
+            **short_temporary_directory(),
         }
         with self._log(host).open("ab") as log:
             child = subprocess.Popen(

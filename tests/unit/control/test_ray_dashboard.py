@@ -57,7 +57,7 @@ def test_a_proxy_that_is_down_is_named_first(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnreachableError, match=r"^address: through the proxy http://127.0.0.1:9 \(http_proxy\)"):
         Dashboard("http://head.example:8265").ray_version()
     monkeypatch.setenv("no_proxy", ".example")
-    with pytest.raises(UnreachableError, match="^address: no Ray cluster answers"):
+    with pytest.raises(UnreachableError, match=r"^address: no Ray cluster answers"):
         Dashboard("http://head.example:8265").ray_version()
 
 
