@@ -116,6 +116,7 @@ class TestBed:
             raise BedError(Problem("testbed", reason, "run it as root on your own Linux machine"))
         bed = cls(Network.make(name, hosts, rate), cpus, [rate] * hosts, ray, pin)
         try:
+            bed.network.check_reachability()
             private_directory(bed.directory)
             write_private(bed.token_path, secrets.token_hex(32))
             bed._write_state()
