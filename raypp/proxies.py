@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
+_LOOPBACK = ("localhost", "127.0.0.1", "127.0.0.2", "::1")
+"""127.0.0.2 is the node of the embedded cluster."""
 FIX = "name its host in NO_PROXY if this machine reaches it without the proxy"
 
 
@@ -29,3 +31,16 @@ def proxy_for(url: str) -> str:
     scheme, separator, rest = address.rpartition("://")
     name = f"{parts.scheme}_proxy"
     return f"the proxy {scheme}{separator}{rest.rpartition('@')[2]} ({name if name in os.environ else name.upper()})"
+
+
+def loopback_without_proxy() -> dict[str, str]:
+    """Returns variables for processes that serve or use a cluster on loopback: its addresses join
+    NO_PROXY, for the libraries that these processes use. Empty if no proxy is set.
+    """
+    from urllib.request import getproxies
+
+    if not getproxies():
+        return {}
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    names = ",".join([*(name for name in known.split(",") if name.strip()), *_LOOPBACK])
+    return {"no_proxy": names, "NO_PROXY": names}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from raypp.clusters.dashboard import Dashboard
 from raypp.errors import Problem, RayppError, UnreachableError
+from raypp.proxies import loopback_without_proxy
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def start_ray_head(
         "RAY_PROMETHEUS_HOST": prometheus_url,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **short_temporary_directory(),
+        **loopback_without_proxy(),
     }
     with (home / "ray.log").open("wb") as log:
         return subprocess.Popen(

@@ -134,7 +134,7 @@ class NodeProbe:
         Returns:
             `gbps_out` and `gbps_in` (Gbit/s of payload, one direction at a time), `latency_ms`
             (half of the median round trip), `skew_s` (the other clock minus this one, accurate to
-            half of the shortest round trip), `interface`; or `error`.
+            half of the shortest round trip), `interface`; or `error`, and `lost` if packets vanish.
         """
         found: dict[str, Any] = {}
         try:
@@ -144,7 +144,8 @@ class NodeProbe:
             found["gbps_out"] = self._send(ip, port, seconds)
             found["gbps_in"] = self._fetch(ip, port, seconds)
         except (OSError, RayppError, struct.error) as error:
-            found["error"] = "no answer" if isinstance(error, TimeoutError) else str(error)
+            found["lost"] = isinstance(error, TimeoutError)
+            found["error"] = "no answer" if found["lost"] else str(error)
         return found
 
     def _ping(self, ip: str, port: int) -> tuple[list[float], float]:
