@@ -20,7 +20,7 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3_answers import object_bytes, object_size, seconds
-from raypp.storage.s3_client import CONNECT_S, CONNECTIONS, SILENCE_S, S3Clients
+from raypp.storage.s3_client import CONNECTIONS, SILENCE_S, S3Clients
 from raypp.storage.s3_conditional import BIDS, ConditionNotSupported, ExclusiveCreate, limitation
 from raypp.storage.s3_errors import (
     CONFLICT,
@@ -52,7 +52,6 @@ from raypp.storage.store import (
     probe_by_writing,
 )
 from raypp.storage.store_retry import COMMAND_SILENCE_S, Patience, patience_from_environment
-from raypp.storage.watched import watched
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -96,7 +95,6 @@ _URL = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<pr
 _INCOMPLETE_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Waits before a page is asked for again, of which some objects are not whole."""
 _MOST_RENEWALS = 5
-_LEAST_S = 0.5
 _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader"}
 T = TypeVar("T")
 
@@ -110,6 +108,14 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
                 "checkpoint.url",
                 f"{url!r} is not of the form s3://bucket/prefix",
                 "use a bucket name of 3 to 63 characters from a-z 0-9 . -",
+            )
+        )
+    if match["bucket"].endswith("--x-s3"):
+        raise JobError(
+            Problem(
+                "checkpoint.url",
+                f"{url} is a directory bucket (S3 Express): it cannot be listed by any prefix, as raypp does",
+                "use a general purpose bucket",
             )
         )
     prefix = (match["prefix"] or "").strip("/")
@@ -208,12 +214,12 @@ class S3Store:
                 raise
             return object_bytes(answer, first, end, bool(wanted), f"{self.url}/{key}")
 
-        return self._read(key, read)
+        return self.ask(key, read)
 
     def head(self, key: str) -> ObjectInfo | None:
         name, place = self.name_of(key), f"{self.url}/{key}"
         try:
-            found = self._read(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
+            found = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
         except NotFound:
             return None
         return ObjectInfo(
@@ -234,9 +240,7 @@ class S3Store:
     def _page_of(self, operation: str, prefix: str, full: str) -> Callable[[dict[str, Any]], Any]:
         def ask(more: dict[str, Any]) -> Any:
             for wait_s in (*_INCOMPLETE_S, 0.0):
-                answer = self._read(
-                    prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more)
-                )
+                answer = self.ask(prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more))
                 if wait_s == 0.0 or not lacks_times(answer):
                     return answer
                 time.sleep(wait_s)
@@ -315,7 +319,7 @@ class S3Store:
 
     def probe(self) -> None:
         # List first: an error response to it contains the reason, one to HEAD has no body.
-        self._read("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+        self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
         probe_by_writing(self)
 
     def create_bucket(self) -> None:
@@ -413,18 +417,6 @@ class S3Store:
         finally:
             if failing and budget is not None:
                 budget.end()
-
-    def _read(self, key: str, request: Callable[[S3Client], T]) -> T:
-        """Sends a request that changes nothing, like `ask`. A command waits for no trickle."""
-        budget = self.patience.budget
-        if budget is None:
-            return self.ask(key, request)
-
-        def read(client: S3Client) -> T:
-            limit = min(self._clients.timeout_s + CONNECT_S, max(_LEAST_S, budget.left_s))
-            return watched(lambda: request(client), limit)
-
-        return self.ask(key, read)
 
     def ask_once(self, request: Callable[[S3Client], T]) -> T | None:
         """Sends a request once; returns None if it fails. For clean-up after another failure."""

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from raypp.errors import JobError, Problem
 from raypp.proxies import is_loopback, proxy_for
-from raypp.storage.s3_answers import bound_answers
 from raypp.storage.s3_parts import prepare_client
 from raypp.storage.store import AccessRefused
 from raypp.storage.store_retry import seconds_from_environment
@@ -133,7 +132,8 @@ class S3Clients:
             if _requester_pays():
                 client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
             prepare_client(client)
-            bound_answers(client, redirects=_is_aws(str(client.meta.endpoint_url)))
+            if not _is_aws(str(client.meta.endpoint_url)):
+                client.meta.events.register_last("before-parameter-build.s3", _follow_no_redirect)
             return client, None if self._keys else _identity(core.get_credentials())
         except CredentialRetrievalError as error:
             raise AccessRefused(
@@ -274,6 +274,12 @@ def _requester_pays() -> bool:
             Problem("RAYPP_S3_REQUEST_PAYER", f"{payer!r} is not a payer", "leave it empty, or set it to requester")
         )
     return payer == "requester"
+
+
+def _follow_no_redirect(context: dict[str, Any], **_others: Any) -> None:
+    """Makes boto3 look for the bucket nowhere else. Only AWS has regions: another server that
+    redirects to itself would be asked until the stack overflows."""
+    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _ask_as_requester(params: dict[str, Any], model: Any, **_: Any) -> None:

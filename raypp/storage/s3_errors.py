@@ -88,6 +88,7 @@ def may_pass(error: BaseException) -> bool:
     from botocore.exceptions import ClientError, FlexibleChecksumError, HTTPClientError
     from botocore.exceptions import ConnectionError as NoConnection
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 
     if isinstance(error, ClientError):
         status = status_of(error)
@@ -99,6 +100,7 @@ def may_pass(error: BaseException) -> bool:
             NoConnection,
             FlexibleChecksumError,
             ResponseParserError,
+            HTTPError,  # while boto3 reads the text of an error
             ConnectionError,
             TimeoutError,
         ),
@@ -156,6 +158,7 @@ def _translated(error: Exception, store: _Place, key: str, tried: str) -> Except
         PartialCredentialsError,
     )
     from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
 
     if isinstance(error, RayppError):
         return error
@@ -190,7 +193,7 @@ def _translated(error: Exception, store: _Place, key: str, tried: str) -> Except
         return StoreError(
             Problem(place, f"was cut off in transit: {in_brief(error)}{after}", "check the server and the network")
         )
-    if isinstance(error, (BotoCoreError, OSError)):
+    if isinstance(error, (BotoCoreError, HTTPError, OSError)):
         where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
         return ServerNotThere(
             Problem(

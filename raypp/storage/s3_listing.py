@@ -32,10 +32,9 @@ def objects(ask: Ask, below: str, full: str, url: str, budget: Budget | None) ->
     Raises:
         WrongAnswer: The listing does not move on, is without end, or is not one.
     """
-    foreign, order = ForeignNames(url), _Order(url)
+    foreign = ForeignNames(url)
     for entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), url, budget):
         name = _text(entry, "Key", url)
-        order.check(name)
         _check_prefix(name, full, url)
         if name.endswith("/"):
             continue  # some servers list folders as empty objects
@@ -103,32 +102,6 @@ def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str, budget: Bu
                 f"the listing did not end in {spent:.0f} s: {count:,} objects on {len(seen):,} pages; "
                 "RAYPP_STORE_PATIENCE_S allows more",
             )
-
-
-class _Order:
-    """Checks that keys only grow.
-
-    S3 sorts by bytes, SeaweedFS folder by folder (`a/b` before `a.c`): either will do, all the way.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._latest: tuple[str, list[str]] | None = None
-        self._by_bytes = self._by_folder = True
-
-    def check(self, key: str) -> None:
-        parts = key.split("/")
-        if self._latest is not None:
-            before, parts_before = self._latest
-            self._by_bytes &= key.encode(errors="surrogatepass") > before.encode(errors="surrogatepass")
-            self._by_folder &= parts > parts_before
-            if not (self._by_bytes or self._by_folder):
-                raise wrong(
-                    self._url,
-                    f"the listing does not move on: {visible(repr(key[:100]))} follows {visible(repr(before[:100]))}; "
-                    "directory buckets (S3 Express) list keys without order and cannot be used",
-                )
-        self._latest = (key, parts)
 
 
 def _text(entry: Any, field: str, url: str) -> str:
