@@ -19,8 +19,7 @@ from seaweed import BUCKET
 from raypp.checkpoint.commit import claim_attempt, claim_next_attempt
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import AlreadyExists
-from raypp.storage.s3 import S3Store
-from raypp.storage.s3_conditional import BIDS, create_by_bids
+from raypp.storage.s3 import BIDS, S3Store, create_by_bids
 
 pytestmark = pytest.mark.s3
 

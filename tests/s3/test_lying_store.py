@@ -148,11 +148,10 @@ def test_an_error_says_how_often_and_how_long_the_store_was_asked(
     ("lie", "words"),
     [
         ("a listing that continues with the same token", "does not move on"),
-        ("a listing of new tokens and the same keys", "does not move on"),
+        ("a listing of new tokens and the same keys", "did not end|does not end"),
         ("a listing of one new key a page", "did not end|does not end"),
         ("listed sizes below 0", "has -1 bytes"),
         ("listings of another kind", "is not a listing"),
-        ("listings without end", "more than 4,194,304 bytes"),
         ("bodies of another range", "were asked for"),
         ("redirects to itself (302)", "answered 302"),
         ("errors with control characters", r"Bad\\x9b"),
@@ -162,7 +161,7 @@ def test_an_error_names_the_lie(
     lie: str, words: str, place: FaultProxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAYPP_STORE_TIMEOUT_S", "5")
-    if "range" in lie or "without end" in lie:  # much comes before the lie is seen, which takes long on a busy machine
+    if "range" in lie:  # much comes before the lie is seen, which takes long on a busy machine
         monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "3")
     [(_, code, said)] = tell(place, lie, ["logs" if "range" in lie else "list"], Path(), capsys)
     assert code == 3

@@ -22,7 +22,7 @@ from raypp.storage.directory import DirectoryStore
 from raypp.storage.other_traffic import OtherTraffic
 from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
 from raypp.storage.s3 import S3Store
-from raypp.storage.s3_parts import low_priority_options
+from raypp.storage.s3_upload import low_priority_options
 from raypp.storage.store import ObjectStore
 
 pytestmark = pytest.mark.s3
