@@ -116,6 +116,17 @@ class Laptop:
         )
         return Answer(done.returncode, done.stdout, done.stderr)
 
+    def popen(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts one command in the background."""
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / "raypp"), *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.directory,
+        )
+
     def job(self, name: str, **changes: Any) -> Path:
         """Writes the file of a small job. `changes` are dotted keys with `__` in place of the dot,
         or whole sections."""

@@ -49,6 +49,9 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
     assert after[victim] == next(actor["pid"] for actor in run.actors() if actor["name"] == standby)
     restart = next(event for event in run.reader.events() if event.kind == "restarting")
     assert restart.details["kept"] == 3
+    failed = next(event for event in run.reader.events() if event.kind == "rank_failed")
+    assert (failed.rank, failed.details["kind"], failed.details["pid"]) == (victim, "killed", before[victim])
+    assert f"pid {before[victim]}" in run.status()["error"]
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 240, 1, 2)
     assert [row["step"] for row in run.reader.history()] == list(range(1, 241))
@@ -83,6 +86,7 @@ def test_survivors_that_need_seconds_to_leave_keep_their_processes(start_run: St
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_loses_its_process_and_the_others_keep_theirs(start_run: StartRun) -> None:
     run = start_run("raises", steps=60, fault="raise:2:12:1", recovery={"standby": False})
     run.wait_step(6)
@@ -116,6 +120,7 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_run: StartRun) -> None:
     run = start_run("both", steps=120)
     run.wait_step(8)

@@ -67,6 +67,8 @@ def status_code(status: dict[str, Any]) -> int:
     return {"FAILED": 2, "STOPPED": int(not saved)}.get(status["state"], 0)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) -> None:
     run = start_run("waiting", steps=STEPS)
     os.kill(_freeze_and_run_out(run), signal.SIGKILL)
