@@ -87,14 +87,6 @@ def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) ->
 
 
 @pytest.mark.slow
-def test_an_exception_at_the_same_step_twice_is_not_tried_a_third_time(start_run: StartRun) -> None:
-    run = start_run("same", every=0, fault="raise:1:3:99")
-    status = run.wait_end()
-    assert (status["state"], status["restarts"]) == ("FAILED", 1)
-    assert "the sun is too bright" in status["error"] and "twice" in status["error"]
-
-
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(start_run: StartRun) -> None:
     run = start_run("data", fault="data:1:3:99")
@@ -281,23 +273,6 @@ def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     run.wait_end()
     assert _environment(run, 2)["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-mine"
     assert "of-mine" not in run.cluster.dashboard.job_logs(run.submission_id)
-
-
-@pytest.mark.slow
-def test_a_pause_of_all_processes_is_not_taken_for_a_hang(start_run: StartRun) -> None:
-    """As when a machine, or the container of a cluster, is paused and goes on."""
-    run = start_run("paused", steps=100_000, every=0, recovery={"hang_timeout_s": 3})
-    run.wait_step(3)
-    controller = next(int(one["pid"]) for one in run.actors() if one["name"] == "raypp/paused" and one["pid"])
-    pids = [controller, *run.pids()]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(10)  # more than the 3 s, and the 5 s that a report may be late
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    run.wait_step(run.status()["step"] + 100)
-    assert run.stop()["state"] == "STOPPED"
-    assert "rank_failed" not in run.kinds() and run.status()["attempt"] == 1
 
 
 @pytest.mark.slow
