@@ -143,8 +143,6 @@ def title(chain: Chain, strike: Strike) -> str:
     )
     parts = [f"{what} of {' and '.join(who)}"] if what else []
     if strike.outside:
-        silence = (
-            f"{strike.outside} silent for 3 s" if strike.outside == "store" else f"SIGKILL of the {strike.outside}"
-        )
+        silence = "the store silent" if strike.outside == "store" else f"SIGKILL of the {strike.outside}"
         parts.insert(0, silence)
     return " and ".join(parts)

@@ -150,7 +150,7 @@ class Ordeal:
         if strike.outside == "store":
             with self.laptop.frozen_store():
                 put(done, {})
-                time.sleep(STORE_SILENT_S)
+                self.laptop.wait_until_store_is_missed(self.name, STORE_SILENT_S)
             return
         wait_for(lambda: self._killed(strike.outside), f"a {strike.outside} to kill", 60)
         put(done, {})

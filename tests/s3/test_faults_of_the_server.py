@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
 class Mortal:
-    """A server behind a fixed address, killed at a chosen request and restarted a second later."""
+    """A server behind a fixed address, killed at a chosen request, restarted once it was missed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -73,7 +73,10 @@ class Mortal:
             self.returning.start()
 
     def _return(self) -> None:
-        time.sleep(1.0)
+        before = len(self.proxy.seen)
+        end = time.monotonic() + 5
+        while len(self.proxy.seen) == before and time.monotonic() < end:  # until somebody has missed it
+            time.sleep(0.05)
         self.server = SeaweedServer.start(self.directory)
         self.proxy.upstream = self.server.endpoint
 

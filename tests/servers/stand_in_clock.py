@@ -1,4 +1,4 @@
-"""A clock that stands still until somebody sleeps: takes the place of the module `time` in a
+"""A clock that stands still until it is told to go on: takes the place of the module `time` in a
 test."""
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ class StandInClock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
         """Lets the seconds pass at once."""
         with self._lock:
             self.now += seconds

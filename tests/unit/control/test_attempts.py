@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     clock = StandInClock()
     monkeypatch.setattr(attempt_module, "time", clock)
     monkeypatch.setattr(rank_ends, "time", clock)
-    clock.sleep(1000)
+    clock.advance(1000)
     return clock
 
 
@@ -106,9 +106,9 @@ def test_a_new_process_is_given_minutes_to_start_and_then_the_attempt_fails(
     starting(attempt)
     for rank in attempt.ranks[1:]:
         attempt.says(rank)
-    clock.sleep(179)
+    clock.advance(179)
     assert attempt.poll(0.0) == []
-    clock.sleep(2)
+    clock.advance(2)
     (failed,) = attempt.poll(0.0)
     assert failures([failed]) == [(0, "unknown")] and "did not start within 180 s" in failed.failure.cause
     assert attempt.workers.done[-1] == ("kill", attempt.ranks[0].bundle)
@@ -119,9 +119,9 @@ def test_a_process_of_an_earlier_attempt_that_does_not_answer_is_replaced_unless
     attempt: StandIns, clock: StandInClock, runs: bool
 ) -> None:
     starting(attempt, reused=0, runs=runs)
-    clock.sleep(9)
+    clock.advance(9)
     assert attempt.poll(0.0) == [] and ("kill", 0) not in attempt.workers.done
-    clock.sleep(2)
+    clock.advance(2)
     assert attempt.poll(0.0) == []
     assert (attempt.workers.done[-2:] == [("kill", 0), ("start", 0)]) == runs
 
@@ -174,7 +174,7 @@ def test_ranks_that_only_lost_a_peer_wait_a_second_for_the_cause(attempt: StandI
     running(attempt)
     attempt.tells(0, lost_peer(attempt, 0))
     assert attempt.poll(0.0) == []
-    clock.sleep(0.5)
+    clock.advance(0.5)
     attempt.tells(2, ActorDiedError())
     assert failures(attempt.poll(0.0)) == [(0, "lost_peer"), (2, "killed")]
 
@@ -183,7 +183,7 @@ def test_without_a_cause_the_lost_peers_end_the_attempt(attempt: StandIns, clock
     running(attempt)
     attempt.tells(0, lost_peer(attempt, 0))
     assert attempt.poll(0.0) == []
-    clock.sleep(1.1)
+    clock.advance(1.1)
     assert failures(attempt.poll(0.0)) == [(0, "lost_peer")]
 
 
@@ -196,7 +196,7 @@ def test_survivors_are_asked_to_leave_and_keep_their_processes_if_they_do_in_tim
     assert failures(attempt.poll(0.0)) == [(2, "killed")]
     attempt.end(keep=True)
     assert [("leave", 3) in rank.actor.calls for rank in attempt.ranks] == [True, True, False, True]
-    clock.sleep(9)
+    clock.advance(9)
     for rank in (0, 1, 3):
         assert attempt.poll(0.0) == []
         attempt.tells(rank, lost_peer(attempt, rank))
@@ -211,12 +211,12 @@ def test_a_survivor_that_does_not_leave_in_time_is_ended_and_has_failed_if_nothi
     running(attempt)
     attempt.tells(2, ActorDiedError() if explained else lost_peer(attempt, 2))
     attempt.poll(0.0)
-    clock.sleep(2)
+    clock.advance(2)
     attempt.poll(0.0)
     attempt.end(keep=True)
     for rank in [0, 1] if explained else [0]:
         attempt.tells(rank, lost_peer(attempt, rank))
-    clock.sleep(11)
+    clock.advance(11)
     told = attempt.poll(0.0)
     silent = [3] if explained else [1, 3]
     assert failures(told) == ([] if explained else [(1, "unknown"), (3, "unknown")])
@@ -236,7 +236,7 @@ def test_ranks_that_still_import_get_as_long_as_a_new_process_would_need(
     attempt.tells(2, ActorDiedError())
     attempt.poll(0.0)
     attempt.end(keep=True)
-    clock.sleep(39)
+    clock.advance(39)
     assert attempt.poll(0.0) == []
     for rank in (0, 1, 3):
         attempt.tells(rank, lost_peer(attempt, rank))
@@ -257,7 +257,7 @@ def test_a_cause_that_is_found_while_the_attempt_ends_is_told(attempt: StandIns,
     running(attempt)
     attempt.tells(0, lost_peer(attempt, 0))
     attempt.poll(0.0)
-    clock.sleep(2)
+    clock.advance(2)
     assert failures(attempt.poll(0.0)) == [(0, "lost_peer")]
     attempt.end(keep=True)
     attempt.tells(1, lost_peer(attempt, 1))
@@ -271,9 +271,9 @@ def test_processes_of_a_lost_node_hold_up_the_end_for_seconds_only(attempt: Stan
     assert [one for one in attempt.workers.done if one[0] == "kill"] == [
         ("kill", rank.bundle) for rank in attempt.ranks
     ]
-    clock.sleep(14)
+    clock.advance(14)
     assert attempt.poll(0.0) == []
-    clock.sleep(2)
+    clock.advance(2)
     assert attempt.poll(0.0) == [AttemptEnded()]
 
 

@@ -116,7 +116,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     monkeypatch.setattr(leader_module, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
     for module in (attempt_module, rank_ends):
         monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
-    clock.sleep(1e6)  # what was made before the clock took the real time
+    clock.advance(1e6)  # what was made before the clock took the real time
     return clock
 
 
@@ -158,7 +158,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stacks_and_its_process_is_en
     leader.step_done(9)
     leader._turn()
     for seconds in range(1, 10):
-        clock.sleep(1)
+        clock.advance(1)
         for rank in (0, 1, 3):
             leader.hear(rank, "step 0B0 waits", float(seconds))
         leader._turn()
@@ -174,7 +174,7 @@ def test_a_pause_of_the_controller_is_no_hang(leader: Led, clock: StandInClock) 
     leader.seat()
     leader.step_done(9)
     leader._turn()
-    clock.sleep(60)
+    clock.advance(60)
     for rank in range(4):
         leader.hear(rank, "step 9", 60.0)
     leader._turn()
@@ -190,12 +190,12 @@ def test_a_rank_that_is_told_to_end_is_saved_first_if_there_is_time(
     leader._turn()
     assert leader.intake.save_wanted and leader.failures() == []
     for _ in range(24):
-        clock.sleep(1)
+        clock.advance(1)
         leader._turn()
     assert leader.failures() == []
     if saved:
         leader.committed(7)
-    clock.sleep(0.5 if saved else 2)
+    clock.advance(0.5 if saved else 2)
     leader._turn()
     leader._turn()
     assert leader.failures() == [(2, "preempted")]
@@ -209,7 +209,7 @@ def test_a_drained_node_is_left_after_a_save_with_new_devices_and_processes(
 ) -> None:
     leader.seat()
     monkeypatch.setattr(preemption, "draining_nodes", lambda: {"2": 0})
-    clock.sleep(3)
+    clock.advance(3)
     leader._turn()
     (notice,) = leader.events("preemption_notice")
     assert notice.node == "10.0.0.2" and "drains" in notice.message and leader.intake.save_wanted

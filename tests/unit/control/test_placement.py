@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     ANSWERS.clear()
     answers = lambda host, port: ANSWERS.get(host, True)  # noqa: E731
     monkeypatch.setattr(ray_nodes.process_evidence, "host_answers", answers)
-    clock.sleep(1000)
+    clock.advance(1000)
     return clock
 
 
@@ -75,7 +75,7 @@ def test_ranks_start_when_every_bundle_is_on_a_node_that_answers(clock: StandInC
     ANSWERS["b"] = False
     assert found.nodes() is None, "Ray lists a node as alive for seconds after it is lost"
     ANSWERS["b"] = True
-    clock.sleep(2)
+    clock.advance(2)
     assert found.nodes() == ["a", "b"]
     found.table = PLACED | {"state": "RESCHEDULING"}
     assert found.nodes() is None
@@ -85,7 +85,7 @@ def test_a_run_that_waits_for_room_gives_up_its_spares_after_a_second(clock: Sta
     found = asked()
     found.nodes()
     assert found.released == []
-    clock.sleep(1.5)
+    clock.advance(1.5)
     found.nodes()
     assert found.released == ["the run needs the room"]
 
@@ -97,16 +97,16 @@ def test_waiting_ends_soon_where_the_cluster_is_too_small_and_late_where_it_is_b
     small, busy = (asked(extra_wait_s=extra_s) for _ in range(2))
     small.table = {"state": "PENDING", "stats": {"scheduling_state": "INFEASIBLE"}}
     assert small.hopeless() is None
-    clock.sleep(14 + extra_s)
+    clock.advance(14 + extra_s)
     assert small.hopeless() is None
-    clock.sleep(2)
+    clock.advance(2)
     why = "the cluster cannot hold 2 ranks of 1 CPU: it has a (2 CPU, 0 GPU), b (2 CPU, 0 GPU)"
     assert small.hopeless() == why and busy.hopeless() is None
     small.table = {"state": "PENDING"}
     assert small.hopeless() is None, "a node has come"
     small.table = {"state": "PENDING", "stats": {"scheduling_state": "INFEASIBLE"}}
     assert small.hopeless() is None, "its wait begins anew"
-    clock.sleep(285)
+    clock.advance(285)
     assert f"did not become free within {300 + extra_s:.0f} s" in (busy.hopeless() or "")
 
 
@@ -117,9 +117,9 @@ def test_a_lost_node_is_avoided_until_it_answers_or_ray_alone_reaches_it(clock: 
     assert lost.unreachable() == {"a", "b"}, "Ray knows of the third one"
     ANSWERS["a"] = True
     assert lost.unreachable() == {"a", "b"}, "it is asked once a second"
-    clock.sleep(1.5)
+    clock.advance(1.5)
     assert lost.unreachable() == {"b"}
-    clock.sleep(121)
+    clock.advance(121)
     assert lost.unreachable() == set()
 
 
@@ -132,7 +132,7 @@ def test_a_run_grows_when_there_has_been_room_for_seconds(clock: StandInClock, m
     monkeypatch.setattr(Asked, "room", lambda self, avoided=frozenset(): room)
 
     def grows() -> bool:
-        clock.sleep(1.1)
+        clock.advance(1.1)
         return sizing.check(machine, cast(Any, None), found) is not None
 
     assert not grows() and not grows()
