@@ -66,7 +66,6 @@ def test_data_that_are_harmed_end_the_run_at_its_next_attempt_and_not_later(
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Laptop, undisturbed: Run) -> None:
     """The run without a driver trains for longer than `raypp submit` waits for records after a Ray
     job's end."""

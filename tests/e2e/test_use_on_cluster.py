@@ -48,8 +48,7 @@ def nothing_is_left(laptop: Laptop) -> None:
 DRAWS = ("--temperature", "1.3", "--top-p", "0.9", "--seed", "7")
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("choice", [(), DRAWS])
+@pytest.mark.parametrize("choice", [(), pytest.param(DRAWS, marks=pytest.mark.gate)])
 def test_the_tokens_are_those_of_the_local_command(laptop: Laptop, model: str, choice: tuple[str, ...]) -> None:
     words = ("generate", model, "--prompts", "prompts.jsonl", "--max-new-tokens", "12", "--batch-size", "2", "--json")
     here = laptop.raypp(*words, *choice, "--mesh", "pp=1")
@@ -60,7 +59,6 @@ def test_the_tokens_are_those_of_the_local_command(laptop: Laptop, model: str, c
     nothing_is_left(laptop)
 
 
-@pytest.mark.gate
 def test_the_loss_is_that_of_the_local_command(laptop: Laptop, model: str) -> None:
     here = laptop.raypp("eval", model, "--json")
     there = laptop.raypp("eval", model, "--mesh", "pp=2", "--address", laptop.state["dashboard"], "--json")
