@@ -82,10 +82,7 @@ class Killer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "victim",
-    [pytest.param("pp0", id="first stage"), pytest.param("pp1", id="last stage")],
-)
+@pytest.mark.parametrize("victim", [pytest.param("pp0", id="first stage"), pytest.param("pp1", id="last stage")])
 def test_a_rank_killed_at_every_moment_changes_nothing_but_the_time(
     laptop: Laptop, undisturbed: Run, victim: str, record_property: Any
 ) -> None:

@@ -39,7 +39,8 @@ class Workers(WorkerGroup):
         self.seated: dict[int, Member] = {}
         self.standbys: dict[str, Member] = {}
         self.devices: dict[int, tuple[str, int]] = {}
-        self.relays: Any = SimpleNamespace(of=lambda bundle: None, start=lambda nodes: None)
+        nothing = lambda *_: None  # noqa: E731
+        self.relays: Any = SimpleNamespace(of=nothing, start=nothing, take_over=nothing)
         self.done: list[tuple[str, int]] = []
 
     def fill_bundle(self, bundle: int, node: str, label: str, attempt: int, placement: Placement) -> None:
@@ -53,6 +54,9 @@ class Workers(WorkerGroup):
     def kill_frozen(self, bundle: int, pid: int) -> None:
         self.done.append(("kill frozen", bundle))
         self.seated.pop(bundle, None)
+
+    def adopt_standby(self, actor: Any, node: str) -> None:
+        self.standbys[node] = Member(actor, node, fresh=False)
 
     def start_standbys(self) -> None:
         pass
@@ -70,6 +74,9 @@ class Devices(Placement):
     removed: int = 0
 
     def request(self) -> None:
+        pass
+
+    def take_over(self) -> None:
         pass
 
     def nodes(self) -> list[str] | None:
