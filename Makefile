@@ -1,7 +1,7 @@
 # make demo        from nothing to a trained model on this machine
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
-# make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1, test-ranks SLOW=1: one tier's part
+# make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1: one tier's part; GATE=1: what CI runs of it
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make screenshots the pictures of docs/pictures; needs chromium and prometheus
@@ -39,8 +39,10 @@ UNIT_WORKERS := $(if $(filter logical,$(WORKERS)),$(shell echo $$(($$(getconf _N
 CLUSTERS ?= 1
 ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
 # SLOW=1: a tier's slow tests instead, for example the full matrices of test-unit and test-ranks.
+# GATE=1: of these, the ones that .ci/run runs.
 SLOW ?=
-PYTEST := $(BIN)/python -m pytest -m '$(if $(SLOW),slow,not slow)'
+GATE ?=
+PYTEST := $(BIN)/python -m pytest -m '$(if $(GATE),slow and gate,$(if $(SLOW),slow,not slow))'
 
 # The oldest supported torch, in an environment of its own.
 VENV211 := .venv-torch211
