@@ -74,6 +74,8 @@ def test_skipped_saves_are_skipped_by_all_ranks_alike_and_the_last_one_never(tmp
             assert details["stall_s"] < details["upload_s"]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_by_default_training_waits_and_says_so(tmp_path: Path) -> None:
     results = run_ranks(2, life, slow_saves(tmp_path, "wait", mbps=3), 3)
     assert [committed for committed, _ in results] == [2, 2], "stopped before step 3, with a save"
@@ -83,6 +85,8 @@ def test_by_default_training_waits_and_says_so(tmp_path: Path) -> None:
     assert steps_of(events, "save_skipped") == []
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_the_save_before_a_stop_is_not_skipped(tmp_path: Path) -> None:
     results = run_ranks(2, life, slow_saves(tmp_path, "skip"), 4)
     assert [committed for committed, _ in results] == [3, 3]
