@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.run import BENCHMARKS, PARTS
-from benchmarks.surroundings import busy_cores, too_busy
+from benchmarks.surroundings import too_busy
 
 PLACE = Path(__file__).parents[2]
 
@@ -63,14 +63,7 @@ def test_the_header_is_one_line_with_the_machine_its_load_the_versions_and_the_c
     assert told.stderr.startswith("warning: load average") or not told.stderr
 
 
-@pytest.mark.slow
 def test_a_busy_machine_is_noticed() -> None:
-    """Whatever else runs, a process that never waits keeps about one core busy."""
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
-        try:
-            assert busy_cores(1.0) > 0.5
-        finally:
-            spinning.kill()
     assert not too_busy(load=0.9, busy=0.9, cores=4)
     assert "1.1 of 4 cores busy" in too_busy(load=0.0, busy=1.1, cores=4)
     assert "load average 3.0" in too_busy(load=3.0, busy=0.0, cores=4)

