@@ -33,8 +33,11 @@ def imported_by_command(arguments: list[str], heavy: set[str]) -> str:
     )
 
 
+QUICK = [["--help"], ["plan", QUICKSTART], ["plan", QUICKSTART, "--set", "mesh.pp=x"], ["explain"], ["schema"]]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", QUICKSTART], ["plan", QUICKSTART, "--set", "mesh.pp=x"], ["explain"], ["schema"]]
+    "arguments", [QUICK[1], *(pytest.param(words, marks=pytest.mark.slow) for words in (QUICK[0], *QUICK[2:]))]
 )
 def test_the_quick_commands_import_neither_torch_nor_ray_nor_boto3(arguments: list[str]) -> None:
     assert imported_by_command(arguments, {"torch", "ray", "boto3", "numpy"}) in ("0 []", "2 []")

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from test_experts import document as expert_document
 from test_mesh_does_not_change_numbers import document
 from told import Told
-from training import seat_of
+from training import seat_of, thinned
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.compatibility import check_resume
@@ -78,8 +78,8 @@ CHAINS = {
     "adapters on nf4, pp 2, fsdp 2, 1": Chain(NF4, (mesh(pp=2), mesh(fsdp=2), ONE), False),
     "adapters of experts, ep 2, pp 2, 1": Chain({**MOE, **LORA}, (mesh(fsdp=2, ep=2), mesh(pp=2), ONE), False),
 }  # fmt: skip
-QUICK = (TIED, "fsdp 2, 1, 4", "ep 2, 1, ep 2 with cp 2", *(name for name in CHAINS if name.startswith("adapters")))
-"""One chain for each kind of mesh. The others are slow tests."""
+QUICK = (TIED, "adapters on nf4, pp 2, fsdp 2, 1")
+GATE = ("fsdp 2, 1, 4", "ep 2, 1, ep 2 with cp 2", "adapters of experts, ep 2, pp 2, 1")
 ROWS = 4
 """Microbatches per step, over all replicas."""
 
@@ -159,9 +159,7 @@ def tensors(root: Path, job: str = "numbers") -> SavedTensors:
     return SavedTensors(store, read_commit(store, job, list_checkpoints(store, job)[-1].step))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CHAINS]
-)
+@pytest.mark.parametrize("name", thinned(CHAINS, QUICK, GATE))
 def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, runs: Any) -> None:
     root, numbers = runs
     chain, reference = CHAINS[name], reference_of(CHAINS[name])
@@ -210,6 +208,8 @@ def tuned(url: Path, folder: Path, steps: int, sections: Sections) -> Sections:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_weights_of_a_named_model_are_the_same_bits_on_any_mesh_and_read_once(tmp_path: Path) -> None:
     sizes = {**expert_document()["model"], "num_layers": 2}
     sizes = {key: value for key, value in sizes.items() if key not in ("kind", "aux_loss_weight", "z_loss_weight")}
