@@ -2,12 +2,14 @@
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
 # make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1: one tier's part; GATE=1: what CI runs of it
+# make test-again  make test N=10 times beside LOAD=2 busy processes; prints what was not always green
+# make mutants     faults made by hand, and which test finds each; ONLY=machine- narrows it
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make screenshots the pictures of docs/pictures; needs chromium and prometheus
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
 # make fuzz        damaged input for every parser, for MINUTES=10
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-torch211 lint docs screenshots bench chaos fuzz clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-again mutants test-torch211 lint docs screenshots bench chaos fuzz clean
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -42,7 +44,9 @@ ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
 # GATE=1: of these, the ones that .ci/run runs.
 SLOW ?=
 GATE ?=
-PYTEST := $(BIN)/python -m pytest -m '$(if $(GATE),slow and gate,$(if $(SLOW),slow,not slow))'
+# JUNIT=FOLDER: each tier writes its results there, as TIER.xml.
+JUNIT ?=
+PYTEST = $(BIN)/python -m pytest -m '$(if $(GATE),slow and gate,$(if $(SLOW),slow,not slow))' $(if $(JUNIT),--junitxml=$(JUNIT)/$@.xml)
 
 # The oldest supported torch, in an environment of its own.
 VENV211 := .venv-torch211
@@ -100,6 +104,17 @@ test-e2e: venv
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)
+
+# Prints every test that was not green in all of N runs beside LOAD busy processes. TESTS=… narrows it.
+N ?= 10
+LOAD ?= 2
+test-again: venv
+	@$(BIN)/python -m tests.again --runs $(N) --load $(LOAD) $(TESTS)
+
+# docs/benchmarks/mutants.md has the results. ONLY='machine- commit-' takes the faults whose names begin so.
+ONLY ?=
+mutants: venv
+	@$(BIN)/python -m tests.mutants $(addprefix --only ,$(ONLY))
 
 # With the oldest supported torch: types, the first tier, and the ranks, whose numbers and checkpoints are compared with
 # those of the pinned torch. CONTRIBUTING.md says when it must be run. Two kinds of mypy's errors depend only on which
