@@ -131,12 +131,21 @@ def test_text_is_a_row_only_where_its_field_is_given() -> None:
         encoded({"text": "hi"})
 
 
+def test_turns_of_a_template_that_drops_earlier_reasoning_are_what_its_loop_writes() -> None:
+    row = {"messages": turns("a?", "hm</think>b.", "c?", "d.")}
+    found = encoded(row, FORGETFUL)
+    assert learnt(found) == ["b.<|im_end|>\n", "d.<|im_end|>\n"] and "hm" not in found.text
+    assert any("writes earlier turns otherwise" in remark for remark in found.remarks)
+    assert learnt(encoded(row, FORGETFUL, "last")) == ["d.<|im_end|>\n"]
+
+
 def test_a_template_that_cannot_mark_turns_is_refused_with_what_to_do() -> None:
     row = {"messages": turns("a?", "hm</think>b.", "c?", "d.")}
+    hidden = "{% macro all() %}" + FORGETFUL + "{% endmacro %}{{ all() }}"
     with pytest.raises(RowFault, match=r"cannot mark turns: messages\[:2\] alone is not rendered as") as fault:
-        encoded(row, FORGETFUL)
+        encoded(row, hidden)
     assert "generation" in fault.value.fix and "data.loss" in fault.value.fix
-    assert learnt(encoded(row, FORGETFUL, "last")) == ["d.<|im_end|>\n"]
+    assert learnt(encoded(row, hidden, "last")) == ["d.<|im_end|>\n"]
 
 
 def test_today_is_refused_until_the_job_says_which_day() -> None:
@@ -159,7 +168,8 @@ WRONG = [
         r"messages\[0\]: there is no role 'wizard'; there are: system",
     ),
     ({"messages": [{"role": ["user"], "content": "a"}]}, r"there is no role a list"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"\(user\): content is a list, not a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"\(user\): content\[0\] is not a text"),
+    ({"messages": [{"role": "user", "content": {"a": 1}}]}, r"\(user\): content is an object, not a text"),
     ({"messages": [{"role": "assistant", "content": None}]}, "content is null"),
     ({"messages": turns("only a question")}, "has no assistant turn"),
     ({"messages": turns("a", "b") * 2000}, "4,000 turns; at most 2,000"),

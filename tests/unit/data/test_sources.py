@@ -59,7 +59,7 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[1]", "is not a JSON object"),
         ('{"body": "x"}', "has no text under 'text' (it has 'body')"),
-        ('{"text": 3}', "has no text under 'text' (it is int)"),
+        ('{"text": 3}', "has no text under 'text' (it is a number)"),
         ('{"text": ""}', "is a document without a token"),
         ('{"text": "\\ud800"}', "is not valid Unicode"),
         (b"\xff", "is not UTF-8"),
