@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_samples import CALLING, CHATML, FORGETFUL, MARKED, WEATHER, turns, write_tokenizer
+from chat_samples import CALLING, CHATML, CHATML_MARKED, FORGETFUL, MARKED, WEATHER, turns, write_tokenizer
 
 from raypp.data.chat_files import open_template
 from raypp.data.chat_template import ChatTemplate
@@ -64,6 +64,26 @@ def test_marked_templates_give_what_transformers_gives(name: str, prefixed: bool
         assert found.ids.tolist() == expected["input_ids"]
         assert found.loss.astype(int).tolist() == expected["assistant_masks"]
         assert 0 < found.loss.sum() < len(found.loss)
+
+
+def test_conversations_with_tools_have_the_template_for_tools_wherever_it_is(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML_MARKED, encoding="utf-8")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(MARKED["tools"], encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = RowEncoder(FileTokenizer(path), open_template(DataSection(tokenizer=str(path))))
+    rows: list[dict[str, Any]] = [{"messages": CALLING, "tools": [WEATHER]}, {"messages": CONVERSATIONS[1]}]
+    for row, found in zip(rows, ours.encode(rows), strict=True):
+        assert isinstance(found, Encoded), found
+        expected = theirs.apply_chat_template(
+            row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert found.ids.tolist() == expected["input_ids"]
+        assert found.loss.astype(int).tolist() == expected["assistant_masks"]
+    assert "weather" in ours.encode(rows[:1])[0].text
 
 
 def test_unmarked_templates_give_the_ids_of_transformers_and_loss_by_prefix(tmp_path: Path) -> None:
