@@ -178,8 +178,12 @@ def parse_row(row: Mapping[str, Any], text_key: str | None, names: Names | None 
         return Parsed(_text(row, key), frozenset())
     _refuse(mine, shape)
     if shape is None:
+        missing = [key for ours, key in names.columns.items() if ours not in TURN_KEYS and key not in row]
         keys = ", ".join(_named(key) for key in islice(row, _SHOWN)) or "no keys"
         plain = f", nor {_named(text_key)}" if text_key is not None else ""
+        if missing:
+            what = f"has no column {', '.join(map(_named, missing))} (it has {keys})"
+            raise RowFault(what, "name columns that the data have in data.columns")
         raise RowFault(
             "has neither messages, nor conversations, nor prompt and completion, nor instruction and output"
             f"{plain} (it has {keys})",

@@ -10,7 +10,7 @@ from raypp.data.conversations import RowFault
 from raypp.errors import DataError, Problem
 from raypp.untrusted.text import visible
 
-_SHOWN = 4  # two lines each, and two for their number
+_SHOWN = 3  # two lines each; with their number and a command's summary ten lines
 _REMARKS = 12
 _ROW = re.compile(r"(:\d+|\[\d+\].*)$")
 """What a place has after its file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,17 @@ def test_columns_that_the_job_names_decide() -> None:
     (found,) = RowEncoder(ByteTokenizer(), ChatTemplate(CHATML), names=names).encode([row])
     assert isinstance(found, Encoded) and "c<|im_end|>" in found.text
     assert found.remarks == {"column messages is not used", "column rejected is not used"}
+
+
+def test_a_column_or_key_that_the_job_names_and_the_data_lack_is_named() -> None:
+    for columns, what in (
+        ({"messages": "dialog"}, "has no column 'dialog' \\(it has 'messages'\\)"),
+        ({"role": "speaker"}, r"messages\[0\] has no speaker \(it has 'role', 'content'\)"),
+    ):
+        (found,) = RowEncoder(ByteTokenizer(), ChatTemplate(CHATML), names=Names(columns)).encode(
+            [{"messages": turns("a", "b")}]
+        )
+        assert isinstance(found, RowFault) and re.search(what, found.what)
 
 
 def called(arguments: Any, **more: Any) -> dict[str, Any]:
