@@ -14,6 +14,13 @@ from raypp.spec.section import Section
 RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
 
 
+Column = Literal[
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "segments",
+    "text", "system", "tools", "role", "content",
+]  # fmt: skip
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
 class EvalOptions(Section):
     """The held-out part: either a fraction of the training data, or a separate path."""
 
@@ -34,6 +41,11 @@ class SourceOptions(Section):
     on the hub."""
     text_key: str = "text"
     """jsonl and hf: name of the field that holds the text."""
+    columns: dict[Column, str] = Field(default_factory=dict)
+    """chat and hf: what the data call a column, or a key of turns, such as {messages: dialog, role:
+    speaker}. Columns named here decide what a row is."""
+    roles: dict[Role, str | list[str]] = Field(default_factory=dict)
+    """chat and hf: more names of a role, such as {assistant: [bot, ai]}."""
     split: str = "train"
     """hf: the split to read, if the data have splits."""
     config: str | None = None
@@ -71,9 +83,9 @@ class DataSection(SourceOptions):
     """Longest sequence, in tokens. With variable_seq_len: off, the length of all microbatches."""
     packing: bool = True
     """Pack several documents into one row. Documents never attend to each other."""
-    chat_template: str | None = None
-    """chat and hf: file with the Jinja template of conversations. null: chat_template.jinja or
-    tokenizer_config.json beside the tokenizer."""
+    chat_template: Annotated[str | None, BeforeValidator(lambda given: None if given == "auto" else given)] = None
+    """chat and hf: file with the Jinja template of conversations. null or auto: the tokenizer's,
+    chat_template.jinja or tokenizer_config.json beside it."""
     template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
     """chat and hf: the date, such as '2026-01-31', for templates that ask for today's."""
     loss: Literal["assistant", "last", "all"] = "assistant"
