@@ -23,8 +23,8 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     """Finds every changed field that makes the run's checkpoints unusable.
 
     These may change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery,
-    resources, data.eval.path, and `model.from_hf`, which only a run without checkpoints reads, or
-    which holds the same frozen weights (`model.lora.base_id`).
+    resources, data.eval.path, model.max_context, and `model.from_hf`, which only a run without
+    checkpoints reads, or which holds the same frozen weights (`model.lora.base_id`).
     Fields that the old document lacks are not compared.
 
     These may not change: the rest of model and data, train.seed (it orders the data),
@@ -75,7 +75,8 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
     The path of the held-out data matters only if they are cut from the training data.
     """
     meaning = dict(job.get(section) or {})
-    meaning.pop("from_hf", None)
+    for name in ("from_hf", "original", "max_context") if section == "model" else ():
+        meaning.pop(name, None)
     if "eval" in meaning:
         held_out = meaning["eval"]
         fraction = held_out.get("fraction") if isinstance(held_out, Mapping) else held_out

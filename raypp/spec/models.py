@@ -62,6 +62,15 @@ class LoraOptions(Section):
         return self.alpha / self.rank
 
 
+class OriginalFiles(Section):
+    """The files of the model that `from_hf` or an import named, as texts; an export keeps them."""
+
+    config: str
+    """Its config.json."""
+    generation_config: str | None = None
+    """Its generation_config.json, if it has one."""
+
+
 class DecoderOptions(Section):
     """Options that every decoder family has."""
 
@@ -101,6 +110,12 @@ class DecoderOptions(Section):
     """
     lora: LoraOptions | None = None
     """Train adapters only: {rank: 16, alpha: 32, targets: [q_proj]}. null: train all weights."""
+    max_context: int | None = Field(default=None, ge=1, le=limits.WIDTH)
+    """Tokens that the model takes, as its export and `raypp generate` have it; data.seq_len if that
+    is more. null: that of from_hf's config.json, else data.seq_len."""
+    original: OriginalFiles | None = None
+    """Files of the model that from_hf or an import named. raypp sets it at submission, and an
+    export keeps what they say."""
 
     @property
     def kv_heads(self) -> int:
