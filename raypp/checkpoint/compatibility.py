@@ -10,13 +10,16 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from raypp.errors import Problem
+from raypp.errors import JobError, Problem
 from raypp.spec.job import Job
+from raypp.spec.load import parse_job
 from raypp.untrusted.text import visible
 
 _ABSENT = object()
 _PROBLEMS_SHOWN = 20
 _LONGEST_VALUE = 200
+_JUMP = 1.25
+"""A resume changes the learning rate by more than this factor only with a warning."""
 
 
 def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -> list[Problem]:
@@ -67,6 +70,34 @@ def check_steps(newest: int, steps: int) -> list[Problem]:
         return []
     fix = f"use more than {newest} to train longer; `raypp eval` and `raypp generate` take a step with --step"
     return [Problem("train.steps", f"is {steps}, but the run is at step {newest}, which has a checkpoint", fix)]
+
+
+def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
+    """Returns a warning if the learning rate jumps where a run resumes, because its end has moved.
+
+    Silent where the job itself sets another rate or schedule.
+
+    Args:
+        old_job: The resolved job that reached the step, or the `job` of a commit.
+        new: The job to resume with.
+        step: The step of the checkpoint.
+    """
+    try:
+        old = parse_job({"name": "run", "train": old_job.get("train") or {}}).train
+    except JobError:  # of another version
+        return None
+    train = new.train
+    if step < 1 or (old.optimizer.lr, old.lr_schedule) != (train.optimizer.lr, train.lr_schedule):
+        return None
+    before, expected, after = old.learning_rate(step), old.learning_rate(step + 1), train.learning_rate(step + 1)
+    if expected / _JUMP <= after <= expected * _JUMP:
+        return None
+    keep = f"train.optimizer.lr={before:.3g}, train.lr_schedule.kind=constant and train.lr_schedule.warmup_steps=0"
+    return (
+        f"the learning rate jumps from {before:.3g} at step {step} to {after:.3g} at step {step + 1}: "
+        f"train.steps is {train.steps}, was {old.steps}, and {train.lr_schedule.kind} falls to the last step. "
+        + (f"To keep {before:.3g}, set {keep}" if before else "To choose it, set train.optimizer.lr")
+    )
 
 
 def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
