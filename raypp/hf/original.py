@@ -120,6 +120,12 @@ def exported_config(options: DecoderOptions, ours: dict[str, Any], context: int)
     return found
 
 
+def added_rows(options: DecoderOptions) -> int:
+    """Returns how many ids the model has more than the original."""
+    rows = (_config(options) or {}).get("vocab_size")
+    return options.vocab_size - rows if isinstance(rows, int) else 0
+
+
 def original_generation(options: DecoderOptions) -> dict[str, Any] | None:
     """Returns the original's generation_config.json; None if there is none."""
     text = None if options.original is None else options.original.generation_config
