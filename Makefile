@@ -22,6 +22,8 @@ STAMP := $(VENV)/.installed
 #   make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
+# Checks of pages, tables, links and source text: `make lint` runs them.
+LINT := tests/lint
 # The tiers (CONTRIBUTING.md). TESTS=tests/ray/test_relays.py narrows `test` and `test-slow` to some of them.
 UNIT := tests/unit
 RANKS := tests/processes tests/ranks tests/gpu
@@ -102,13 +104,14 @@ test-slow: venv
 # functions of torch have annotations.
 test-torch211: venv $(STAMP211)
 	@$(VENV211)/bin/mypy --cache-dir $(VENV211)/mypy --disable-error-code unused-ignore --disable-error-code no-any-return
-	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) tests/ranks tests/gpu)
+	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) $(LINT)/test_torch_private.py tests/ranks tests/gpu)
 
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q $(LINT)
 
 # The documentation as a site, in build/site. A broken link or anchor fails.
 DOCS_STAMP := $(VENV)/.docs-installed

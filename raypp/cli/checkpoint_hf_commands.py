@@ -11,7 +11,7 @@ import click
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.layout import split_location
 from raypp.checkpoint.run_spec import read_spec
-from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
+from raypp.cli.checkpoint_place import open_checkpoint, progress_bar
 from raypp.cli.load_job import load_checked_job
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import lend_store_settings
@@ -24,6 +24,7 @@ from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import model_tensors
 from raypp.hf.original import saved_options
+from raypp.planning.stored_bytes import size_text
 from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.spec.paths import is_remote

@@ -83,10 +83,3 @@ def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=size)
         yield lambda count: progress.advance(task, count)
-
-
-def size_text(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"

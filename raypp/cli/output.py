@@ -1,7 +1,7 @@
 """Prints lines and JSON for commands. No printed text can control the terminal.
 
 Commands print through this file, or through `console.py` if they need tables. Both show control
-characters as `\\x1b`, wherever the text comes from. `tests/unit/cli/test_output.py` finds commands
+characters as `\\x1b`, wherever the text comes from. `tests/lint/test_printing.py` finds commands
 that print in another way.
 """
 

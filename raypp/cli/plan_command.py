@@ -172,7 +172,6 @@ def _measure(job: Job, path: Path) -> None:
     """
     from raypp.cli.console import Console
     from raypp.planning.costs import NUMBERS, Costs, Part, write_costs
-    from raypp.schedules.slow_starts import SlowStart
     from raypp.spec.load import job_document
 
     request = {"job": job_document(job), "device": job.resources.device}
@@ -185,11 +184,8 @@ def _measure(job: Job, path: Path) -> None:
             "The measured costs include that."
         )
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
-    waits = tuple(SlowStart(**one) for one in answer["slow_starts"])
     numbers = {name: answer[name] for name in NUMBERS}
-    found = Costs(layer, first, last, slow_starts=waits, kind=answer["kind"], measured=True, **numbers)
-    if slow := found.slowest_start():
-        console.print(f"Cores come back slow from a wait: {slow}. Plans with these costs include that.")
+    found = Costs(layer, first, last, kind=answer["kind"], measured=True, **numbers)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         write_costs(path, found, job, answer["device"], when)

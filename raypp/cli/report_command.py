@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from raypp.cli.checkpoint_place import size_text
 from raypp.cli.output import echo, write_file
 from raypp.cli.report.collect import collect
 from raypp.cli.report.page import page
 from raypp.errors import JobError, Problem
+from raypp.planning.stored_bytes import size_text
 
 
 @click.command("report")

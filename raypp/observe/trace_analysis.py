@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from raypp.observe.slow_passes import Pass, slow_starts_of, waited_before
 from raypp.observe.trace import COMPUTE, RankTrace, Span
 from raypp.schedules.action import Action
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
@@ -195,22 +194,16 @@ def predicted(
 ) -> Prediction | None:
     """Simulates the program that the ranks ran, with the median times of their actions.
 
-    Where passes after waits were slower than those in a row, so they are in the simulation.
-
     Returns:
         None if the trace lacks actions, or they do not form a program that can run.
     """
     program: dict[int, list[Action]] = {}
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    passes: list[Pass] = []  # of CPUs: a device's clock does not stop with its host
     for one in ranks:
         waits = _gather_waits(one)
         own = [span for span in one.spans if span.kind in COMPUTE]
-        for index, (span, waited) in enumerate(zip(own, waited_before(one), strict=True)):
-            took = max(0.0, span.seconds - waits.get((span.step, index), 0.0))
-            seconds[span.kind, span.stage].append(took)
-            if one.device == "cpu":
-                passes.append(Pass((span.kind, span.stage), waited, took))
+        for index, span in enumerate(own):
+            seconds[span.kind, span.stage].append(max(0.0, span.seconds - waits.get((span.step, index), 0.0)))
         last = [Action(s.stage, s.kind, s.microbatch) for s in own if s.step == own[-1].step]  # type: ignore[arg-type]
         program.setdefault(one.coordinates.pp, last)
     actions = [action for line in program.values() for action in line]
@@ -223,8 +216,7 @@ def predicted(
         return None
     if microbatches > len(actions) or check_program(program, placement, microbatches):
         return None
-    in_a_row, starts = slow_starts_of(passes)
-    times = replace(_stage_times(seconds | in_a_row, stages, link_s), slow_starts=starts)
+    times = _stage_times(seconds, stages, link_s)
     if cards is not None and len(cards) == len(program):
         times = replace(times, cards=cards)
     return Prediction(simulate(program, times), times)

@@ -41,7 +41,6 @@ from raypp.planning.traffic import (
     of_pipeline_rank,
 )
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
-from raypp.schedules.slow_starts import SlowStarts
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 
@@ -232,10 +231,7 @@ def _stage_times(
         forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
         backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
     links = [border.seconds for border in borders]
-    slow = SlowStarts.of(costs.slow_starts)
-    return StageTimes(
-        forward, backward, costs.input_share, links, costs.weight_share, first_whole=True, slow_starts=slow
-    )
+    return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
 
 
 def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequence[Sharded]) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from deadlock import Rule, find_hangs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from raypp.mesh.stage_placement import place_stages
 from raypp.schedules.action import Action, Program
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, size_problems
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by
-from raypp.schedules.deadlock import Rule, find_hangs
 from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.schedules.simulate import StageTimes, simulate

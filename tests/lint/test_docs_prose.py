@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import pytest
 from markdown_pages import pages, prose
 
 COLUMNS = 100
@@ -21,22 +19,22 @@ def too_long(text: str) -> bool:
     return len(shorter) > COLUMNS
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
-def test_lines_of_prose_end_before_column_100(page: Path) -> None:
-    assert not [f"{page}:{line.number}" for line in prose(page) if too_long(line.text)]
+def test_lines_of_prose_end_before_column_100() -> None:
+    assert not [f"{page}:{line.number}" for page in pages() for line in prose(page) if too_long(line.text)]
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
-def test_lists_and_tables_begin_after_a_blank_line(page: Path) -> None:
+def test_lists_and_tables_begin_after_a_blank_line() -> None:
     """Without it the site shows them as part of the paragraph."""
-    found, before = [], ""
-    for line in prose(page):
-        text = line.text
-        if ITEM.match(text) and before and not ITEM.match(before) and not before.startswith("  "):
-            found.append(f"{page}:{line.number} a list")
-        if text.startswith("|") and before and not before.startswith("|"):
-            found.append(f"{page}:{line.number} a table")
-        before = text
+    found = []
+    for page in pages():
+        before = ""
+        for line in prose(page):
+            text = line.text
+            if ITEM.match(text) and before and not ITEM.match(before) and not before.startswith("  "):
+                found.append(f"{page}:{line.number} a list")
+            if text.startswith("|") and before and not before.startswith("|"):
+                found.append(f"{page}:{line.number} a table")
+            before = text
     assert not found
 
 

@@ -1,4 +1,4 @@
-"""`make test` runs every folder of tests, each in one tier."""
+"""`make test` and `make lint` run every folder of tests, each in one tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 
-def test_every_folder_of_tests_belongs_to_one_tier_that_make_test_runs() -> None:
+def test_every_folder_of_tests_belongs_to_one_tier_that_make_runs() -> None:
     makefile = (TESTS.parent / "Makefile").read_text()
     tiers = dict(re.findall(r"^([A-Z0-9]+) := (tests/.+)$", makefile, re.MULTILINE))
     folders = [Path(folder).name for tier in tiers.values() for folder in tier.split()]
@@ -17,6 +17,9 @@ def test_every_folder_of_tests_belongs_to_one_tier_that_make_test_runs() -> None
     assert sorted(folders) == sorted(with_tests)
     (rule,) = re.findall(r"^test: (test-.+(?:\n\t.+)+)$", makefile, re.MULTILINE)
     first, *recipe = rule.split("\n")
+    (lint,) = re.findall(r"^lint: venv\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    assert "pytest -q $(LINT)\n" in lint
+    del tiers["LINT"]
     for target in [*first.split(), *recipe[-1].partition("SIDE_BY_SIDE=1")[2].split()]:
         (command,) = re.findall(rf"^{target}: venv\n\t(.+)$", makefile, re.MULTILINE)
         for tier in re.findall(r"\$\(([A-Z0-9]+)\)", command):

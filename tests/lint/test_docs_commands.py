@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,35 +41,45 @@ PAGES = [page for page in guides() if page.parts[0] in ("docs", "README.md", "CO
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A reader's current directory: the jobs of the repository, a job of their own and a text."""
-    (tmp_path / "jobs").symlink_to(REPOSITORY / "jobs")
-    (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
-    shutil.copy(REPOSITORY / "jobs/quickstart.yaml", tmp_path / "job.yaml")
-    shutil.copytree(REPOSITORY / "jobs/data", tmp_path / "data")
-    (tmp_path / "my.txt").write_text("In the beginning was the Word.\n\nAnd the Word was with God.\n" * 8)
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Makes and enters a reader's current directory: the jobs of the repository, a job of their own
+    and a text."""
+    number = count()
+
+    def enter() -> Path:
+        place = tmp_path / str(next(number))
+        place.mkdir()
+        (place / "jobs").symlink_to(REPOSITORY / "jobs")
+        (place / "docs").symlink_to(REPOSITORY / "docs")
+        shutil.copy(REPOSITORY / "jobs/quickstart.yaml", place / "job.yaml")
+        shutil.copytree(REPOSITORY / "jobs/data", place / "data")
+        (place / "my.txt").write_text("In the beginning was the Word.\n\nAnd the Word was with God.\n" * 8)
+        monkeypatch.chdir(place)
+        return place
+
     monkeypatch.setenv("COLUMNS", "100")
-    return tmp_path
+    return enter
 
 
-def of_kind(*languages: str) -> list[Any]:
+def of_kind(*languages: str) -> list[tuple[str, Block]]:
+    """Returns the blocks of all pages in these languages, each with its place."""
     found = ((page, block) for page in PAGES for block in blocks(page) if block.language in languages)
-    return [pytest.param(page, block, id=f"{page}:{block.number}") for page, block in found]
+    return [(f"{page}:{block.number}", block) for page, block in found]
 
 
-@pytest.mark.parametrize(("page", "block"), of_kind("yaml"))
-def test_a_job_of_a_page_passes_the_checks(
-    page: Path, block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = yaml.safe_load(block.text)
-    assert isinstance(told, dict) and set(told) <= set(Job.model_fields), f"{page}:{block.number} is no part of a job"
-    job = folder / "block.yaml"
-    if {"name", "model"} <= set(told):
-        job.write_text(block.text)
-    else:
-        job.write_text(yaml.safe_dump(_over(yaml.safe_load(BASE), told)))
-    assert run(["plan", str(job), "--json"]) == 0, capsys.readouterr().err
+def test_a_job_of_a_page_passes_the_checks(folder: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    wrong, job = [], folder() / "block.yaml"
+    for where, block in of_kind("yaml"):
+        told = yaml.safe_load(block.text)
+        if not isinstance(told, dict) or not set(told) <= set(Job.model_fields):
+            wrong.append(f"{where} is no part of a job")
+            continue
+        whole = {"name", "model"} <= set(told)
+        job.write_text(block.text if whole else yaml.safe_dump(_over(yaml.safe_load(BASE), told)))
+        code, said = run(["plan", str(job), "--json"]), capsys.readouterr().err
+        if code:
+            wrong.append(f"{where} {said}")
+    assert not wrong, "\n".join(wrong)
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -81,28 +92,35 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-@pytest.mark.parametrize(("page", "block"), of_kind("console"))
 def test_a_session_of_a_page_comes_out_as_it_stands_there(
-    page: Path, block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Callable[[], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for session in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
-        command, _, shown = session.partition("\n")
-        arguments = shlex.split(command, comments=True)
-        assert arguments[0] == "raypp" and arguments[1] in WITHOUT_A_CLUSTER, f"{command}: cannot be run here"
-        run(arguments[1:])
-        told = capsys.readouterr()
-        text = (told.out + told.err).replace(str(REPOSITORY), HOME).replace(str(folder), HOME)
-        _in_order(shown, text, f"{page}:{block.number} {command}")
+    wrong = []
+    for where, block in of_kind("console"):
+        place = folder()
+        for session in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
+            command, _, shown = session.partition("\n")
+            arguments = shlex.split(command, comments=True)
+            assert arguments[0] == "raypp" and arguments[1] in WITHOUT_A_CLUSTER, f"{where} {command}: cannot run here"
+            run(arguments[1:])
+            told = capsys.readouterr()
+            text = (told.out + told.err).replace(str(REPOSITORY), HOME).replace(str(place), HOME)
+            if missing := _not_in_order(shown, text):
+                wrong.append(f"{where} {command}\nnot there, or not in this order: {missing}\nwhat came out:\n{text}")
+    assert not wrong, "\n".join(wrong)
 
 
-def _in_order(shown: str, told: str, where: str) -> None:
+def _not_in_order(shown: str, told: str) -> str | None:
+    """Returns the first line that should have come out, after those before it, and did not."""
     ahead = [" ".join(line.split()) for line in told.splitlines()]
     for line in shown.splitlines():
         words = " ".join(line.split())
         if words in ("", "…"):
             continue
-        assert words in ahead, f"{where}\nnot there, or not in this order: {line}\nwhat came out:\n{told}"
+        if words not in ahead:
+            return line
         ahead = ahead[ahead.index(words) + 1 :]
+    return None
 
 
 def commands(page: Path, sessions: bool = True) -> Iterator[tuple[int, list[str]]]:
@@ -135,21 +153,20 @@ def _options(name: str, words: list[str]) -> tuple[set[str], list[str]]:
     return {one for param in command.params for one in param.opts}, []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_commands_and_options_that_a_page_names_are_there(page: Path) -> None:
+def test_commands_and_options_that_a_page_names_are_there() -> None:
     general = {"--help", "-h", "--debug", "--version"} | {one for param in cli.params for one in param.opts}
     wrong = []
-    for number, words in commands(page):
+    for where, words in ((f"{page}:{number}", words) for page in PAGES for number, words in commands(page)):
         if len(words) == 1 or words[1].startswith("-") or not re.fullmatch(r"[a-z-]+", words[1]):
             continue
         if words[1] not in COMMANDS:
-            wrong.append(f"{page}:{number} there is no command {words[1]}")
+            wrong.append(f"{where} there is no command {words[1]}")
             continue
         options, below = _options(words[1], words[2:])
         if below and len(words) > 2 and re.fullmatch(r"[a-z]+", words[2]) and words[2] not in below:
-            wrong.append(f"{page}:{number} raypp {words[1]} has no {words[2]}")
+            wrong.append(f"{where} raypp {words[1]} has no {words[2]}")
         told = re.findall(r"(?<![\w-])(--[a-z][a-z-]*)", " ".join(words[2:]))
-        wrong += [f"{page}:{number} raypp {words[1]} has no {one}" for one in told if one not in options | general]
+        wrong += [f"{where} raypp {words[1]} has no {one}" for one in told if one not in options | general]
     assert not wrong
 
 
@@ -157,10 +174,9 @@ ELSEWHERE = re.compile("s3://bucket/|/path/to/")
 """Settings that name what only a reader has."""
 
 
-def typed_jobs() -> list[Any]:
-    """Returns the `submit` and `plan` commands of blocks, with their jobs and `--set`s, that need
-    nothing measured."""
-    found = []
+def typed_jobs() -> Iterator[tuple[str, str, list[str]]]:
+    """Yields the `submit` and `plan` commands of blocks that need nothing measured: where they are,
+    their jobs and `--set`s."""
     for page in PAGES:
         for number, words in commands(page, sessions=False):
             if words[1:2] not in (["submit"], ["plan"], ["parity"]) or any(c in "…[|" for w in words for c in w):
@@ -168,26 +184,34 @@ def typed_jobs() -> list[Any]:
             if len(words) > 2 and (words[2] == "job.yaml" or words[2].startswith("jobs/")):
                 given = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
                 settings = [part for one in given if not ELSEWHERE.search(one) for part in ("--set", one)]
-                found.append(pytest.param(words[2], settings, id=f"{page}:{number}"))
-    return found
+                yield f"{page}:{number}", words[2], settings
 
 
-@pytest.mark.parametrize(("job", "settings"), typed_jobs())
 def test_a_job_and_its_settings_that_a_page_types_pass_the_checks(
-    job: str, settings: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Callable[[], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["plan", job, *settings, "--json"]) == 0, capsys.readouterr().err
+    folder()
+    wrong, done = [], set()
+    for where, job, settings in typed_jobs():
+        if (job, *settings) in done:
+            continue
+        done.add((job, *settings))
+        code, said = run(["plan", job, *settings, "--json"]), capsys.readouterr().err
+        if code:
+            wrong.append(f"{where} {said}")
+    assert not wrong, "\n".join(wrong)
 
 
 MADE = re.compile(r"^([a-z0-9-]+):", re.M)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
-def test_targets_of_make_and_benchmarks_that_a_page_names_are_there(page: Path) -> None:
-    text = (REPOSITORY / page).read_text(encoding="utf-8")
+def test_targets_of_make_and_benchmarks_that_a_page_names_are_there() -> None:
     targets = set(MADE.findall((REPOSITORY / "Makefile").read_text(encoding="utf-8")))
-    named = set(re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", text, re.M))
-    assert named <= targets
-    modules = set(re.findall(r"python -m (benchmarks(?:\.\w+)?)", text)) - {"benchmarks.NAME"}
     there = {"benchmarks", *(f"benchmarks.{path.stem}" for path in (REPOSITORY / "benchmarks").glob("*.py"))}
-    assert modules <= there
+    wrong = []
+    for page in PAGES:
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        named = set(re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", text, re.M))
+        modules = set(re.findall(r"python -m (benchmarks(?:\.\w+)?)", text)) - {"benchmarks.NAME"}
+        wrong += [f"{page} {name}" for name in (named - targets) | (modules - there)]
+    assert not wrong

@@ -1,4 +1,4 @@
-"""The Markdown pages of the repository, as the tests of this folder read them."""
+"""The Markdown pages of the repository, as the checks of this folder read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 FENCE = re.compile(r"^( {0,3})(```+)([^`]*)$")
 
 

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import pytest
 from markdown_pages import REPOSITORY
 
 from raypp.checkpoint.compatibility import check_resume
@@ -27,19 +26,18 @@ def test_the_chain_of_the_page_is_what_raypp_says() -> None:
     assert f" {found.cause} (allowed: 60 s) " in " ".join(PAGE.split())
 
 
-CASES = {
-    "computes": blame("step 1F5", "step 2F7 waits", (80, 80)),
-    "is in a collective": blame("step 1F5", "step 2F7 waits", (41, 70), inside="all_gather"),
-    "reads its data": blame("step 12 read", "step agree", (61, 61)),
-    "waits for the store": blame("save upload", "step agree", (700, 700)),
-    "is silent": blame("step 1F5", "step 2F7 waits", (66, 61), silent=True),
-}
+CASES = [
+    blame("step 1F5", "step 2F7 waits", (80, 80)),
+    blame("step 1F5", "step 2F7 waits", (41, 70), inside="all_gather"),
+    blame("step 12 read", "step agree", (61, 61)),
+    blame("save upload", "step agree", (700, 700)),
+    blame("step 1F5", "step 2F7 waits", (66, 61), silent=True),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_an_end_of_a_chain_that_the_page_explains_is_what_raypp_says(case: str) -> None:
-    end = CASES[case].cause.rpartition(", which ")[2]
-    assert f"| {end} |" in PAGE
+def test_the_ends_of_a_chain_that_the_page_explains_are_what_raypp_says() -> None:
+    ends = [case.cause.rpartition(", which ")[2] for case in CASES]
+    assert not [end for end in ends if f"| {end} |" not in PAGE]
 
 
 def test_the_ring_that_the_page_explains_is_what_raypp_says() -> None:
@@ -50,8 +48,8 @@ def test_the_ring_that_the_page_explains_is_what_raypp_says() -> None:
 RESUMED = (REPOSITORY / "docs" / "tasks" / "resume_elsewhere.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("section", "key", "value"), [("pipeline", "microbatches", 16), ("train", "seed", 1)])
-def test_a_change_that_a_resume_refuses_is_refused_as_the_page_says(section: str, key: str, value: int) -> None:
+def test_changes_that_a_resume_refuses_are_refused_as_the_page_says() -> None:
     old = job_document(load_job(REPOSITORY / "jobs" / "quickstart.yaml").job)
-    problems = check_resume(old, {**old, section: {**old[section], key: value}})
-    assert [f"--set {one.key}={value}: {one.what}" in RESUMED for one in problems] == [True]
+    for section, key, value in (("pipeline", "microbatches", 16), ("train", "seed", 1)):
+        problems = check_resume(old, {**old, section: {**old[section], key: value}})
+        assert [f"--set {one.key}={value}: {one.what}" in RESUMED for one in problems] == [True]
