@@ -16,14 +16,17 @@ from raypp.cli.load_job import load_checked_job
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.config import OWN_KEYS, options_from_config
+from raypp.hf.config import OWN_KEYS
 from raypp.hf.export_adapter import export_adapter
-from raypp.hf.export_model import export_hf, saved_options
+from raypp.hf.export_model import export_hf
+from raypp.hf.from_hf import hf_options, matching_tensors
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
+from raypp.hf.names import model_tensors
+from raypp.hf.original import saved_options
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.load import job_document, parse_job
-from raypp.spec.models import DecoderOptions
+from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.spec.paths import is_remote
 from raypp.storage import ObjectStore, open_for_others, open_store
 from raypp.untrusted.paths import expand_home
@@ -68,7 +71,7 @@ def export_command(
     every byte read is checked.
     """
     store, commit, _ = open_checkpoint(run)
-    _check_form(commit, adapter, merged, dtype)
+    _check_form(saved_options(store, commit).lora, commit, adapter, merged, dtype)
     lend_store_settings()
     with open_for_others(target) as there:
         _check_empty(there)
@@ -137,15 +140,18 @@ def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOpt
     job = file.job
     # Every field counts, including defaults: the job decides, not config.json.
     asked = parse_job(job_document(job)).model
-    from raypp.hf.from_hf import matching_tensors
-    from raypp.hf.names import model_tensors
-
     matching_tensors(files, model_tensors(asked))
     try:
-        options_from_config(files.config(), asked, files.place("config.json"))
+        found = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
+        rows = files.config().get("vocab_size")
+        if found.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
+            what = f"is {found.vocab_size}, the default, but {files.place('config.json')} says {rows}"
+            raise JobError(Problem("model.vocab_size", what, f"write {rows}, or more"))
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from error
-    return open_store(job.checkpoint.url), job.name, asked, job_document(job)
+    document = job_document(job)
+    document["model"]["original"] = found.model_dump(mode="json")["original"]
+    return open_store(job.checkpoint.url), job.name, asked, document
 
 
 def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
@@ -153,17 +159,17 @@ def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, Deco
     url, name, step = split_location(argument)
     if url is None or step is not None:
         raise JobError(Problem("JOB_OR_URL/NAME", f"{argument!r} is neither", "give a job.yaml, or URL/NAME"))
-    options = options_from_config(files.config(), DecoderOptions(from_hf=files.store.url), files.place("config.json"))
-    model = {key: value for key, value in options.model_dump(mode="json").items() if key not in (*OWN_KEYS, "from_hf")}
+    options = hf_options(DecoderOptions(from_hf=files.store.url))
+    kept = {*OWN_KEYS, "from_hf"} - {"original"}
+    model = {key: value for key, value in options.model_dump(mode="json").items() if key not in kept}
     if not is_remote(url):
         url = str(expand_home(url).absolute())
     store = open_store(url)
     return store, name, options, {"name": name, "model": model, "checkpoint": {"url": store.url}}
 
 
-def _check_form(commit: Commit, adapter: bool, merged: bool, dtype: str | None) -> None:
+def _check_form(lora: LoraOptions | None, commit: Commit, adapter: bool, merged: bool, dtype: str | None) -> None:
     """Checks that the options fit what the run trained."""
-    lora = saved_options(commit).lora
     if lora is None and (adapter or merged):
         flag = "--adapter" if adapter else "--merged"
         raise JobError(Problem(flag, f"{commit.run} trained all weights and has no adapters", f"leave out {flag}"))

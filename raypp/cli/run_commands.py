@@ -12,7 +12,7 @@ import click
 
 import raypp
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.compatibility import check_resume, check_steps
+from raypp.checkpoint.compatibility import check_resume, check_steps, rate_jump
 from raypp.checkpoint.run_spec import add_spec, name_taken, read_spec, write_spec
 from raypp.cli.find_run import find_run, open_reader, present_status, runs_below
 from raypp.cli.live import LiveView
@@ -194,9 +194,12 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool) -> None:
     # Before the first checkpoint a change to the job cannot make anything unusable, so mistakes can
     # be corrected.
     if resume and (saved := list_checkpoints(store, name)):
-        problems = check_resume(read_spec(store, name), file.job) + check_steps(saved[-1].step, file.job.train.steps)
+        before = read_spec(store, name)
+        problems = check_resume(before, file.job) + check_steps(saved[-1].step, file.job.train.steps)
         if problems:
             raise JobError(map(file.locate, problems))
+        if jump := rate_jump(before, file.job, saved[-1].step):
+            echo(f"warning: {jump}", err=True)
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
