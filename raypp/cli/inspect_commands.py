@@ -13,26 +13,16 @@ from typing import Any
 
 import click
 
+from raypp.api.find_run import find_run, open_reader, present_status
 from raypp.cli.console import Console
-from raypp.cli.find_run import find_run, open_reader, present_status
 from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled
-from raypp.cli.render import (
-    log_text,
-    loss_text,
-    of_log,
-    one_line,
-    padded_tag,
-    quantity,
-    runs_table,
-    show_event,
-    status_view,
-    tag_width,
-)
+from raypp.cli.render import log_text, of_log, one_line, padded_tag, runs_table, show_event, status_view, tag_width
 from raypp.clusters import known_runs
 from raypp.clusters.find import lend_settings_of
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.append_log import Cursor
+from raypp.observe.in_words import loss_text, quantity
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final

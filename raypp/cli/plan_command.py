@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.api.checked_job import load_checked_job
+from raypp.cli.job_argument import job_argument
 from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.torch_process import ask
 from raypp.errors import EXIT_RESOURCES, JobError, RunFailedError

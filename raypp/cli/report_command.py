@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
+from raypp.api.report.collect import collect
+from raypp.api.report.page import page
 from raypp.cli.output import echo, write_file
-from raypp.cli.report.collect import collect
-from raypp.cli.report.page import page
 from raypp.errors import JobError, Problem
 from raypp.planning.stored_bytes import size_text
 

@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 import raypp
+from raypp.api.checked_job import load_checked_job
+from raypp.api.find_run import find_run, open_reader, present_status, runs_below
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps
 from raypp.checkpoint.run_spec import add_spec, name_taken, read_spec, write_spec
-from raypp.cli.find_run import find_run, open_reader, present_status, runs_below
+from raypp.cli.job_argument import job_argument
 from raypp.cli.live import LiveView
-from raypp.cli.load_job import job_argument, load_checked_job
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.cli.render import one_line
 from raypp.clusters import known_runs

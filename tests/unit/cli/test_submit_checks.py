@@ -15,10 +15,10 @@ from zipfile import ZipFile
 import nasty_world as nasty
 import pytest
 
+from raypp.api.find_run import find_run
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
-from raypp.cli.find_run import find_run
 from raypp.cli.live import LiveView
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources

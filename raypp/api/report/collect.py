@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.api.find_run import find_run, present_status
 from raypp.checkpoint.commit import Checkpoint, list_checkpoints
 from raypp.checkpoint.run_spec import read_spec
-from raypp.cli.find_run import find_run, present_status
-from raypp.cli.timeline_command import measured_links, newest_trace
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.observe.json_lines import TimedStep
-from raypp.observe.trace import RankTrace
-from raypp.observe.trace_analysis import Analysis, analyse
+from raypp.observe.trace import RankTrace, newest_trace
+from raypp.observe.trace_analysis import Analysis, analyse, measured_links
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event
 from raypp.spec.load import parse_job
