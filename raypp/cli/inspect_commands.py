@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from raypp.api.find_run import find_run, open_reader, present_status
+from raypp.api.run import event_json
 from raypp.cli.console import Console
 from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled
 from raypp.cli.render import log_text, of_log, one_line, padded_tag, runs_table, show_event, status_view, tag_width
@@ -26,7 +27,7 @@ from raypp.observe.in_words import loss_text, quantity
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final
-from raypp.records import Event, RunState
+from raypp.records import RunState
 
 _WATCH_S = 1.0
 _FOLLOW_S = 0.5
@@ -97,7 +98,7 @@ def events_command(run: str, samples: bool, as_json: bool) -> None:
         return
     events = reader.events()
     if as_json:
-        echo_json([_event_json(event) for event in events])
+        echo_json([event_json(event) for event in events])
     else:
         console = _console()
         for event in events:
@@ -209,21 +210,6 @@ def _status_line(status: dict[str, Any]) -> str:
     figures = f"loss {loss_text(status['loss'])}  {quantity(status['tokens_per_s'])} tokens/s"
     error = f"  {one_line(status['error'])}" if status["error"] else ""
     return f"{status['state']}  step {status['step']}/{status['steps']}  {figures}  attempt {status['attempt']}{error}"
-
-
-def _event_json(event: Event) -> dict[str, Any]:
-    cause = event.details.get("cause")
-    return {
-        "time": event.time,
-        "kind": event.kind,
-        "message": event.message,
-        "attempt": event.attempt,
-        "step": event.step,
-        "rank": event.rank,
-        "node": event.node,
-        "cause": cause,
-        "details": event.details,
-    }
 
 
 def _console() -> Console:

@@ -11,6 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
+from raypp.api.run import label_of
 from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.curve import loss_curve
 from raypp.observe.in_words import clock, date_and_clock, duration, loss_text, mesh_text, quantity, rank_label
@@ -246,5 +247,5 @@ def tag_width(line: LogLine) -> int:
 
 
 def _tag(line: LogLine) -> str:
-    tag = visible(line.label or ("controller" if line.rank is None else f"rank{line.rank}"))[: 10 * _WIDEST_TAG]
+    tag = visible(label_of(line))[: 10 * _WIDEST_TAG]
     return tag if cell_len(tag) <= _WIDEST_TAG else f"{set_cell_size(tag, _WIDEST_TAG - 1)}…"
