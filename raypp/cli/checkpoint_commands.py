@@ -19,8 +19,8 @@ from raypp.cli.checkpoint_look_commands import diff_command, show_command
 from raypp.cli.checkpoint_place import committed_steps, nothing_committed, open_run, progress_bar
 from raypp.cli.console import Lines, Table, wide_console
 from raypp.cli.output import echo, echo_json
-from raypp.cli.render import date_and_clock, duration, mesh_text
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem
+from raypp.observe.in_words import date_and_clock, duration, mesh_text
 from raypp.storage import ObjectStore
 
 

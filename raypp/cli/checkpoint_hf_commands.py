@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
+from raypp.api.checked_job import load_checked_job
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.layout import split_location
 from raypp.checkpoint.run_spec import read_spec
 from raypp.cli.checkpoint_place import open_checkpoint, progress_bar
-from raypp.cli.load_job import load_checked_job
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import CheckpointError, JobError, Problem

@@ -15,8 +15,8 @@ from raypp.checkpoint.saved_tensors import OPTIMIZER, TensorInfo
 from raypp.cli.checkpoint_place import open_checkpoint, progress_bar
 from raypp.cli.console import Table, Text, wide_console
 from raypp.cli.output import echo, echo_json, echo_lines, styled
-from raypp.cli.render import date_and_clock, mesh_text
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED
+from raypp.observe.in_words import date_and_clock, mesh_text
 from raypp.planning.stored_bytes import size_text
 from raypp.storage import ObjectStore
 from raypp.untrusted.text import visible

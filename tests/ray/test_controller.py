@@ -12,7 +12,7 @@ import psutil
 import pytest
 from held_back import held_back
 
-from raypp.cli.find_run import recorded_status
+from raypp.api.find_run import recorded_status
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace

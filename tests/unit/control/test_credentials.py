@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.cli.find_run import find_run
+from raypp.api.find_run import find_run
 from raypp.clusters import find, known_runs, local
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster, lend_store_settings

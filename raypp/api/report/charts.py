@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from raypp.cli.report.collect import RunData
-from raypp.cli.report.html import Html, Whole, joined, tag
+from raypp.api.report.collect import RunData
+from raypp.api.report.html import Html, Whole, joined, tag
 from raypp.records import StepReport
 
 COLUMNS = 600

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from raypp.cli.render import mesh_text, rank_label
-from raypp.cli.report.collect import RunData
-from raypp.cli.report.html import Html, joined, tag
-from raypp.cli.timeline_command import measured_links
-from raypp.cli.timeline_view import seconds_text
+from raypp.api.report.collect import RunData
+from raypp.api.report.html import Html, joined, tag
+from raypp.observe.in_words import mesh_text, rank_label, seconds_text
 from raypp.observe.status import LOST
+from raypp.observe.trace_analysis import measured_links
 
 _MOST_ROWS, _MOST_COLUMNS = 16, 32
 _NODE_COLOURS = 6

@@ -11,7 +11,6 @@ from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import Any
 
-from raypp.cli.output import echo_lines
 from raypp.environment import need
 from raypp.errors import (
     EXIT_RESOURCES,
@@ -24,6 +23,7 @@ from raypp.errors import (
     RunFailedError,
     UnreachableError,
 )
+from raypp.untrusted.text import visible_lines
 
 _QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 """Turns off libraries' progress bars: standard error is shown only at the end."""
@@ -88,7 +88,7 @@ def ask(
             process.kill()
             raise
         said.seek(0)
-        echo_lines(said.read(), err=True, nl=False)
+        sys.stderr.write(visible_lines(said.read()))
     if not last:
         raise RunFailedError(f"{name} ended with exit code {code} and without a result")
     answer: dict[str, Any] = json.loads(last)

@@ -7,14 +7,14 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 import raypp
-from raypp.cli.report import tables
-from raypp.cli.report.charts import COLUMNS, axis_of, charts, legend
-from raypp.cli.report.collect import RunData
-from raypp.cli.report.html import Html, tag
-from raypp.cli.report.mesh_picture import mesh_picture
-from raypp.cli.report.step_picture import step_picture
-from raypp.cli.report.strip import CLASSES, strip
-from raypp.cli.report.style import SCRIPT, STYLE
+from raypp.api.report import tables
+from raypp.api.report.charts import COLUMNS, axis_of, charts, legend
+from raypp.api.report.collect import RunData
+from raypp.api.report.html import Html, tag
+from raypp.api.report.mesh_picture import mesh_picture
+from raypp.api.report.step_picture import step_picture
+from raypp.api.report.strip import CLASSES, strip
+from raypp.api.report.style import SCRIPT, STYLE
 
 
 def page(runs: Sequence[RunData]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from raypp.cli.report.charts import ticks
-from raypp.cli.report.html import Html, joined, tag
-from raypp.cli.timeline_view import seconds_text
+from raypp.api.report.charts import ticks
+from raypp.api.report.html import Html, joined, tag
 from raypp.observe.chrome_trace import name_of
+from raypp.observe.in_words import seconds_text
 from raypp.observe.trace import RankTrace, Span
 from raypp.observe.trace_analysis import Analysis
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from raypp.cli.render import date_and_clock, duration, loss_text, quantity
-from raypp.cli.report.collect import RunData
-from raypp.cli.report.html import Html, joined, tag
-from raypp.cli.report.strip import class_of
+from raypp.api.report.collect import RunData
+from raypp.api.report.html import Html, joined, tag
+from raypp.api.report.strip import class_of
+from raypp.observe.in_words import date_and_clock, duration, loss_text, quantity
 from raypp.records import Event
 
 _MOST_EVENTS = 300

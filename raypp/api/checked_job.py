@@ -1,12 +1,9 @@
-"""Loads a job for a command, and runs every check that needs no cluster."""
+"""Loads a job, and runs every check that needs no cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import click
 
 from raypp.errors import JobError, Problem, RayppError
 from raypp.kinds import SOURCES
@@ -18,18 +15,6 @@ from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
 from raypp.spec.paths import is_remote
 
 
-def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the argument `JOB` (as `job`, a path) and the option `--set` (as `overrides`)."""
-    setting = click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Replace one value of the job file, e.g. --set mesh.pp=4. Can be repeated.",
-    )
-    return click.argument("job", type=click.Path(path_type=Path))(setting(command))
-
-
 def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
     """Loads a job file and checks the job, its mesh, its cut, its schedule and its recovery policy.
 
@@ -38,13 +23,25 @@ def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile
     Raises:
         JobError: All problems, each with its location (`job.yaml:14`, `--set mesh.pp=4`).
     """
-    problems: list[Problem] = []
     try:
-        file = load_job(path, overrides)
+        return checked(load_job(path, overrides))
     except IncompleteJobError as error:
         if error.rest is None:
             raise
-        file, problems = error.rest, list(error.problems)
+        return checked(error.rest, error.problems)
+
+
+def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
+    """Runs the checks of `load_checked_job` on a job that is loaded already.
+
+    Args:
+        file: The job.
+        before: Problems of its file that are known.
+
+    Raises:
+        JobError: All problems, those that are known among them.
+    """
+    problems = list(before)
     try:
         file = sized(file)
     except RayppError as error:

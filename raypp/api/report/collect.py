@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.api.find_run import present_status
 from raypp.checkpoint.commit import Checkpoint, list_checkpoints
 from raypp.checkpoint.run_spec import read_spec
-from raypp.cli.find_run import find_run, present_status
-from raypp.cli.timeline_command import measured_links, newest_trace
+from raypp.clusters.known_runs import RunPlace
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.observe.json_lines import TimedStep
-from raypp.observe.trace import RankTrace
-from raypp.observe.trace_analysis import Analysis, analyse
+from raypp.observe.reader import RunReader
+from raypp.observe.trace import RankTrace, newest_trace
+from raypp.observe.trace_analysis import Analysis, analyse, measured_links
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event
 from raypp.spec.load import parse_job
@@ -50,17 +51,17 @@ class RunData:
     notes: Sequence[str]
 
 
-def collect(argument: str) -> RunData:
+def collect(place: RunPlace, reader: RunReader) -> RunData:
     """Reads a run.
 
     Args:
-        argument: Its name, or URL/NAME.
+        place: Where it is.
+        reader: Its records.
 
     Raises:
-        JobError: There is no such run, or it has not written anything.
+        JobError: It has not written anything.
         StoreError: Its store does not answer.
     """
-    place, reader = find_run(argument)
     store, notes = open_store(place.url), []
     status = present_status(place, reader)
     steps, events = reader.steps(), reader.events()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from raypp.cli.render import date_and_clock
-from raypp.cli.report.charts import Axis, step_axis
-from raypp.cli.report.collect import RunData
-from raypp.cli.report.html import Html, tag
+from raypp.api.report.charts import Axis, step_axis
+from raypp.api.report.collect import RunData
+from raypp.api.report.html import Html, tag
+from raypp.observe.in_words import date_and_clock
 from raypp.records import Event
 
 CLASSES = {
