@@ -191,6 +191,21 @@ class Run:
         complete(source, pp, tokenizer, answers, batch_size, temperature=temperature, top_p=top_p, seed=seed)
         return [row(answer, tokenizer) for answer in answers]
 
+    def export(self, path: str | Path, *, dtype: str | None = None, **options: Any) -> dict[str, Any]:
+        """Writes the newest checkpoint as a Hugging Face model.
+
+        Args:
+            path: A directory, or a store's URL.
+            dtype: fp32, bf16 or fp16; None: as saved.
+            options: `adapter`, `merged`, `shard_gb`, `tokenizer`: as `raypp checkpoints export`.
+
+        Returns:
+            What `raypp checkpoints export --json` prints.
+        """
+        from raypp.api.checkpoints import export
+
+        return export(f"{self.place.url}/{self.name}", str(path), dtype=dtype, **options)
+
     def _repr_html_(self) -> str:
         """Shows the run in a notebook: state, figures, mesh and the curve of its loss."""
         status, rows = self.status(), self.history()

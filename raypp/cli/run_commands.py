@@ -16,7 +16,7 @@ from raypp.api.run import Run, end_in_words
 from raypp.api.submission import prepare, start
 from raypp.cli.job_argument import job_argument
 from raypp.cli.live import LiveView
-from raypp.cli.output import echo, echo_json, echo_lines
+from raypp.cli.output import echo, echo_json, echo_lines, say
 from raypp.cli.render import one_line
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -50,7 +50,7 @@ def submit_command(
     The run continues after Ctrl-C. The exit code is that of the run: 0 if it succeeded, 1 if it
     failed.
     """
-    prepared = prepare(load_checked_job(job, overrides), address, resume, _say)
+    prepared = prepare(load_checked_job(job, overrides), address, resume, say)
     file, store, cluster = prepared.file, prepared.store, prepared.cluster
     if dry_run:
         echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started", err=as_json)
@@ -62,7 +62,7 @@ def submit_command(
     if resume:
         view.skip_earlier_records(RunReader(store, file.job.name))
     try:
-        place = start(prepared, _say)
+        place = start(prepared, say)
     except KeyboardInterrupt as interrupt:
         for note in getattr(interrupt, "__notes__", ()):
             echo(err=True)
@@ -125,10 +125,6 @@ def _sides(versions: dict[str, str]) -> str:
 # ----------------------------------------------------------------------------------------
 
 
-def _say(remark: str) -> None:
-    echo(remark, err=True)
-
-
 def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool) -> int:
     """Shows the run until it ends. Returns the run's exit code."""
     if as_json:
@@ -147,7 +143,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
             if as_json:
                 _print_json({"run": place.name})
             return watch.driver_exit_code
-        code = watch.exit_code(status, reader, _say)
+        code = watch.exit_code(status, reader, say)
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
         echo(err=True)

@@ -22,7 +22,7 @@ from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.cli.live import LiveView
-from raypp.cli.run_commands import _say
+from raypp.cli.output import say
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
@@ -72,7 +72,7 @@ def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
     def start(at_upload: Callable[[], None], accepts: bool = False, url: str = "http://127.0.0.1:1") -> RunPlace:
         dashboard = _AtUpload(at_upload, accepts, url)
         cluster = Cluster(dashboard.url, dashboard)
-        return submission.start(submission.Prepared(load_job(path), store, cluster, False, "cpu", {}), _say)
+        return submission.start(submission.Prepared(load_job(path), store, cluster, False, "cpu", {}), say)
 
     return start
 
@@ -209,10 +209,10 @@ def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
     write_spec(store, "mine", job_document(file.job))
     store.put(commit_key("mine", 20), b"")
     if fits:
-        submission._check_name(file, store, resume=True)
+        submission._check_name(file, store, True, say)
         return
     with pytest.raises(JobError, match=r"train\.steps: is 19, but the run is at step 20"):
-        submission._check_name(file, store, resume=True)
+        submission._check_name(file, store, True, say)
 
 
 class _JobFailed(Dashboard):
@@ -234,7 +234,7 @@ def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
     dashboard = _JobFailed("http://127.0.0.1:1")
     watch = JobWatch(Cluster(dashboard.url, dashboard), RunPlace(store.url, "a", dashboard.url, "job"))
     shown = RunStatus("a", RunState.FAILED).as_dict()
-    assert watch.exit_code(shown, RunReader(store, "a"), _say) == code
+    assert watch.exit_code(shown, RunReader(store, "a"), say) == code
     assert ("the words of the driver" in capsys.readouterr().err) is not recorded
 
 
