@@ -1,7 +1,7 @@
 # make demo        from nothing to a trained model on this machine
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
-# make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1, test-ranks SLOW=1: one tier's part
+# make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1: one tier's part; GATE=1: what CI runs of it
 # make test-again  make test N=10 times beside LOAD=2 busy processes; prints what was not always green
 # make mutants     faults made by hand, and which test finds each; ONLY=machine- narrows it
 # make test-torch211  what meets torch, with the oldest supported torch
@@ -41,10 +41,12 @@ UNIT_WORKERS := $(if $(filter logical,$(WORKERS)),$(shell echo $$(($$(getconf _N
 CLUSTERS ?= 1
 ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
 # SLOW=1: a tier's slow tests instead, for example the full matrices of test-unit and test-ranks.
+# GATE=1: of these, the ones that .ci/run runs.
 SLOW ?=
+GATE ?=
 # JUNIT=FOLDER: each tier writes its results there, as TIER.xml.
 JUNIT ?=
-PYTEST = $(BIN)/python -m pytest -m '$(if $(SLOW),slow,not slow)' $(if $(JUNIT),--junitxml=$(JUNIT)/$@.xml)
+PYTEST = $(BIN)/python -m pytest -m '$(if $(GATE),slow and gate,$(if $(SLOW),slow,not slow))' $(if $(JUNIT),--junitxml=$(JUNIT)/$@.xml)
 
 # The oldest supported torch, in an environment of its own.
 VENV211 := .venv-torch211

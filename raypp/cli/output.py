@@ -52,6 +52,11 @@ def echo_lines(*parts: object, err: bool = False, nl: bool = True) -> None:
     click.echo("".join(_shown(part, visible_lines) for part in parts), err=err, nl=nl)
 
 
+def say(remark: str) -> None:
+    """Prints a remark to standard error."""
+    echo_lines(remark, err=True)
+
+
 def echo_json(value: Any, indent: int | None = None) -> None:
     """Prints a JSON value, on one line without `indent`. ASCII only, without control characters."""
     click.echo(json_text(value, indent))

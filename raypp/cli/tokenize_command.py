@@ -13,7 +13,7 @@ import yaml
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from raypp.cli.console import Console
-from raypp.cli.load_job import job_argument
+from raypp.cli.job_argument import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import DataError, JobError

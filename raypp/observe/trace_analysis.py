@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from raypp.observe.trace import COMPUTE, RankTrace, Span
+from raypp.records import Event
 from raypp.schedules.action import Action
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.schedules.validity import check_program
@@ -247,3 +248,24 @@ def _stage_times(seconds: Mapping[tuple[str, int], list[float]], stages: int, li
     links = list(link_s) if len(link_s) == stages - 1 else [0.0] * max(0, stages - 1)
     share = sum(inputs[1:]) / split if split else 0.5
     return StageTimes([median("F", s) for s in range(stages)], whole, share, links, first_whole=True)
+
+
+def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
+    """Returns the seconds of a message between stages, from the last measurement of `lookahead:
+    auto`, or from that of one attempt."""
+    for event in reversed(events):
+        links = event.details.get("link_s")
+        if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
+            return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6]
+    return []
+
+
+def measured_cards(events: Sequence[Event], attempt: int | None = None) -> list[int | None] | None:
+    """Returns the network card of every pipeline rank, as `lookahead: auto` found them last, or in
+    an attempt; None where no messages share one."""
+    for event in reversed(events):
+        cards = event.details.get("cards")
+        if event.kind == "lookahead" and attempt in (None, event.attempt):
+            usable = isinstance(cards, list) and all(card is None or type(card) is int for card in cards)
+            return cards if usable else None
+    return None

@@ -221,7 +221,8 @@ def cost_identity(job: Job) -> dict[str, Any]:
     That excludes the number of layers and the mesh.
     """
     document = job_document(job)
-    model = {key: value for key, value in document["model"].items() if key not in ("num_layers", "from_hf")}
+    without = ("num_layers", "from_hf", "original", "max_context")
+    model = {key: value for key, value in document["model"].items() if key not in without}
     if model["lora"] is None:
         del model["lora"]
     train = {key: document["train"][key] for key in ("micro_batch_size", "precision", "activation_checkpointing")}

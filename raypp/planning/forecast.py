@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from raypp.mesh.geometry import Mesh
-from raypp.planning.activations import Kind, microbatch_tokens, stage_activation_bytes
+from raypp.planning.activations import Kind, microbatch_tokens
 from raypp.planning.cards import cards_of_nodes
-from raypp.planning.choose_lookahead import best_depth, depths
+from raypp.planning.choose_lookahead import best_depth, depths, fits_by_plan
 from raypp.planning.costs import Costs
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.links import message_bytes
-from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, gathered_bytes, memory_kind, rank_memory, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
@@ -174,8 +173,8 @@ def _simulated(
     if lookahead != "auto":
         simulator = pipeline.simulator(lookahead)
         return lookahead, simulator, simulator.run(times)
-    room = _most_in_flight(job, pipeline.cut, pipeline.stages_of_rank, device_memory, kind) if device_memory else None
-    best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, room))
+    fits = fits_by_plan(job, pipeline, device_memory, kind)
+    best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, fits=fits))
     return best.lookahead, best.simulator, best.timeline
 
 
@@ -264,25 +263,6 @@ def _state_copies(job: Job, machines: Machines, costs: Costs, pipeline: Resolved
     moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
     # On a CPU, copies there and back share its memory.
     return 2 * moved * costs.copy_s if kind == "cpu" else update_seconds(job, moved, machines.inside_gbps)
-
-
-def _most_in_flight(
-    job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int, kind: Kind
-) -> list[int]:
-    """Returns how many microbatches in flight fit into memory for every stage.
-
-    The rank's other memory is subtracted first.
-    """
-    room = [0] * len(cut)
-    tokens = microbatch_tokens(job)
-    for stages in placement:
-        fixed = rank_memory(job, stages, cut, (), {}, kind).total
-        for stage in stages:
-            each = tokens * stage_activation_bytes(job, stage, cut, kind) * len(stages)
-            if stage == len(cut) - 1:
-                each += loss_memory(job, tokens, kind).kept
-            room[stage] = int(max(0, memory - fixed) // max(1, each))
-    return room
 
 
 def _bottleneck(

@@ -33,11 +33,12 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_ci_runs_the_slow_tests_of_the_tiers_that_leave_their_matrices_to_them() -> None:
+def test_ci_runs_the_slow_tests_of_every_tier_that_are_marked_gate() -> None:
     commands = (TESTS.parent / ".ci/run").read_text().splitlines()
     assert {
-        "make test",
-        "make test-unit SLOW=1",
-        'make test-ranks SLOW=1 RANKS="tests/ranks tests/gpu"',
-        'make -j 2 --output-sync=target SIDE_BY_SIDE=1 test-ray test-e2e SLOW=1 E2E="tests/e2e tests/chaos"',
+        "part make test",
+        "part make test-unit GATE=1",
+        "part make test-ranks GATE=1",
+        "part make -j 3 --output-sync=target SIDE_BY_SIDE=1 test-s3 test-ray test-e2e GATE=1 "
+        'E2E="tests/e2e tests/chaos"',
     } <= {*commands}
