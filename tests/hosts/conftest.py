@@ -66,7 +66,7 @@ class Office(Laptop):
         for host in range(self.bed.size):
             self.bed.heal(host)
             self.bed.thaw(host)
-        time.sleep(1)
+        time.sleep(0.5)
         alive = {node.ip for node in self.bed.nodes()}
         for host in range(1, self.bed.size):
             # A node that was silent for long is declared dead a little later, and then exits.

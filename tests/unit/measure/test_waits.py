@@ -1,21 +1,21 @@
-"""Passes after waits are told apart from passes in a row, in CPU time of the thread."""
+"""Passes after waits are told apart from passes in a row."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import pytest
+from fake_clock import FakeClock
 
+from raypp.measure import waits
 from raypp.measure.waits import WAITS_S, slow_starts
 
 
-def compute(seconds: float) -> float:
-    """Computes for this much CPU time of the thread; returns what it took."""
-    begun = time.thread_time()
-    while (taken := time.thread_time() - begun) < seconds:
-        pass
-    return taken
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(waits, "time", clock)
+    return clock
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Core:
         for usual in (0.01, 0.02):
             factor = 1.0 if not self._left else 1.75 if self._left == self.slow else 1.5
             self._left = max(0, self._left - 1)
-            found.append(compute(usual * factor))
+            found.append(usual * factor)
         return found[0], found[1]
 
 
@@ -54,9 +54,9 @@ def test_a_core_that_comes_back_slow_is_noticed_after_the_waits_that_put_it_to_s
     awake, asleep = [one for one in found if one.wait_s < 0.05], [one for one in found if one.wait_s >= 0.05]
     assert all((one.slower, one.lost_s) == (0.0, 0.0) for one in awake)
     for one in asleep:
-        assert one.slower == pytest.approx(0.75, abs=0.1)
+        assert one.slower == pytest.approx(0.75)
         # 3/4 of the first forward, half of its backward, half of the second forward.
-        assert one.lost_s == pytest.approx(0.0075 + 0.01 + 0.005, rel=0.2)
+        assert one.lost_s == pytest.approx(0.0075 + 0.01 + 0.005)
 
 
 def test_a_core_that_does_not_sleep_has_lost_nothing() -> None:
@@ -64,7 +64,7 @@ def test_a_core_that_does_not_sleep_has_lost_nothing() -> None:
     assert all((one.slower, one.lost_s) == (0.0, 0.0) for one in slow_starts(core.passes, 3, core.wait))
 
 
-def test_what_a_thread_wakes_up_late_counts_as_its_first_pass() -> None:
+def test_what_a_thread_wakes_up_late_counts_as_its_first_pass(clock: FakeClock) -> None:
     core = Core(asleep_after=9.0, slow=0)
-    late = slow_starts(core.passes, 3, lambda seconds: time.sleep(seconds + 0.01))
-    assert all(one.slower > 0.9 and one.lost_s > 0.009 for one in late)
+    late = slow_starts(core.passes, 3, lambda seconds: clock.sleep(seconds + 0.01))
+    assert [(one.slower, one.lost_s) for one in late] == [pytest.approx((1.0, 0.01))] * len(WAITS_S)
