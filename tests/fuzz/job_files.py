@@ -64,7 +64,7 @@ def planned(data: bytes, settings: Sequence[str] = ()) -> None:
             raise
 
 
-@target(_JOB, b"name: a\n", words=_WORDS, seeds=job_seeds.files)
+@target(_JOB, b"name: a\ndata: {kind: synthetic}\n", words=_WORDS, seeds=job_seeds.files)
 def job_file(data: bytes) -> None:
     planned(data)
 
@@ -75,7 +75,7 @@ def yaml_text(data: bytes) -> None:
 
 
 @target(
-    b"mesh.pp=2", b"model.lora={rank: 4}", b"pipeline.layers_per_stage=[3, 5]", words=(*_WORDS, b".", b"="),
+    b"mesh.pp=2", b"model.lora={rank: 4, base: fp32}", b"pipeline.layers_per_stage=[3, 5]", words=(*_WORDS, b".", b"="),
     seeds=job_seeds.overrides,
 )  # fmt: skip
 def override(data: bytes) -> None:

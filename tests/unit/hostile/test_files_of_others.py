@@ -75,7 +75,7 @@ _JSON: Any = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     base=st.sampled_from([CONFIG, MOE]),
     kind=st.sampled_from(

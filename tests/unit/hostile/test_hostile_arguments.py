@@ -51,11 +51,11 @@ def test_hostile_names(
     assert {path.name for path in tmp_path.iterdir()} <= {"job.yaml", "home"}
 
 
-@pytest.mark.parametrize("options", [("--json",), ("--per-node", "1", "--link-gbps", "1")])
-def test_the_largest_mesh(options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("fsdp", "options"), [(2000, ("--json",)), (500, ("--per-node", "1", "--link-gbps", "1"))])
+def test_a_large_mesh(fsdp: int, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A link between each two nodes that any pipeline crosses: thousands of them."""
     file = tmp_path / "job.yaml"
-    file.write_text("name: a\ndata: {kind: synthetic}\nmesh: {pp: 4, fsdp: 500}\n")
+    file.write_text(f"name: a\ndata: {{kind: synthetic}}\nmesh: {{pp: 4, fsdp: {fsdp}}}\n")
     with counted_calls() as calls:
         assert run(["plan", str(file), *options]) == 0
     assert calls.count < MOST_CALLS

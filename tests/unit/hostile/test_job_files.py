@@ -44,7 +44,7 @@ TEXTS = {
     "many keys": b"".join(b"k%d: v\n" % i for i in range(5_000)),
     "the same key": b"name: a\n" * 1_000,
     "many wrong values": HEAD + b"pipeline: {layers_per_stage: [" + b"x," * 5_000 + b"1]}\n",
-    "deep brackets": b"name: " + b"[" * 1000 + b"]" * 1000,
+    "deep brackets": b"name: " + b"[" * 200 + b"]" * 200,
     "deep lines": b"".join(b" " * i + b"k:\n" for i in range(600)),
     "digits": HEAD + f"mesh: {{pp: {DIGITS}}}\n".encode(),
     "hexadecimal digits": HEAD + f"mesh: {{pp: 0x{'f' * 5000}}}\n".encode(),
@@ -207,9 +207,11 @@ def test_a_pipe_that_is_silent_or_has_no_end_is_refused(monkeypatch: pytest.Monk
         load_job(path)
 
 
-@pytest.mark.parametrize("lines", [8_000, 3_000_000])
-def test_a_job_file_beyond_the_limit_is_not_read(lines: int) -> None:
-    Path("job.yaml").write_bytes(b"name: a\n" + b"# comment, and more of it, until the limit is passed\n" * lines)
+def test_a_job_file_beyond_the_limit_is_not_read() -> None:
+    Path("job.yaml").write_bytes(b"name: a\n" + b"# comment, and more of it, until the limit is passed\n" * 8_000)
+    with pytest.raises(JobError, match=r"job.yaml: has more than 262,144 bytes"):
+        load_job("job.yaml")
+    os.truncate("job.yaml", 1 << 40)  # whoever reads it has no memory left
     with pytest.raises(JobError, match=r"job.yaml: has more than 262,144 bytes"):
         load_job("job.yaml")
 
@@ -255,7 +257,7 @@ def test_limits_refuse_no_real_job() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("mesh.fsdp=100000",),
+        pytest.param(("mesh.fsdp=100000",), marks=[pytest.mark.slow, pytest.mark.gate]),
         ("model.num_layers=4096", "mesh.pp=100", "mesh.fsdp=8", "pipeline.microbatches=4", "pipeline.schedule=gpipe"),
     ],
 )

@@ -34,6 +34,12 @@ LARGE = {
 }
 
 
+every_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow, pytest.mark.gate] if case == "many-rows" else ()) for case in LARGE],
+)
+
+
 def large(case: str) -> Job:
     document: dict[str, Any] = {"model": {"num_layers": 64}, **LARGE[case]}
     return job_with(**document)
@@ -55,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-@pytest.mark.parametrize("case", LARGE)
+@every_case
 def test_a_search_for_what_fits_ends_in_time(case: str) -> None:
     job = large(case)
     device, machines = DEVICES["rtx4090"], Machines.alike(job.mesh.world, 8, 10.0)
@@ -64,7 +70,7 @@ def test_a_search_for_what_fits_ends_in_time(case: str) -> None:
     assert found.now is not None or found.out_of_time
 
 
-@pytest.mark.parametrize("case", LARGE)
+@every_case
 def test_a_search_for_the_fastest_ends_in_time(case: str) -> None:
     job = large(case)
     device, machines = DEVICES["rtx4090"], Machines.alike(job.mesh.world, 8, 10.0)
