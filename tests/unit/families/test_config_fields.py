@@ -31,9 +31,13 @@ ALIKE = {
     "smollm3",
 }  # fmt: skip
 """Families whose keys another one reads alike. Their walks take a minute and are slow tests."""
-every_family = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in FAMILIES]
-)
+OFTEN = {"llama", "gpt_oss"}
+"""The others are slow tests that CI runs."""
+MARKS = {
+    kind: [] if kind in OFTEN else [pytest.mark.slow] if kind in ALIKE else [pytest.mark.slow, pytest.mark.gate]
+    for kind in FAMILIES
+}
+every_family = pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()])
 TOKENS = torch.randint(0, 60, (1, 33), generator=torch.Generator().manual_seed(0))
 WINDOW = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
 OF_IMAGES = {"get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"}

@@ -104,13 +104,20 @@ def loaded(folder: Path) -> Any:
     return model.double()
 
 
+OFTEN = {"llama", "gemma3", "qwen3_moe", "gpt_oss"}
+"""A plain family, one of other norms, and two of experts. The others are slow tests."""
+
+
 @pytest.fixture(scope="module")
 def peft() -> Any:
     """PEFT takes seconds to import, in every worker that collects this file."""
     return pytest.importorskip("peft")
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in OFTEN else [pytest.mark.slow, pytest.mark.gate]) for kind in FAMILIES],
+)
 def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(
     kind: str, tmp_path: Path, peft: Any
 ) -> None:
