@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.rule import Rule
 
+from raypp.api.checked_job import load_checked_job
 from raypp.cli.console import Console, Lines, Table, Text
-from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.job_argument import job_argument
 from raypp.cli.output import echo_json
 from raypp.cli.tokenize_command import tokenize_command
 from raypp.errors import DataError
@@ -73,6 +74,7 @@ def _document(look: Look, job: Job) -> dict[str, object]:
         "parts": [{"name": name, "documents": count, "tokens": size} for name, (count, size) in look.parts.items()],
         "seq_len": job.data.seq_len,
         "too_long": {"documents": look.too_long, "are": "dropped" if job.data.too_long == "drop" else "cut"},
+        "remarks": list(look.remarks),
         "rows": look.rows,
         "fill": look.fill,
         "sampled": look.sampled,
@@ -100,6 +102,8 @@ def _show(look: Look, job: Job, console: Console) -> None:
     facts.add_row("rows", f"{about}{look.rows:,} of {job.data.seq_len} tokens an epoch, {about}{look.fill:.1%} full")
     if look.too_long:
         facts.add_row("too long", Text(look.too_long_in_words, _TOO_LONG))
+    for number, remark in enumerate(look.remarks):
+        facts.add_row("" if number else "note", Text(remark, _TOO_LONG))
     console.print(Rule("all documents", style="bright_black"))
     console.print(facts)
     console.print()

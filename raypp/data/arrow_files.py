@@ -21,8 +21,8 @@ _MOST_ITEMS = 1_000_000
 _SHOWN = 300
 
 
-def columns_of(file: SourceFile) -> dict[str, bool]:
-    """Returns the columns of a file, and whether each holds text.
+def columns_of(file: SourceFile) -> dict[str, bool | None]:
+    """Returns the columns of a file, and whether each holds text; None: all its values are null.
 
     Raises:
         DataError: pyarrow is not installed, or the file is damaged.
@@ -99,7 +99,9 @@ def _is_parquet(file: SourceFile) -> bool:
     return file.name.lower().endswith(".parquet")
 
 
-def _is_text(kind: Any, pa: Any) -> bool:
+def _is_text(kind: Any, pa: Any) -> bool | None:
+    if pa.types.is_null(kind):
+        return None
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

@@ -1,4 +1,4 @@
-"""JSON lines of conversations, and of prompts with their completions."""
+"""JSON lines, or a JSON array, of conversations, instructions, and prompts with completions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from raypp.data.chat_files import no_template, open_template
-from raypp.data.conversations import RowFault
+from raypp.data.conversations import Names, RowFault, needs_template
 from raypp.data.corpus import Corpus
 from raypp.data.faults import Faults
-from raypp.data.json_rows import parse_object
+from raypp.data.json_rows import records_of
 from raypp.data.rows import RowEncoder
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Record, Request, tokenise
@@ -18,10 +18,10 @@ from raypp.kinds import SourceKind
 
 KIND = SourceKind(
     "chat",
-    "a JSON object per line: a conversation, or a prompt and its completion",
+    "a JSON object per line, or an array of them: conversations, instructions, prompts with completions",
     position=4,
     endings=(".jsonl", ".json", ".ndjson"),
-    keys=("chat_template", "template_date", "loss"),
+    keys=("columns", "roles", "chat_template", "template_date", "loss"),
     compressed=True,
     check="raypp.data.chat:check",
 )
@@ -52,19 +52,13 @@ def check(request: Request) -> list[Problem]:
 
 
 def _encoder(request: Request, files: Sequence[SourceFile]) -> RowEncoder:
-    template = open_template(request.data)
+    template, names = open_template(request.data), Names.of(request.data)
     if template is None:
         first = next(_records(files), None)
-        if first is not None and not isinstance(first.row, RowFault) and "completion" not in first.row:
+        if first is not None and not isinstance(first.row, RowFault) and needs_template(first.row, names):
             raise no_template(request.data)
-    return RowEncoder(request.tokenizer, template, loss=request.data.loss)
+    return RowEncoder(request.tokenizer, template, loss=request.data.loss, names=names)
 
 
 def _records(files: Sequence[SourceFile]) -> Iterator[Record]:
-    for file in files:
-        for number, line in file.lines():
-            if line.strip():
-                try:
-                    yield Record(f"{file.name}:{number}", parse_object(line))
-                except RowFault as fault:
-                    yield Record(f"{file.name}:{number}", fault)
+    return (record for file in files for record in records_of(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from raypp.untrusted.files import read_file
 from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import visible
 
-_CONFIG, _ALONE = "tokenizer_config.json", "chat_template.jinja"
+_CONFIG, _ALONE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+_MOST_OTHERS = 100
 _BOUNDS = Bounds(size=16 << 20, values=2_000_000)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _KEY = "data.chat_template"
@@ -26,8 +28,9 @@ _GIVE = "set data.chat_template to a file with a Jinja template"
 def open_template(data: DataSection) -> ChatTemplate | None:
     """Opens the template that `data.chat_template` names, else the one beside `data.tokenizer`.
 
-    There, `chat_template.jinja` comes before the `chat_template` of `tokenizer_config.json`. The
-    special tokens are those of `tokenizer_config.json`. Returns None if there is no template.
+    There, `chat_template.jinja` and `additional_chat_templates/NAME.jinja` come before the
+    `chat_template` of `tokenizer_config.json`, as in transformers. The special tokens are those of
+    `tokenizer_config.json`. Returns None if there is no template.
 
     Raises:
         DataError: A file cannot be read, or the template cannot be compiled.
@@ -36,13 +39,25 @@ def open_template(data: DataSection) -> ChatTemplate | None:
     config = _config(folder / _CONFIG) if folder is not None and (folder / _CONFIG).exists() else {}
     if data.chat_template is not None:
         source: Any = _read(expand_home(data.chat_template))
-    elif folder is not None and (folder / _ALONE).exists():
-        source = _read(folder / _ALONE)
     else:
         source = _sources(config.get("chat_template"), folder)
+        if folder is not None and (files := _template_files(folder)):
+            default = source if isinstance(source, str) else (source or {}).get("default")
+            usual = {"default": default} if default is not None else {}
+            source = usual | {name: _read(path) for name, path in files.items()}
     if source is None:
         return None
     return ChatTemplate(source, _special_tokens(config), _date(data.template_date))
+
+
+def _template_files(folder: Path) -> dict[str, Path]:
+    """Returns a folder's files of templates by name; `default` is the one beside the tokenizer."""
+    found = {"default": folder / _ALONE} if (folder / _ALONE).exists() else {}
+    others = folder / _OTHERS
+    if others.is_dir():
+        named = sorted(islice(others.glob("*.jinja"), _MOST_OTHERS))
+        found |= {path.name.removesuffix(".jinja"): path for path in named}
+    return found
 
 
 def no_template(data: DataSection) -> DataError:

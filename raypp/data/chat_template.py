@@ -26,6 +26,7 @@ Message = dict[str, Any]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that hold a model's reasoning in data; templates read the first two."""
+_WORD = re.compile(r"\w+")
 _NAME = "<chat template>"
 _SHOWN = 300
 
@@ -41,10 +42,13 @@ class Rendered:
     Attributes:
         text: The text.
         spans: First and one past the last character of each part inside of `{% generation %}`.
+        turns: The same of what each turn's iteration of a loop wrote, by the turn's index. Those of
+            which no iteration wrote, or several, are missing.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
+    turns: Mapping[int, tuple[int, int]]
 
 
 class ChatTemplate:
@@ -77,6 +81,7 @@ class ChatTemplate:
             what = f"there are templates {', '.join(map(visible, sources))}, but none is the default"
             raise DataError(Problem(place, what, "name the file of one with data.chat_template"))
         self._marks = {name: _MARKS.search(text) is not None for name, text in sources.items()}
+        self._words = {name: frozenset(_WORD.findall(text)) for name, text in sources.items()}
         parts = [sorted(sources.items()), sorted(self._special.items()), str(today)]
         self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         """Changes if the text of a conversation would."""
@@ -88,6 +93,11 @@ class ChatTemplate:
     def marks_turns(self, tools: Sequence[Any] | None = None) -> bool:
         """Whether the template says by `{% generation %}` what the model has to write."""
         return self._marks[self._chosen(tools)]
+
+    def reads(self, key: str, tools: Sequence[Any] | None = None) -> bool:
+        """Whether the template has a word that is a key of a turn, or another name of it."""
+        words = self._words[self._chosen(tools)]
+        return key in words or (key in _REASONING and not words.isdisjoint(_REASONING))
 
     def render(
         self,
@@ -110,10 +120,12 @@ class ChatTemplate:
         """
         environment, tracker = self._environment, _tracker(self._environment)
         environment.budget = Budget(until)
-        tracker.begin()
+        turns = [_normal(message) for message in messages]
+        tracker.begin(turns)
+        environment.at = tracker.at  # type: ignore[method-assign]
         values = {
             **self._special,
-            "messages": [_normal(message) for message in messages],
+            "messages": turns,
             "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -127,7 +139,7 @@ class ChatTemplate:
                 parts.append(part)
         except Exception as error:  # a template can raise whatever its expressions raise
             raise TemplateFault(_in_words(error)) from error
-        return Rendered("".join(parts), tuple(tracker.spans))
+        return Rendered("".join(parts), tuple(tracker.spans), tracker.turns())
 
     def _chosen(self, tools: Sequence[Any] | None) -> str:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
@@ -142,8 +154,23 @@ class _Generation(Extension):
         super().__init__(environment)
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, turns: Sequence[Message] = ()) -> None:
         self.position, self.spans = 0, list[tuple[int, int]]()
+        self._index = {id(turn): index for index, turn in enumerate(turns)}
+        self._wrote: dict[int, list[tuple[int, int]]] = {}
+        self._open: dict[int, tuple[int, int]] = {}
+
+    def at(self, item: object, loop: int) -> None:
+        """Notes that an iteration of a loop begins, or with None that the loop has ended."""
+        turn, start = self._open.pop(loop, (0, self.position))
+        if self.position > start:
+            self._wrote.setdefault(turn, []).append((start, self.position))
+        if (now := self._index.get(id(item))) is not None:
+            self._open[loop] = now, self.position
+
+    def turns(self) -> dict[int, tuple[int, int]]:
+        """Returns what each turn's iteration wrote."""
+        return {turn: parts[0] for turn, parts in self._wrote.items() if len(parts) == 1}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -56,6 +56,7 @@ class Corpus:
         chosen: The documents that belong to this corpus, int64 `[len]`; None: all.
         loss: Whether each id carries loss, bool, as long as its shard; None: all do.
         template: Changes if the chat template does; empty if the documents have none.
+        remarks: What of the data is not used, and what else their owner should know.
     """
 
     shards: tuple[Ids, ...]
@@ -64,6 +65,7 @@ class Corpus:
     chosen: NDArray[np.int64] | None = None
     loss: tuple[Masks, ...] | None = None
     template: str = ""
+    remarks: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1 if self.chosen is None else len(self.chosen)
@@ -139,7 +141,9 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
         loss = tuple(one for corpus in corpora for one in corpus.loss or map(_all_carry, corpus.shards))
     template = "+".join(corpus.template for corpus in corpora if corpus.template)
     every_offset = np.concatenate(offsets)
-    return Corpus(shards, every_offset, corpora[0].digest, None if every else np.concatenate(chosen), loss, template)
+    remarks = tuple(dict.fromkeys(remark for corpus in corpora for remark in corpus.remarks))
+    picked = None if every else np.concatenate(chosen)
+    return Corpus(shards, every_offset, corpora[0].digest, picked, loss, template, remarks)
 
 
 def _all_carry(shard: Ids) -> Mask:

@@ -1,19 +1,28 @@
-"""Rows that cannot be used: the first, and how many."""
+"""Rows that cannot be used: the first, and how many; and remarks on the others."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterable
 
 from raypp.data.conversations import RowFault
 from raypp.errors import DataError, Problem
+from raypp.untrusted.text import visible
 
-_SHOWN = 5
+_SHOWN = 3  # two lines each; with their number and a command's summary ten lines
+_REMARKS = 12
+_ROW = re.compile(r"(:\d+|\[\d+\].*)$")
+"""What a place has after its file."""
 _COUNTING_S = 10.0
 """How long rows are checked after one that cannot be used."""
 
 
 class Faults:
     """Rows that cannot be used: the first, and how many.
+
+    Attributes:
+        remarks: What was remarked, once for each file.
 
     Args:
         key: The key of the job file that names the data.
@@ -22,6 +31,7 @@ class Faults:
     def __init__(self, key: str) -> None:
         self._key, self._shown, self._more = key, list[Problem](), 0
         self._until = float("inf")
+        self.remarks: dict[str, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._shown)
@@ -32,8 +42,20 @@ class Faults:
         else:
             self._more += 1
 
+    def remark(self, place: str, remarks: Iterable[str]) -> None:
+        """Adds what is not used of a row, and the like."""
+        for what in sorted(remarks):
+            if len(self.remarks) <= _REMARKS:
+                self.remarks[visible(f"{_ROW.sub('', place)}: {what}")] = None
+
+    def remarked(self) -> tuple[str, ...]:
+        """Returns the first remarks."""
+        more = ("and more",) if len(self.remarks) > _REMARKS else ()
+        return (*list(self.remarks)[:_REMARKS], *more)
+
     def take(self, others: Faults) -> None:
         """Adds those of later rows."""
+        self.remarks |= others.remarks
         every = self._shown + others._shown
         self._shown = every[:_SHOWN]
         self._more += others._more + len(every) - len(self._shown)

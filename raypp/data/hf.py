@@ -10,13 +10,14 @@ from pathlib import PurePosixPath
 
 from raypp.data.arrow_files import columns_of, rows_of
 from raypp.data.chat_files import no_template, open_template
-from raypp.data.conversations import RowFault
+from raypp.data.conversations import READ, Names, RowFault, kind_of, needs_template, shape_of, without_nulls
 from raypp.data.corpus import Corpus
 from raypp.data.rows import RowEncoder
 from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too_long
 from raypp.data.tokenised import Record, Request, Text, tokenise
 from raypp.errors import DataError, Problem, in_words
 from raypp.kinds import SourceKind
+from raypp.spec.job import DataSection
 from raypp.spec.paths import is_glob, is_hub_name
 from raypp.untrusted.text import visible
 
@@ -25,12 +26,10 @@ KIND = SourceKind(
     "a Hugging Face dataset: parquet or arrow files, or org/name on the hub",
     position=4,
     endings=(".parquet", ".arrow"),
-    keys=("text_key", "split", "config", "chat_template", "template_date", "loss"),
+    keys=("text_key", "columns", "roles", "split", "config", "chat_template", "template_date", "loss"),
     hub=True,
 )
 
-_CHAT = ({"messages"}, {"conversations"}, {"prompt", "completion"})
-_EXTRA = ("tools",)
 _KNOWN_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 _SHARD = re.compile(r"(?:.*[^\w.])?([\w.]+)-\d{5}-of-\d{5}")
 """The name of a shard on the hub or of `save_to_disk`, with its split."""
@@ -43,7 +42,8 @@ _PATIENCE_S = 20.0
 def read(request: Request) -> Corpus:
     """Reads one column of text, or the columns of conversations, of all rows of a split.
 
-    Rows whose text is empty or null are skipped, as blank lines of other kinds are.
+    Rows whose text is empty or null are skipped, as blank lines of other kinds are; so are files
+    whose column of text is null in all rows.
 
     Raises:
         DataError: No such dataset, split, configuration or column; a damaged file; pyarrow is not
@@ -51,44 +51,89 @@ def read(request: Request) -> Corpus:
     """
     path = _downloaded(request) if is_hub_name(request.path) else request.path
     files = _chosen(find_files(path, KIND.endings, request.place), path, request)
-    there = columns_of(files[0])
-    key = request.data.text_key
-    if key in there:
-        if not there[key]:
+    there, names = columns_of(files[0]), Names.of(request.data)
+    key = names.columns.get("text", request.data.text_key)
+    shape = shape_of(dict.fromkeys(there, True), names)
+    if _is_text(key, shape, there, request):
+        if there[key] is False:
             what = f"{files[0].name}: the column {key!r} holds no text"
-            raise DataError(Problem(request.place, what, f"set data.text_key to one of {_listed(there)}"))
+            texts = [name for name, text in there.items() if text]
+            fix = f"set data.text_key to one of {_listed(texts)}" if texts else "use other files"
+            raise DataError(Problem(request.place, what, fix))
         return tokenise(request, files, lambda: (text for file in files for text in _texts(file, key)))
-    shape = next((shape for shape in _CHAT if shape <= set(there)), None)
     if shape is None:
         what = f"{files[0].name} has no column {key!r}, but {_listed(there)}"
-        raise DataError(Problem(request.place, what, "set data.text_key to the column that holds the text"))
-    columns = sorted(shape | (set(_EXTRA) & set(there)))
+        fix = "set data.text_key to the column that holds the text, or data.columns to those of a conversation"
+        raise DataError(Problem(request.place, what, fix))
     template = open_template(request.data)
-    if template is None and "completion" not in shape:
-        raise no_template(request.data)
-    encoder = RowEncoder(request.tokenizer, template, loss=request.data.loss)
-    return tokenise(request, files, lambda: (row for file in files for row in _records(file, columns)), encoder)
+    encoder = RowEncoder(request.tokenizer, template, loss=request.data.loss, names=names)
+    columns = {names.columns.get(one, one) for one in READ} & set(there)
+    needed = [names.columns.get(one, one) for one in shape]
+    if template is None:
+        first = next((row for file in files for row in rows_of(file, needed)), {})
+        if needs_template(first, names):
+            raise no_template(request.data)
+    return tokenise(
+        request, files, lambda: (row for file in files for row in _records(file, sorted(columns), needed)), encoder
+    )
 
 
-def _texts(file: SourceFile, key: str) -> Iterator[Text]:
+def _is_text(key: str, shape: Sequence[str] | None, there: Mapping[str, bool | None], request: Request) -> bool:
+    """Whether the rows are the texts of a column.
+
+    Raises:
+        DataError: They may as well be conversations, or options of conversations are set.
+    """
+    data = request.data
+    if key not in there or shape == ("text",) or shape is None:
+        found = key in there
+    elif any(one in data.columns for one in shape):
+        found = False
+    elif data.text_key == DataSection.model_fields["text_key"].default:  # perhaps nobody chose it
+        if data.chat_template is None and data.loss == "assistant" and not data.roles:
+            what = f"the data have a column {key!r}, and {' and '.join(shape)}: either could be trained on"
+            fix = f"write data.columns: {{{shape[0]}: {shape[0]}}} for conversations, or {{text: {key}}} for the text"
+            raise DataError(Problem(request.place, what, fix))
+        found = False
+    else:
+        found = True
+    if found and (data.loss != "assistant" or data.chat_template is not None or data.roles):
+        option = "chat_template" if data.chat_template is not None else "roles" if data.roles else "loss"
+        what = f"has no effect: the data are the texts of the column {key!r}"
+        raise DataError(Problem(f"data.{option}", what, "remove it, or name the conversations in data.columns"))
+    return found
+
+
+def _texts(file: SourceFile, key: str) -> Iterator[Text | Record]:
+    if columns_of(file).get(key, False) is None:
+        log.warning("%s: skips %s, whose column %r is null in all rows", file.place, file.name, key)
+        return
     for number, row in enumerate(rows_of(file, [key])):
         text = row[key]
         if not text:
             continue
         place = f"{file.name}[{number}]"
         if not isinstance(text, str):
-            what = f"{place} has {type(text).__name__} under {key!r}, not text"
-            raise DataError(Problem(file.place, what, "write all files with the same columns"))
+            fault = RowFault(f"{key!r} is {kind_of(text)}, not a text", "write all files with the same columns")
+            yield Record(place, fault)
+            continue
         if len(text) > MOST_TEXT_BYTES:
             raise too_long(file.place, place, "text")
         yield Text(place, text)
 
 
-def _records(file: SourceFile, columns: Sequence[str]) -> Iterator[Record]:
-    for number, row in enumerate(rows_of(file, columns)):
-        present = {name: value for name, value in row.items() if value is not None}
+def _records(file: SourceFile, columns: Sequence[str], needed: Sequence[str]) -> Iterator[Record]:
+    """Yields the rows of a file with the columns that it has, and those that all files need."""
+    there = columns_of(file)
+    if all(there.get(name, False) is None for name in needed):
+        log.warning("%s: skips %s, where %s are null in all rows", file.place, file.name, " and ".join(needed))
+        return
+    mine = sorted({*needed, *(set(columns) & set(there))})
+    unused = frozenset(set(there) - set(mine))
+    for number, row in enumerate(rows_of(file, mine)):
+        present = without_nulls(row)
         fault = RowFault("all its columns are null", "remove the row")
-        yield Record(f"{file.name}[{number}]", present or fault)
+        yield Record(f"{file.name}[{number}]", present or fault, unused)
 
 
 def _chosen(files: Sequence[SourceFile], path: str, request: Request) -> list[SourceFile]:
@@ -195,6 +240,6 @@ def _downloaded(request: Request) -> str:
     return found
 
 
-def _listed(names: Sequence[str] | dict[str, bool]) -> str:
+def _listed(names: Sequence[str] | Mapping[str, bool | None]) -> str:
     shown = ", ".join(visible(name[:60]) for name in list(names)[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

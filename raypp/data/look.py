@@ -45,6 +45,7 @@ class Look:
         first: The pieces of the first rows of the first step.
         tokenizer: The job's tokenizer.
         parts: Documents and tokens of each part of a mixture, by name.
+        remarks: What of the data is not used, and what else their owner should know.
     """
 
     documents: int
@@ -60,6 +61,7 @@ class Look:
     first: list[list[LookedPiece]]
     tokenizer: Tokenizer
     parts: dict[str, tuple[int, int]]
+    remarks: tuple[str, ...]
 
 
 def look_at(job: Job, rows: int) -> Look:
@@ -98,6 +100,7 @@ def look_at(job: Job, rows: int) -> Look:
         ],
         tokenizer=documents.tokenizer,
         parts={part.name: (len(part.corpus), int(part.corpus.lengths().sum())) for part in documents.parts},
+        remarks=documents.remarks,
     )
 
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.chat_template import ChatTemplate, Rendered, TemplateFault
-from raypp.data.conversations import Completion, Conversation, RowFault, parse_row
+from raypp.data.conversations import Completion, Conversation, Found, Names, RowFault, Segments, parse_row
 from raypp.data.template_limits import deadline
 from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens
 from raypp.untrusted.text import visible
 
-VERSION = 1
+VERSION = 2
 """Changes if the same row would give other tokens, or another loss."""
 Loss = Literal["assistant", "last", "all"]
+_Span = tuple[int, int]
 
+_NO_TEXT = frozenset(("role", "content", "tool_call_id"))
+"""Keys of turns that need not be in a template: the first two always are, the third is no text."""
+_BY_LOOP = (
+    "the chat template writes earlier turns otherwise when others follow; what its loop over messages writes of a "
+    "turn carries loss"
+)
 _MARK_IT = (
     "mark what the model writes in the template ({% generation %} … {% endgeneration %}, data.chat_template), "
     "or set data.loss to last or all"
@@ -34,11 +42,13 @@ class Encoded:
         loss: Whether each token carries loss, that is, whether the model learns to write it: bool
             `[n]`.
         text: What was tokenised.
+        remarks: What of the row is not used, and what else its owner should know.
     """
 
     ids: NDArray[np.int64]
     loss: NDArray[np.bool_]
     text: str
+    remarks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -60,9 +70,10 @@ class RowEncoder:
         tokenizer: The job's tokenizer.
         template: The chat template; None: conversations are refused.
         text_key: Field of plain text; None: plain text is refused.
-        loss: What of a conversation carries loss: all assistant turns, the last one, or all. Of a
-            prompt with its completion it is the completion, unless it is "all". Of plain text it is
-            all.
+        loss: What of a conversation carries loss: all assistant turns, the last one, or all; turns
+            that the row marks as not to be learnt carry none. Of a prompt with its completion it is
+            the completion, unless it is "all". Of plain text it is all.
+        names: What the data call columns and roles.
     """
 
     def __init__(
@@ -71,8 +82,11 @@ class RowEncoder:
         template: ChatTemplate | None = None,
         text_key: str | None = None,
         loss: Loss = "assistant",
+        names: Names | None = None,
     ) -> None:
         self._tokenizer, self._template, self._text_key, self._loss = tokenizer, template, text_key, loss
+        self._names = names or Names()
+        self._remarks = set[str]()
 
     @property
     def template(self) -> str:
@@ -82,7 +96,8 @@ class RowEncoder:
     @property
     def identity(self) -> str:
         """Changes if the tokens of a row would, or their loss; without the tokenizer's identity."""
-        return f"{VERSION}-{self.template}-{self._text_key}-{self._loss}"
+        names = [sorted(self._names.columns.items()), sorted(self._names.roles.items())]
+        return f"{VERSION}-{self.template}-{self._text_key}-{self._loss}-{names}"
 
     def encode(self, rows: Sequence[Mapping[str, Any] | RowFault]) -> list[Encoded | RowFault]:
         """Returns the tokens of each row, or what is wrong with it.
@@ -90,16 +105,27 @@ class RowEncoder:
         Args:
             rows: Plain values of JSON. A fault is returned as it is.
         """
-        found: list[list[_Part] | RowFault] = [self._parts(row) for row in rows]
-        parts = [part for row in found if not isinstance(row, RowFault) for part in row]
+        found: list[list[_Part] | RowFault] = []
+        remarks = []
+        for row in rows:
+            self._remarks = set()
+            found.append(self._parts(row))
+            remarks.append(frozenset(self._remarks))
+        parts = [part for one in found if not isinstance(one, RowFault) for part in one]
         tokens = iter(self._tokens([part.text for part in parts]))
-        return [row if isinstance(row, RowFault) else self._joined(row, [next(tokens) for _ in row]) for row in found]
+        joined = [one if isinstance(one, RowFault) else self._joined(one, [next(tokens) for _ in one]) for one in found]
+        return [
+            one if isinstance(one, RowFault) else replace(one, remarks=said)
+            for one, said in zip(joined, remarks, strict=True)
+        ]
 
     def _parts(self, row: Mapping[str, Any] | RowFault) -> list[_Part] | RowFault:
         if isinstance(row, RowFault):
             return row
         try:
-            parts = self._parsed(parse_row(row, self._text_key))
+            parsed = parse_row(row, self._text_key, self._names, chat=self._template is not None)
+            self._remarks |= {f"column {key} is not used" for key in parsed.unused}
+            parts = self._parsed(parsed.found)
             for part in parts:
                 part.text.encode()
         except RowFault as fault:
@@ -110,19 +136,34 @@ class RowEncoder:
             return RowFault(f"the text is not valid Unicode: {visible(error.reason)}", "repair the row")
         return parts
 
-    def _parsed(self, found: Conversation | Completion | str) -> list[_Part]:
+    def _parsed(self, found: Found) -> list[_Part]:
         if isinstance(found, str):
             return [_Part(found, [(0, len(found))], ends=True)]
         if isinstance(found, Completion):
             learnt = [(0, len(found.prompt))] if self._loss == "all" else []
             whole = (0, len(found.completion))
             return [_Part(found.prompt, learnt), _Part(found.completion, [whole], ends=True)]
+        if isinstance(found, Segments):
+            ends = accumulate(len(text) for text, _ in found.texts)
+            spans = [(end - len(text), end) for (text, learnt), end in zip(found.texts, ends, strict=True) if learnt]
+            return [_Part("".join(text for text, _ in found.texts), spans)]
         if self._template is None:
             raise RowFault("is a conversation, and there is no chat template", "set data.chat_template")
         self._until = deadline()
+        self._remark_unread(found)
         rendered = self._render(found, len(found.messages))
-        spans = [(0, len(rendered.text))] if self._loss == "all" else self._turns(found, rendered)
-        return [_Part(rendered.text, spans[-1:] if self._loss == "last" else spans)]
+        return [_Part(rendered.text, self._learnt(found, rendered))]
+
+    def _remark_unread(self, found: Conversation) -> None:
+        """Remarks what the template does not write, because it does not know the name."""
+        assert self._template is not None
+        keys = {key for turn in found.messages for key, value in turn.items() if value is not None} - _NO_TEXT
+        unread = sorted(key for key in keys if not self._template.reads(key, found.tools))
+        self._remarks |= {
+            f"key {visible(key)} of turns is not used: the chat template does not read it" for key in unread
+        }
+        if found.tools and not self._template.reads("tools", found.tools):
+            self._remarks.add("column tools is not used: the chat template does not read it")
 
     def _render(self, found: Conversation, turns: int, *, header: bool = False) -> Rendered:
         """Renders the first turns, and the header of the assistant's next one."""
@@ -131,36 +172,94 @@ class RowEncoder:
             found.messages[:turns], found.tools, add_generation_prompt=header, until=self._until
         )
 
-    def _turns(self, found: Conversation, rendered: Rendered) -> list[tuple[int, int]]:
-        """Returns the parts of a rendered conversation that the assistant wrote."""
-        turns = [index for index, turn in enumerate(found.messages) if turn["role"] == "assistant"]
+    def _learnt(self, found: Conversation, rendered: Rendered) -> list[_Span]:
+        """Returns the parts of a rendered conversation that carry loss."""
+        refused = {index for index, mark in enumerate(found.marks) if mark is False}
+        if self._loss == "all":
+            return _without((0, len(rendered.text)), self._turns(found, rendered, sorted(refused)))
+        turns = [i for i, turn in enumerate(found.messages) if turn["role"] == "assistant" and i >= found.begin]
         if not turns:
             raise RowFault("has no assistant turn: nothing carries loss", "remove the row, or set data.loss to all")
-        assert self._template is not None
-        if self._template.marks_turns(found.tools):
-            if not any(end > start for start, end in rendered.spans):
-                raise RowFault("the template's {% generation %} marks nothing", "repair the template")
-            return list(rendered.spans)
-        wanted = turns[-1:] if self._loss == "last" else turns
-        return [self._turn(found, rendered.text, index) for index in wanted]
+        wanted = [index for index in (turns[-1:] if self._loss == "last" else turns) if index not in refused]
+        if not wanted:
+            which = "its last assistant turn is" if self._loss == "last" else "all its assistant turns are"
+            raise RowFault(f"{which} marked as not to be learnt: nothing carries loss", "remove the row")
+        return self._turns(found, rendered, wanted)
 
-    def _turn(self, found: Conversation, whole: str, index: int) -> tuple[int, int]:
+    def _turns(self, found: Conversation, rendered: Rendered, wanted: Sequence[int]) -> list[_Span]:
+        """Returns the parts of a rendered conversation that are some of its turns."""
+        assert self._template is not None
+        if not wanted:
+            return []
+        if not self._template.marks_turns(found.tools):
+            return [self._turn(found, rendered, index) for index in wanted]
+        if not any(end > start for start, end in rendered.spans):
+            raise RowFault("the template's {% generation %} marks nothing", "repair the template")
+        marked = self._marked(found, rendered, wanted)
+        return [
+            span
+            for index in wanted
+            for span in (marked[index] if index in marked else [self._turn(found, rendered, index)])
+        ]
+
+    def _marked(self, found: Conversation, rendered: Rendered, wanted: Sequence[int]) -> dict[int, list[_Span]]:
+        """Returns the parts that the template marks, by the assistant's turn that they belong to.
+
+        A turn has the marks that are there with it and not without it.
+        """
+        turns = [index for index, turn in enumerate(found.messages) if turn["role"] == "assistant"]
+        if wanted == turns:
+            return {turns[0]: list(rendered.spans)} | {index: [] for index in turns[1:]}
+        if wanted == turns[-1:] and len(rendered.spans) == len(turns):
+            return {turns[-1]: list(rendered.spans[-1:])}
+        counts = [0]
+        for index in turns:
+            last = index + 1 == len(found.messages)
+            counts.append(len((rendered if last else self._render(found, index + 1)).spans))
+        if counts != sorted(counts) or counts[-1] != len(rendered.spans):
+            raise RowFault("the template's {% generation %} does not mark turn by turn", "repair the template")
+        return {
+            index: list(rendered.spans[begin:end]) for index, (begin, end) in zip(turns, pairwise(counts), strict=True)
+        }
+
+    def _turn(self, found: Conversation, rendered: Rendered, index: int) -> _Span:
+        """Finds a turn by the text that is there with it and not without it.
+
+        A template that writes a turn otherwise when others follow has no such text. There the turn
+        is what its iteration of the template's loop wrote.
+        """
+        try:
+            return self._turn_by_prefix(found, rendered.text, index)
+        except RowFault:
+            if (turn := rendered.turns.get(index)) is None:
+                raise
+            self._remarks.add(_BY_LOOP)
+            start, end = turn
+            last = len(found.messages) - 1
+            if found.messages[index]["role"] == "assistant":
+                whole = self._render(found, last + 1, header=True)
+                header = whole.text[whole.turns[last][1] :] if last in whole.turns else ""
+                start += _header_size(header, rendered.text[start:end])
+            return start, len(rendered.text) if index == last else end
+
+    def _turn_by_prefix(self, found: Conversation, whole: str, index: int) -> _Span:
         """Finds a turn by rendering the conversation up to it, without it and with it."""
         last = index + 1 == len(found.messages)
         until = whole if last else self._render(found, index + 1).text
         try:
-            start = next(
-                (
-                    len(before)
-                    for header in (True, False)
-                    if until.startswith(before := self._render(found, index, header=header).text)
-                ),
-                None,
-            )
+            opened, before = (self._render(found, index, header=header).text for header in (True, False))
         except TemplateFault as fault:
             raise RowFault(
                 f"the template does not render what is before messages[{index}]: {fault}", _MARK_IT
             ) from None
+        start = None
+        if until.startswith(before):
+            start = len(before)
+        if found.messages[index]["role"] == "assistant":
+            if until.startswith(opened):
+                start = len(opened)
+            elif start is not None and opened.startswith(before):
+                start += _header_size(opened[start:], until[start:])
         if start is None or not whole.startswith(until):
             what = f"the template cannot mark turns: messages[:{index + (start is not None)}] alone is not rendered "
             raise RowFault(what + "as the whole conversation begins", _MARK_IT)
@@ -190,6 +289,23 @@ class RowEncoder:
         if not joined.loss.any():
             return RowFault("no token carries loss", _MARK_IT)
         return joined
+
+
+def _header_size(header: str, turn: str) -> int:
+    """Returns how much of a turn is the header that the model is given.
+
+    A template may open reasoning in the header, and leave that out of earlier turns.
+    """
+    size = next((i for i, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), min(len(header), len(turn)))
+    while 0 < size < len(header) and turn[size - 1].isalnum():
+        size -= 1  # not a part of a word
+    return size
+
+
+def _without(whole: _Span, others: Sequence[_Span]) -> list[_Span]:
+    """Returns what remains of a part without others, which are in order."""
+    borders = [whole[0], *(border for span in others for border in span), whole[1]]
+    return [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
 
 
 def _overlap(tokens: Tokens, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

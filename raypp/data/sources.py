@@ -47,6 +47,11 @@ class Documents:
     total: int = 0
     too_long: int = 0
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What of the data is not used, and what else their owner should know."""
+        return self.train.remarks
+
     def too_long_in_words(self, data: DataSection) -> str:
         """Returns what happens to documents that are too long; empty if there are none."""
         if not self.too_long:

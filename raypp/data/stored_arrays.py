@@ -31,6 +31,7 @@ class Meta(TypedDict):
     tokens: NotRequired[Count]
     dtype: NotRequired[Literal["uint8", "uint16", "uint32", "uint64"]]
     loss: NotRequired[bool]
+    remarks: NotRequired[list[Annotated[str, MaxLen(8192)]]]
 
 
 def map_array(path: Path, place: str, name: str = "", fix: str = "write it with numpy.save") -> NDArray[Any]:

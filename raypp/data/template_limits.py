@@ -105,6 +105,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget = Budget()
         self.filters["_counted"] = pass_context(lambda _, values: self._counted(values))
         self.filters["_finalized"] = pass_context(lambda _, value: self._finalized(value))
+        self.filters["_at"] = pass_context(lambda _, item, loop: self.at(item, loop))
 
     def guard_filters(self) -> None:
         """Checks the arguments of all filters. Call it once, after adding filters."""
@@ -121,6 +122,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         parsed = self.parse(source)
         bounded: nodes.Template = _Bounds().visit(parsed)
         return bounded
+
+    def at(self, item: Any, loop: int) -> None:
+        """Called where an iteration of a loop begins, and with None where the loop has ended."""
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.budget.step()
@@ -257,12 +261,23 @@ def _written(value: Any) -> int:
 
 
 class _Bounds(NodeTransformer):
-    """Makes loops count their iterations, and long texts their characters."""
+    """Makes loops count their iterations and tell their items, and long texts be counted."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
+    _loops = 0
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
         self.generic_visit(node)
         node.iter = _filtered(node.iter, "_counted")
-        return node
+        if isinstance(node.target, nodes.Name) and not node.recursive:
+            self._loops += 1
+            item = nodes.Name(node.target.name, "load", lineno=node.lineno)
+            node.body.insert(0, self._told(item))
+            return [node, self._told(nodes.Const(None, lineno=node.lineno))]
+        return [node]
+
+    def _told(self, item: nodes.Expr) -> nodes.ExprStmt:
+        told = _filtered(item, "_at", nodes.Const(self._loops, lineno=item.lineno))
+        return nodes.ExprStmt(told, lineno=item.lineno)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
@@ -277,5 +292,5 @@ class _Bounds(NodeTransformer):
         )
 
 
-def _filtered(node: Any, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _filtered(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)

@@ -69,10 +69,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Record:
-    """A row of a data set before tokenising, its place (`file:line`), or what is wrong with it."""
+    """A row of a data set before tokenising, or what is wrong with it.
+
+    Attributes:
+        place: Where it is, `file:line`.
+        row: Plain values of JSON.
+        unused: Columns that were not even read.
+    """
 
     place: str
     row: Mapping[str, Any] | RowFault
+    unused: frozenset[str] = frozenset()
 
 
 def tokenise(
@@ -87,7 +94,7 @@ def tokenise(
         request: The request to the source.
         files: The files of the documents; they determine the cache entry's name.
         documents: Yields all documents in order; called only if they must be read. They are texts,
-            or with an encoder records.
+            or with an encoder records. Without one, records say what is wrong with a text.
         encoder: Encodes the records.
 
     Raises:
@@ -99,16 +106,17 @@ def tokenise(
     dtype, template = small_dtype(request.tokenizer.vocab_size), encoder.template if encoder is not None else ""
     if sum(file.text_bytes for file in files) <= IN_MEMORY_BYTES:
         ids, loss = io.BytesIO(), io.BytesIO()
-        offsets, digest = _write(ids, loss, request, documents(), encoder)
+        offsets, digest, remarks = _write(ids, loss, request, documents(), encoder)
         tokens = np.frombuffer(ids.getbuffer(), dtype=dtype)
         carries = (np.frombuffer(loss.getbuffer(), dtype=np.bool_),) if encoder is not None else None
-        return Corpus((tokens,), offsets, digest, loss=carries, template=template)
+        return Corpus((tokens,), offsets, digest, loss=carries, template=template, remarks=remarks)
 
     def make(room: Path) -> None:
         with (room / "tokens").open("wb") as ids, (room / "loss").open("wb") as loss:
-            offsets, digest = _write(ids, loss, request, documents(), encoder)
+            offsets, digest, remarks = _write(ids, loss, request, documents(), encoder)
         np.save(room / "offsets.npy", offsets)
         meta: dict[str, Any] = {"digest": digest, "tokens": int(offsets[-1]), "dtype": dtype.name}
+        meta["remarks"] = remarks
         if encoder is not None:
             meta["loss"] = True
         else:
@@ -132,7 +140,8 @@ def _open(entry: Path, request: Request) -> Corpus:
     count = meta.get("tokens", 0)
     tokens = _mapped(entry / "tokens", np.dtype(meta.get("dtype", "uint8")), count, request)
     loss = (_mapped(entry / "loss", np.dtype(np.bool_), count, request),) if meta.get("loss") else None
-    return Corpus((tokens,), read_offsets(entry, count, request.place), meta["digest"], loss=loss)
+    remarks = tuple(meta.get("remarks", ()))
+    return Corpus((tokens,), read_offsets(entry, count, request.place), meta["digest"], loss=loss, remarks=remarks)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int, request: Request) -> Any:
@@ -148,11 +157,11 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int, request: Request) -> A
 def _write(
     ids_sink: BinaryIO, loss_sink: BinaryIO, request: Request, documents: Iterable[Text | Record],
     encoder: RowEncoder | None,
-) -> tuple[np.ndarray[Any, Any], str]:  # fmt: skip
+) -> tuple[np.ndarray[Any, Any], str, tuple[str, ...]]:  # fmt: skip
     """Writes the ids of all documents, and with an encoder which of them carry loss.
 
     Returns:
-        The offsets of the documents, and the digest.
+        The offsets of the documents, the digest, and the remarks.
     """
     digest, ends = hashlib.sha256(), array("q", [0])
     faults = Faults(request.place)
@@ -170,7 +179,7 @@ def _write(
         raise DataError(Problem(request.place, what, "use files that contain text"))
     offsets = np.frombuffer(ends, dtype=np.int64)
     digest.update(offsets.data)
-    return offsets, digest.hexdigest()[:16]
+    return offsets, digest.hexdigest()[:16], faults.remarked()
 
 
 _Found = tuple[NDArray[Any], Mask]
@@ -195,6 +204,11 @@ def encoded(
         DataError: A text has no token, or the tokenizer cannot encode it; names its place.
     """
     dtype = small_dtype(request.tokenizer.vocab_size)
+    if encoder is None:
+        for one in batch:
+            if isinstance(one, Record) and isinstance(one.row, RowFault):
+                faults.add(one.place, one.row)
+        batch = [one for one in batch if isinstance(one, Text)]
     for ids, loss in _texts(request, batch) if encoder is None else _records(encoder, batch, faults):
         yield ids.astype(dtype), loss
 
@@ -212,6 +226,8 @@ def _records(encoder: RowEncoder, batch: Sequence[Any], faults: Faults) -> Itera
         if isinstance(found, RowFault):
             faults.add(record.place, found)
         else:
+            unused = {f"column {name} is not used" for name in record.unused}
+            faults.remark(record.place, found.remarks | unused)
             yield found.ids, found.loss
 
 

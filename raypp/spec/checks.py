@@ -26,7 +26,7 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
-from raypp.spec.rope import rope_problems
+from raypp.spec.rope import CONTEXT_FIXING, rope_problems
 from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.spec.trackers import check_trackers
 from raypp.untrusted.files import special_kind
@@ -245,6 +245,9 @@ def _rope(model: DecoderOptions) -> Iterator[Problem]:
         what = f"{rotary.width} of the {model.dim_per_head} dims of a head would be rotated: not an even number"
         share = math.ceil((rotary.width + 1) / model.dim_per_head * 1e4) / 1e4
         yield Problem("model.rotary_share", what, f"use {share:g}")
+    if model.rope is not None and model.rope.kind in CONTEXT_FIXING and model.max_context is not None:
+        what = f"transformers computes the frequencies of {model.rope.kind} from the context that an export declares"
+        yield Problem("model.max_context", what, "remove the key, or set model.rope.factor")
     if model.rope is not None and rotary is not None:
         yield from rope_problems(model.rope, rotary.width, "model.rope")
 
@@ -274,6 +277,10 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
         yield from _options(data, "data", directory)
         if data.parts is not None:
             yield Problem("data.parts", f"kind {data.kind} has no parts", "use `kind: mixture`, or remove the key")
+    sources = [known_source(part.kind) for part in data.parts or ()] or [source]
+    if data.loss != "assistant" and all(one is not None and _plain_text(one) for one in sources):
+        what = f"has no effect: kind {data.kind} reads plain text, all of which carries loss"
+        yield Problem("data.loss", what, "use `kind: chat` or `kind: hf`, or remove the key")
     if source is not None and source.ids == "text" and data.tokenizer != "bytes":
         yield from _tokenizer(job, directory)
     if source is not None and "chat_template" in source.keys and data.chat_template is not None:
@@ -313,6 +320,11 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
                 yield Problem(f"train.sample.prompts[{index}]", what, fix)
 
 
+def _plain_text(source: SourceKind) -> bool:
+    """Whether a source of raypp's own has no rows of conversations."""
+    return source.ids == "text" and not source.mixes and ":" not in source.name and "loss" not in source.keys
+
+
 def _options(options: SourceOptions, key: str, directory: Path | None) -> Iterator[Problem]:
     """Checks where documents come from."""
     source = known_source(options.kind)
@@ -323,6 +335,10 @@ def _options(options: SourceOptions, key: str, directory: Path | None) -> Iterat
         yield Problem(f"{key}.path", f"is missing: kind {options.kind} reads files", fix)
     elif source.endings and options.path is not None and not (source.hub and is_hub_name(options.path)):
         yield from _file(f"{key}.path", options.path, directory)
+    for name in ("columns", "roles"):
+        if getattr(options, name) and _plain_text(source):
+            what = f"has no effect: kind {options.kind} reads plain text"
+            yield Problem(f"{key}.{name}", what, "use `kind: chat` or `kind: hf`, or remove the key")
     if "document_len" in source.keys and options.document_len[0] > options.document_len[1]:
         shortest, longest = options.document_len
         fix = f"write [{longest}, {shortest}]"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raypp.spec import limits
 from raypp.spec.families import ModelSection
@@ -12,6 +13,13 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.section import Section
 
 RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
+
+
+Column = Literal[
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "segments",
+    "text", "system", "tools", "role", "content",
+]  # fmt: skip
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class EvalOptions(Section):
@@ -34,6 +42,11 @@ class SourceOptions(Section):
     on the hub."""
     text_key: str = "text"
     """jsonl and hf: name of the field that holds the text."""
+    columns: dict[Column, str] = Field(default_factory=dict)
+    """chat and hf: what the data call a column, or a key of turns, such as {messages: dialog, role:
+    speaker}. Columns named here decide what a row is."""
+    roles: dict[Role, str | list[str]] = Field(default_factory=dict)
+    """chat and hf: more names of a role, such as {assistant: [bot, ai]}."""
     split: str = "train"
     """hf: the split to read, if the data have splits."""
     config: str | None = None
@@ -71,9 +84,9 @@ class DataSection(SourceOptions):
     """Longest sequence, in tokens. With variable_seq_len: off, the length of all microbatches."""
     packing: bool = True
     """Pack several documents into one row. Documents never attend to each other."""
-    chat_template: str | None = None
-    """chat and hf: file with the Jinja template of conversations. null: chat_template.jinja or
-    tokenizer_config.json beside the tokenizer."""
+    chat_template: Annotated[str | None, BeforeValidator(lambda given: None if given == "auto" else given)] = None
+    """chat and hf: file with the Jinja template of conversations. null or auto: the tokenizer's,
+    chat_template.jinja or tokenizer_config.json beside it."""
     template_date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
     """chat and hf: the date, such as '2026-01-31', for templates that ask for today's."""
     loss: Literal["assistant", "last", "all"] = "assistant"
@@ -296,6 +309,21 @@ class TrainSection(Section):
         """The dtype of activations and products."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of a step (1-based).
+
+        Linear warm-up, then the schedule's shape down to `min_ratio` at the last step. It depends
+        on the step alone, so a checkpoint need not save it.
+        """
+        schedule, peak = self.lr_schedule, self.optimizer.lr
+        if step <= schedule.warmup_steps:
+            return peak * step / schedule.warmup_steps
+        if schedule.kind == "constant":
+            return peak
+        progress = min(1.0, (step - schedule.warmup_steps) / max(1, self.steps - schedule.warmup_steps))
+        fall = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
+        return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * fall)
+
 
 class CheckpointSection(Section):
     """Where checkpoints are stored, how often they are saved, and how many are kept."""
@@ -439,6 +467,15 @@ class Job(Section):
     """Devices, CPUs and environment of each rank."""
     observe: ObserveSection = Field(default_factory=ObserveSection)
     """Where the run's figures go, beside its own records."""
+
+    @model_validator(mode="after")
+    def _frozen_dtype(self) -> Self:
+        """Decides `model.lora.base: auto`, so that a run's job says what its adapters belong to."""
+        lora = self.model.lora
+        if lora is not None and lora.base == "auto":
+            decided = lora.model_copy(update={"base": self.train.computes_in})
+            self.__dict__["model"] = self.model.model_copy(update={"lora": decided})
+        return self
 
     @property
     def num_stages(self) -> int:

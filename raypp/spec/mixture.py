@@ -26,6 +26,9 @@ def check_mixture(job: Job) -> Iterator[Problem]:
         yield Problem("data.parts", what, "join files of the same kind by a glob or a directory")
     if data.path is not None:
         yield Problem("data.path", "a mixture has no path of its own", "give each of data.parts its path")
+    for name in ("columns", "roles"):
+        if getattr(data, name):
+            yield Problem(f"data.{name}", "a mixture has none of its own", f"give each of data.parts its {name}")
     if data.eval is not None and data.eval.path is not None:
         what = "a mixture holds out a fraction of each of its parts"
         yield Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`")

@@ -130,6 +130,8 @@ def assemble(
             if seat.rank == 0 and rows and (words := loader.documents.too_long_in_words(job.data)):
                 counts = {"documents": loader.documents.total, "too_long": loader.documents.too_long}
                 tell(Event("data", words, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=counts))
+            for remark in loader.documents.remarks if seat.rank == 0 else ():
+                tell(Event("data", remark, attempt=seat.attempt, rank=seat.rank, node=seat.node))
         stack.callback(loader.close)
         yield AssembledRank(job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention)
 

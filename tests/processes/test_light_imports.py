@@ -66,3 +66,14 @@ def test_the_parts_that_know_only_bytes_import_neither_torch_nor_boto3() -> None
         "print([name for name in ('torch', 'boto3') if name in sys.modules])"
     )
     assert last_line(code) == "[]"
+
+
+def test_raypp_from_python_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, raypp\n"
+        "light = sorted({'torch', 'ray', 'boto3', 'numpy', 'pydantic'} & set(sys.modules))\n"
+        f"raypp.plan(raypp.load_job({QUICKSTART!r}))\n"
+        "raypp.submit, raypp.run, raypp.list_runs, raypp.Run\n"
+        "print(light, sorted({'torch', 'ray', 'rich'} & set(sys.modules)))"
+    )
+    assert last_line(code) == "[] []"

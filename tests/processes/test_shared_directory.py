@@ -101,7 +101,7 @@ def test_a_run_that_does_not_exist_is_told_as_such_beside_the_private_run_of_ano
     (shared / "theirs" / "attempts").chmod(0o700)
     script = """
 import os, sys
-from raypp.cli.find_run import find_run
+from raypp.api.find_run import find_run
 os.environ["RAYPP_HOME"] = sys.argv[1] + "/home"
 os.seteuid(65534)
 find_run(sys.argv[1] + "/typo")

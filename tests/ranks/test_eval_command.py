@@ -21,8 +21,8 @@ from lazily import Lazily
 from local_tasks import TASKS, write_tasks
 from training import thinned
 
+from raypp.api.torch_process import ask
 from raypp.cli.main import run as run_command
-from raypp.cli.torch_process import ask
 from raypp.errors import RunFailedError
 from raypp.inference.eval_job import data_job, task_job
 from raypp.inference.scoring import Scored

@@ -36,15 +36,9 @@ def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
     assert found["kind"] == "cpu"
     assert found["layer"]["forward"] > 0 and found["layer"]["backward"] > 0
     assert all(found[name] > 0 for name in ("input_share", "weight_share", "optimizer_s"))
-    waits = found["slow_starts"]
-    assert [one["wait_s"] for one in waits] == [0.002, 0.01, 0.05, 0.2]
-    assert all(one["slower"] >= 0 and (one["lost_s"] > 0) == (one["slower"] > 0) for one in waits)
     assert all(found[name] > 0 for name in ("copy_s", "gather_s", "sum_s"))
     printed = capsys.readouterr()
     (prediction,) = json.loads(printed.out)["predictions"]
-    slow = max(one["slower"] for one in waits) >= 0.05
-    assert ("Cores come back slow from a wait: after a wait of" in " ".join(printed.err.split())) is slow
-    assert any("a pass takes" in words for words in prediction["assumptions"]) is slow
     assert "costs" in prediction["measured"]
     least = 4 * 4 * (found["layer"]["forward"] + found["layer"]["backward"]) / 2
     assert prediction["step_s"] > least

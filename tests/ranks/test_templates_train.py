@@ -10,8 +10,8 @@ import pytest
 from gallery import NAMES, small
 from training import Batch, thinned, train_steps
 
+from raypp.api.checked_job import load_checked_job
 from raypp.cli.init_command import TEMPLATES
-from raypp.cli.load_job import load_checked_job
 from raypp.spec.load import job_document
 
 pytestmark = pytest.mark.ranks

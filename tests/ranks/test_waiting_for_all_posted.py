@@ -1,10 +1,10 @@
 """No run hangs if its ranks wait, after everything that they post, until it is done.
 
-That is the worst case on NCCL (`schedules.deadlock`, rule `nccl`): a rank may at any time have to
-wait for the whole device. `tests/unit/schedules` proves it for programs on paper. Here the real
-ranks do it, with every message and collective of a run: those of stages, rings, experts, FSDP, tied
-embeddings, the warm-up, the timed links, evaluation and decoding. gloo carries them, and a send
-ends when its receive is posted. A run that would hang fails by its time limit.
+That is the worst case on NCCL (rule `nccl` of `tests/unit/schedules/deadlock.py`): a rank may at
+any time have to wait for the whole device. `tests/unit/schedules` proves it for programs on paper.
+Here the real ranks do it, with every message and collective of a run: those of stages, rings,
+experts, FSDP, tied embeddings, the warm-up, the timed links, evaluation and decoding. gloo carries
+them, and a send ends when its receive is posted. A run that would hang fails by its time limit.
 """
 
 from __future__ import annotations

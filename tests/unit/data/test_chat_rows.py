@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_samples import CALLING, CHATML, FORGETFUL, MARKED, WEATHER, turns, write_tokenizer
+from chat_samples import CALLING, CHATML, CHATML_MARKED, FORGETFUL, MARKED, WEATHER, turns, write_tokenizer
 
 from raypp.data.chat_files import open_template
 from raypp.data.chat_template import ChatTemplate
@@ -64,6 +64,26 @@ def test_marked_templates_give_what_transformers_gives(name: str, prefixed: bool
         assert found.ids.tolist() == expected["input_ids"]
         assert found.loss.astype(int).tolist() == expected["assistant_masks"]
         assert 0 < found.loss.sum() < len(found.loss)
+
+
+def test_conversations_with_tools_have_the_template_for_tools_wherever_it_is(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML_MARKED, encoding="utf-8")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(MARKED["tools"], encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = RowEncoder(FileTokenizer(path), open_template(DataSection(tokenizer=str(path))))
+    rows: list[dict[str, Any]] = [{"messages": CALLING, "tools": [WEATHER]}, {"messages": CONVERSATIONS[1]}]
+    for row, found in zip(rows, ours.encode(rows), strict=True):
+        assert isinstance(found, Encoded), found
+        expected = theirs.apply_chat_template(
+            row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert found.ids.tolist() == expected["input_ids"]
+        assert found.loss.astype(int).tolist() == expected["assistant_masks"]
+    assert "weather" in ours.encode(rows[:1])[0].text
 
 
 def test_unmarked_templates_give_the_ids_of_transformers_and_loss_by_prefix(tmp_path: Path) -> None:
@@ -131,12 +151,21 @@ def test_text_is_a_row_only_where_its_field_is_given() -> None:
         encoded({"text": "hi"})
 
 
+def test_turns_of_a_template_that_drops_earlier_reasoning_are_what_its_loop_writes() -> None:
+    row = {"messages": turns("a?", "hm</think>b.", "c?", "d.")}
+    found = encoded(row, FORGETFUL)
+    assert learnt(found) == ["b.<|im_end|>\n", "d.<|im_end|>\n"] and "hm" not in found.text
+    assert any("writes earlier turns otherwise" in remark for remark in found.remarks)
+    assert learnt(encoded(row, FORGETFUL, "last")) == ["d.<|im_end|>\n"]
+
+
 def test_a_template_that_cannot_mark_turns_is_refused_with_what_to_do() -> None:
     row = {"messages": turns("a?", "hm</think>b.", "c?", "d.")}
+    hidden = "{% macro all() %}" + FORGETFUL + "{% endmacro %}{{ all() }}"
     with pytest.raises(RowFault, match=r"cannot mark turns: messages\[:2\] alone is not rendered as") as fault:
-        encoded(row, FORGETFUL)
+        encoded(row, hidden)
     assert "generation" in fault.value.fix and "data.loss" in fault.value.fix
-    assert learnt(encoded(row, FORGETFUL, "last")) == ["d.<|im_end|>\n"]
+    assert learnt(encoded(row, hidden, "last")) == ["d.<|im_end|>\n"]
 
 
 def test_today_is_refused_until_the_job_says_which_day() -> None:
@@ -159,7 +188,8 @@ WRONG = [
         r"messages\[0\]: there is no role 'wizard'; there are: system",
     ),
     ({"messages": [{"role": ["user"], "content": "a"}]}, r"there is no role a list"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"\(user\): content is a list, not a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"\(user\): content\[0\] is not a text"),
+    ({"messages": [{"role": "user", "content": {"a": 1}}]}, r"\(user\): content is an object, not a text"),
     ({"messages": [{"role": "assistant", "content": None}]}, "content is null"),
     ({"messages": turns("only a question")}, "has no assistant turn"),
     ({"messages": turns("a", "b") * 2000}, "4,000 turns; at most 2,000"),

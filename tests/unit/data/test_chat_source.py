@@ -141,11 +141,11 @@ def test_bad_rows_are_named_with_their_lines_and_the_rest_counted(chats: Path) -
     rows: list[Any] = [good, "{", "[]", {"messages": []}, {"messages": [{"role": "king", "content": "a"}]}, good]
     write(chats, [*rows, *[{"messages": turns("only")}] * 30])
     for problems in (list(refused(chat_job(chats)).problems), check_data(chat_job(chats))):
-        assert len(problems) == 6 and all(problem.key == "data.path" and problem.fix for problem in problems)
-        for line, words in ((2, "is not JSON"), (3, "is not a JSON object"), (4, "is empty"), (5, "no role 'king'")):
+        assert len(problems) == 4 and all(problem.key == "data.path" and problem.fix for problem in problems)
+        for line, words in ((2, "is not JSON"), (3, "is not a JSON object"), (4, "is empty")):
             assert f"chats.jsonl:{line}: " in problems[line - 2].what and words in problems[line - 2].what
-        assert "chats.jsonl:7: has no assistant turn" in problems[4].what
-        assert problems[5].what == "29 more rows cannot be used"
+        assert problems[3].what == "31 more rows cannot be used"
+        assert len(str(DataError(problems)).splitlines()) == 8
 
 
 def test_a_check_at_submit_finds_what_is_wrong_with_the_template(chats: Path) -> None:

@@ -146,6 +146,47 @@ def test_empty_texts_are_skipped_and_other_columns_named(tmp_path: Path) -> None
     assert "has no column 'body'" in refused(tmp_path / "*.parquet", text_key="body")
 
 
+def test_a_shard_whose_column_is_null_is_skipped_unless_all_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing = pa.table({"text": pa.nulls(2), "id": [1, 2]})
+    pq.write_table(nothing, tmp_path / "train-00000-of-00002.parquet")
+    with pytest.raises(DataError, match="contains no documents"):
+        read(tmp_path)
+    parquet(tmp_path / "train-00001-of-00002.parquet", "a", "b")
+    assert read(tmp_path) == ["a", "b"]
+    assert "skips" in caplog.text and "train-00000-of-00002.parquet, whose column 'text' is null" in caplog.text
+    pq.write_table(pa.table({"text": pa.array([None, None], pa.string())}), tmp_path / "train-00000-of-00002.parquet")
+    assert read(tmp_path) == ["a", "b"]
+
+
+def test_a_column_of_text_beside_conversations_is_a_question(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    pq.write_table(pa.table({"text": ["the text"], "body": ["the body"], "messages": turns}), tmp_path / "a.parquet")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}")
+    template = {"chat_template": str(tmp_path / "t.jinja")}
+    said = refused(tmp_path)
+    assert "have a column 'text', and messages: either could be trained on" in said
+    assert "data.columns: {messages: messages} for conversations, or {text: text} for the text" in said
+    assert read(tmp_path, columns={"text": "text"}) == ["the text"]
+    assert read(tmp_path, text_key="body") == ["the body"]
+
+    def conversation(**data: Any) -> str:
+        train = open_documents(job(kind="hf", path=str(tmp_path), **data)).train
+        return bytes(train.ids(0).tolist()).decode()
+
+    assert (
+        conversation(**template)
+        == conversation(columns={"messages": "messages"}, **template)
+        == ("user:a;assistant:b;")
+    )
+    assert "data.chat_template: has no effect: the data are the texts of the column 'body'" in refused(
+        tmp_path, text_key="body", **template
+    )
+    parquet(tmp_path / "b" / "a.parquet", "a")
+    assert "data.loss: has no effect" in refused(tmp_path / "b", loss="last")
+
+
 def test_prompts_and_completions_carry_loss_on_completions(tmp_path: Path) -> None:
     rows = pa.table({"prompt": ["ab", "c"], "completion": ["d", "ef"]})
     pq.write_table(rows, tmp_path / "a.parquet")

@@ -10,6 +10,8 @@ import pytest
 from data_jobs import as_lists, job, loading, rows_of, texts_of
 
 from raypp.data import tokenizer
+from raypp.data.json_rows import records_of
+from raypp.data.source_files import find_files, watching
 from raypp.data.sources import SOURCES, check_data, job_tokenizer, open_documents
 from raypp.errors import DataError, JobError, RayppError
 
@@ -53,13 +55,71 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
     assert texts_of(train) == ["one\n\nstill one", "zwölf"]
 
 
+ARRAYS = {
+    "pretty": json.dumps([{"text": "one"}, {"text": 'two [}"]', "more": [{"a": []}]}, {"text": "three"}], indent=1),
+    "one line": '[{"text": "one"},{"text": "two [}\\"]"},{"text": "three"}]',
+    "two a line": '\n[{"text": "one"}, {"text":\n"two [}\\"]"}\n,\n{"text": "three"}\n]\n\n',
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_json_array_is_its_objects(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(ARRAYS[name], encoding="utf-8")
+    assert texts_of(open_documents(job(kind="jsonl", path=str(tmp_path))).train) == ["one", 'two [}"]', "three"]
+
+
+def test_an_array_is_read_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypp.data.source_files._CHUNK", 64)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": f"text {i}"} for i in range(100)], indent=1), "utf-8")
+    read = 0
+
+    def count(size: int) -> None:
+        nonlocal read
+        read += size
+
+    with watching(count):
+        records = records_of(find_files(str(tmp_path), (".json",))[0])
+        assert next(records).row == {"text": "text 0"} and read <= 128
+        assert len(list(records)) == 99
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('[{"text": "a"},\n {"text": "b" "c"}]', "[1] (line 2): is not JSON"),
+        ('[{"text": "a"},\n {"body": "b"}]', "[1] (line 2): has no text under 'text' (it has 'body')"),
+        ('[{"text": "a"} {"text": "b"}]', "[1] (line 1): is not JSON: a comma is missing"),
+        ('[{"text": "a"},]', "[1] (line 1): is not JSON: a comma is missing, or one too many"),
+        ('[{"text": "a"}, "b", {"text": "c"}]', '[1] (line 1): is not a JSON object: "b"'),
+        ('[{"text": "a"}, [1]]', "[1] (line 1): is not a JSON object"),
+        ('[{"text": "a"}, 3]', "[1] (line 1): is not a JSON object: 3"),
+        ('[{"text": "a"},\n{"text": "b"', "[1] (line 2): the array does not end"),
+        ('[{"text": "a"},\n{"text": "b}]\n', "[1] (line 2): has a text that does not end on its line"),
+        ('[{"text": "a"}]\n{"text": "b"}', ":1: more follows after the array"),
+        ('{\n "text": "a"\n}\n', ":1: is an object over several lines"),
+    ],
+)
+def test_a_bad_array_is_named_with_its_element(text: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    assert refused(kind="jsonl", path=str(tmp_path)).startswith(f"data.path: {tmp_path}/a.json{what}")
+
+
+def test_all_bad_lines_are_named_at_once_in_ten_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + '{"text": null}\n' * 2 + '{"body": "b"}\n' * 20, "utf-8")
+    with pytest.raises(DataError) as caught:
+        open_documents(job(kind="jsonl", path=str(tmp_path)))
+    message = str(caught.value)
+    assert "a.jsonl:2: has no text under 'text' (it is null)" in message and "a.jsonl:4: " in message
+    assert "19 more rows cannot be used" in message and len(message.splitlines()) == 8
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
         ("{", "is not JSON"),
         ("[1]", "is not a JSON object"),
         ('{"body": "x"}', "has no text under 'text' (it has 'body')"),
-        ('{"text": 3}', "has no text under 'text' (it is int)"),
+        ('{"text": 3}', "has no text under 'text' (it is a number)"),
         ('{"text": ""}', "is a document without a token"),
         ('{"text": "\\ud800"}', "is not valid Unicode"),
         (b"\xff", "is not UTF-8"),

@@ -78,7 +78,7 @@ def test_the_index_of_big_token_files_is_kept(tmp_path: Path, monkeypatch: pytes
 def test_an_error_in_the_data_leaves_nothing_in_the_cache(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{')
     for _ in range(2):
-        with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON"):
+        with pytest.raises(DataError, match=r"a\.jsonl:2: is not JSON"):
             open_documents(job(kind="jsonl", path=str(tmp_path)))
     assert not [entry for entry in (cache / "tokens").iterdir() if entry.is_dir()]
 
