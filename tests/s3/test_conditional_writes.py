@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from stand_in_clock import StandInClock
 
 from raypp.checkpoint.commit import claim_attempt, claim_next_attempt
 from raypp.clusters.seaweed import SeaweedServer
-from raypp.storage import AlreadyExists, s3_conditional
+from raypp.storage import AlreadyExists
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_conditional import BIDS, create_by_bids
 
@@ -104,7 +105,7 @@ def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(
     ignoring: RcloneServer, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = StandInClock()
-    monkeypatch.setattr(s3_conditional, "time", clock)
+    monkeypatch.setattr(sys.modules[create_by_bids.__module__], "time", clock)
     store = ignoring.store(BUCKET, run)
     folder = f"{BIDS}/{hashlib.sha256(b'x/COMMIT').hexdigest()[:24]}"
     store.put(f"{folder}/000000000000000000000000", b"x/COMMIT")
