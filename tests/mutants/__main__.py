@@ -71,7 +71,9 @@ def main(
     if table is not None:
         _print_table(*table)
         return
-    _check(tree)
+    if gone := stale(tree):
+        what = f"the text of these faults is not there, or more than once: {', '.join(gone)}"
+        raise click.ClickException(f"{what}; change `old` in tests/mutants/faults.py to what the code says now")
     chosen = [fault for fault in FAULTS if fault.name.startswith(only or "")]
     if survivors is not None:
         found = _read(survivors)
@@ -94,14 +96,9 @@ def main(
     sys.exit(bool(left))
 
 
-def _check(tree: Path) -> None:
-    """Raises unless every fault can be made."""
-    stale = [fault.name for fault in FAULTS if (tree / fault.file).read_text().count(fault.old) != 1]
-    if stale:
-        raise click.ClickException(
-            f"the text of these faults is not there, or more than once: {', '.join(stale)}; "
-            "change `old` in tests/mutants/faults.py to what the code says now"
-        )
+def stale(tree: Path) -> list[str]:
+    """Returns the faults that cannot be made: their text is not in the code, or more than once."""
+    return [fault.name for fault in FAULTS if (tree / fault.file).read_text().count(fault.old) != 1]
 
 
 def _try(copy: Path, fault: Fault, tests: tuple[str, ...], unit: bool, not_unit: bool, marks: str, limit: int) -> Found:

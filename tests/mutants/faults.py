@@ -56,7 +56,7 @@ MEETS = {
         ],
     ),
     "raypp/data/loader.py": (
-        ["tests/unit/data/test_loader.py", "tests/unit/data/test_mixture.py"],
+        ["tests/unit/data/test_loader.py", "tests/unit/data/test_mixture.py", "tests/unit/data/test_chat_source.py"],
         ["tests/ranks/test_evaluation.py", "tests/ranks/test_leaving_and_coming_back.py"],
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,25 @@ def test_an_attempt_that_stalls_before_an_older_commit_leaves_a_newer_attempts_c
     claim_attempt(store, RUN, 2)
     late = commit_of(20, 2, put_objects(store, 20, 2))
     with pytest.raises(StaleAttemptError, match="attempt 2 is over: attempt 3 has begun"):
+        write_commit(stalls, late)
+    assert read_commit(store, RUN, 20).attempt == 3
+
+
+def test_an_attempt_that_stalls_after_deleting_an_older_commit_overwrites_no_newer_one(tmp_path: Path) -> None:
+    class Stalls(DirectoryStore):
+        """A newer attempt begins and commits the step once this one has deleted the old commit."""
+
+        def delete(self, keys: Iterable[str]) -> None:
+            super().delete(keys)
+            claim_attempt(store, RUN, 3)
+            write_commit(store, commit_of(20, 3, put_objects(store, 20, 3)))
+
+    store, stalls = DirectoryStore(tmp_path), Stalls(tmp_path)
+    claim_attempt(store, RUN, 1)
+    save(store, 20)
+    claim_attempt(store, RUN, 2)
+    late = commit_of(20, 2, put_objects(store, 20, 2))
+    with pytest.raises(AlreadyExists):
         write_commit(stalls, late)
     assert read_commit(store, RUN, 20).attempt == 3
 
