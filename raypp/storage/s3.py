@@ -576,7 +576,7 @@ def _singly(url: str) -> Problem:
         url,
         "this server refuses to delete several objects with one request (DeleteObjects), so raypp sends a request "
         "for each; removing old checkpoints takes longer",
-        "nothing needs to be done; newer versions of MinIO accept it",
+        "nothing needs to be done",
     )
 
 
