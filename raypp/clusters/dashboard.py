@@ -174,7 +174,7 @@ class Dashboard:
             sent = not isinstance(error, urllib.error.URLError)  # urllib wraps what goes wrong before the answer
             what, fix = f"no Ray cluster answers at {self.url}: {reason}", _OTHER
             if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
-                grpc = error.line.startswith("\0\0")  # a frame of HTTP/2
+                grpc = str(error).startswith("\0\0")  # a frame of HTTP/2
                 speaks = "gRPC, not HTTP: it may be Ray's GCS, by default on port 6379" if grpc else "another protocol"
                 what, fix = f"the server at {self.url} speaks {speaks}", self._usual
             raise (NoAnswerError if sent else UnreachableError)(
