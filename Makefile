@@ -1,13 +1,15 @@
 # make demo        from nothing to a trained model on this machine
 # make test        what a change must pass, tier by tier; its Ray and S3 servers are its own
 # make test-unit   one tier; also test-ranks, test-s3, test-ray, test-e2e
-# make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1, test-ranks SLOW=1: one tier's part
+# make test-slow   the rest: every fault, several hosts; make test-unit SLOW=1: one tier's part; GATE=1: what CI runs of it
+# make test-again  make test N=10 times beside LOAD=2 busy processes; prints what was not always green
+# make mutants     faults made by hand, and which test finds each; ONLY=machine- narrows it
 # make test-torch211  what meets torch, with the oldest supported torch
 # make docs        the documentation as a site, in build/site
 # make screenshots the pictures of docs/pictures; needs chromium and prometheus
 # make chaos       every fault; MINUTES=30 MTBF=20 SEED=1: a random storm
 # make fuzz        damaged input for every parser, for MINUTES=10
-.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-torch211 lint docs screenshots bench chaos fuzz clean
+.PHONY: venv demo test test-unit test-ranks test-s3 test-ray test-e2e test-slow test-again mutants test-torch211 lint docs screenshots bench chaos fuzz clean
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
@@ -22,6 +24,8 @@ STAMP := $(VENV)/.installed
 #   make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
+# Checks of pages, tables, links and source text: `make lint` runs them.
+LINT := tests/lint
 # The tiers (CONTRIBUTING.md). TESTS=tests/ray/test_relays.py narrows `test` and `test-slow` to some of them.
 UNIT := tests/unit
 RANKS := tests/processes tests/ranks tests/gpu
@@ -37,8 +41,12 @@ UNIT_WORKERS := $(if $(filter logical,$(WORKERS)),$(shell echo $$(($$(getconf _N
 CLUSTERS ?= 1
 ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
 # SLOW=1: a tier's slow tests instead, for example the full matrices of test-unit and test-ranks.
+# GATE=1: of these, the ones that .ci/run runs.
 SLOW ?=
-PYTEST := $(BIN)/python -m pytest -m '$(if $(SLOW),slow,not slow)'
+GATE ?=
+# JUNIT=FOLDER: each tier writes its results there, as TIER.xml.
+JUNIT ?=
+PYTEST = $(BIN)/python -m pytest -m '$(if $(GATE),slow and gate,$(if $(SLOW),slow,not slow))' $(if $(JUNIT),--junitxml=$(JUNIT)/$@.xml)
 
 # The oldest supported torch, in an environment of its own.
 VENV211 := .venv-torch211
@@ -97,18 +105,30 @@ test-e2e: venv
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)
 
+# Prints every test that was not green in all of N runs beside LOAD busy processes. TESTS=… narrows it.
+N ?= 10
+LOAD ?= 2
+test-again: venv
+	@$(BIN)/python -m tests.again --runs $(N) --load $(LOAD) $(TESTS)
+
+# docs/benchmarks/mutants.md has the results. ONLY='machine- commit-' takes the faults whose names begin so.
+ONLY ?=
+mutants: venv
+	@$(BIN)/python -m tests.mutants $(addprefix --only ,$(ONLY))
+
 # With the oldest supported torch: types, the first tier, and the ranks, whose numbers and checkpoints are compared with
 # those of the pinned torch. CONTRIBUTING.md says when it must be run. Two kinds of mypy's errors depend only on which
 # functions of torch have annotations.
 test-torch211: venv $(STAMP211)
 	@$(VENV211)/bin/mypy --cache-dir $(VENV211)/mypy --disable-error-code unused-ignore --disable-error-code no-any-return
-	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) tests/ranks tests/gpu)
+	@RAYPP_OTHER_TORCH=$(abspath $(BIN))/python $(VENV211)/bin/python -m pytest -m 'not slow' -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(UNIT) $(LINT)/test_torch_private.py tests/ranks tests/gpu)
 
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q $(LINT)
 
 # The documentation as a site, in build/site. A broken link or anchor fails.
 DOCS_STAMP := $(VENV)/.docs-installed

@@ -9,8 +9,8 @@ configurations run at the same time and take turns of a few steps, round after r
 round in reverse order. Costs are measured some seconds before and after each turn. The tables show
 medians over the rounds.
 
-The cores are kept awake (`benchmarks.awake`). With `--sleeping-cores` they are not. Passes after
-waits are then as slow as the costs say, and another column shows the prediction without that.
+The cores are kept awake (`benchmarks.awake`). With `--sleeping-cores` they are not: the forecast
+does not know that virtual cores come back slow from a wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from cluster.testbed import why_not
 from raypp.planning.costs import NUMBERS, Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
-from raypp.schedules.slow_starts import SlowStart
 
 LATENCY_S = 2e-4
 UNLIMITED_GBPS = 20.0
@@ -89,11 +88,7 @@ def mean_of(answers: list[dict[str, Any]]) -> Costs:
         for name in ("layer", "first", "last")
     )
     numbers: dict[str, Any] = {name: of(name) for name in NUMBERS}
-    waits = tuple(
-        SlowStart(**{key: statistics.mean(one[key] for one in same) for key in same[0]})
-        for same in zip(*(answer["slow_starts"] for answer in answers), strict=True)
-    )
-    return Costs(layer, first, last, slow_starts=waits, measured=True, **numbers)
+    return Costs(layer, first, last, measured=True, **numbers)
 
 
 def rows_of(index: int) -> str:
@@ -121,20 +116,16 @@ def turn(hosts: Hosts, held: Mapping[int, Held], index: int, steps: int) -> dict
     }
 
 
-def predicted(
-    settings: list[str], mbit: float | None, around: Sequence[list[dict[str, Any]]], *, slow_starts: bool = True
-) -> Forecast:
+def predicted(settings: list[str], mbit: float | None, around: Sequence[list[dict[str, Any]]]) -> Forecast:
     """Predicts the time of a step.
 
     Args:
         settings: The settings of the configuration.
         mbit: Rate of the cable; None: no limit.
         around: The costs of both cores before and after the turn.
-        slow_starts: Whether passes after waits are slow, as measured.
     """
     own = [mean_of([both[core] for both in around]) for core in range(2)]
     costs = mean_of([answer for both in around for answer in both])
-    costs = costs if slow_starts else replace(costs, slow_starts=())
     machines = Machines.alike(2, 1, mbit / 1e3 if mbit else UNLIMITED_GBPS, LATENCY_S)
     nodes = tuple(
         replace(node, speed=(costs.layer.forward + costs.layer.backward) / (one.layer.forward + one.layer.backward))
@@ -143,9 +134,8 @@ def predicted(
     return forecast(job_of(settings, world=2, steps=1), replace(machines, nodes=nodes), costs)
 
 
-Pair = tuple[dict[str, Any], Forecast, Forecast]
-"""The time of a turn, and the prediction from the costs around it: as it is, and as if no pass
-after a wait were slow."""
+Pair = tuple[dict[str, Any], Forecast]
+"""The time of a turn, and the prediction from the costs around it."""
 
 
 def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, list[Pair]]:
@@ -171,12 +161,10 @@ def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[int, 
             taken = kept.once(f"round {number}: {index}", partial(turn, hosts, held, index, options.steps))
             after = kept.once(f"round {number}: after {index}", costs)
             last = kind, after
-            job, around = [*options.set, *settings], [before, after]
-            cast, plain = predicted(job, mbit, around), predicted(job, mbit, around, slow_starts=False)
-            found[index].append((taken, cast, plain))
-            slow = mean_of([*before, *after]).slowest_start()
+            cast = predicted([*options.set, *settings], mbit, [before, after])
+            found[index].append((taken, cast))
             print(f"round {number}: {', '.join(settings)} at {mbit}: {taken['seconds']:.3f} s, "
-                  f"predicted {cast.step_s:.3f} s; {slow or 'cores awake'}", flush=True)  # fmt: skip
+                  f"predicted {cast.step_s:.3f} s", flush=True)  # fmt: skip
     for one in (*held.values(), *meters.values()):
         one.close()
     return found
@@ -210,26 +198,24 @@ def main() -> None:
     cores = "as the machine has them" if options.sleeping_cores else "kept awake"
     print(f"\n{kept.begun}; rounds: {options.rounds}, of {options.steps} steps each; cores {cores}\n")
     titles = ["configuration", "cable", "measured, s", "predicted, s", "predicted ÷ measured", "the schedule alone"]
-    titles += ["the rest, s", *(["without slow starts ÷ measured"] if options.sleeping_cores else [])]
+    titles += ["the rest, s"]
     print(f"| {' | '.join(titles)} |")
     print("|---" * len(titles) + "|")
     errors = []
     for index, pairs in found.items():
         settings, mbit = CONFIGURATIONS[index]
-        ratios = [cast.step_s / taken["seconds"] for taken, cast, _ in pairs]
-        schedule = [cast.parts["pipeline"] / taken["parts"]["pipeline"] for taken, cast, _ in pairs]
+        ratios = [cast.step_s / taken["seconds"] for taken, cast in pairs]
+        schedule = [cast.parts["pipeline"] / taken["parts"]["pipeline"] for taken, cast in pairs]
         rests = [
-            statistics.median(taken["seconds"] - taken["parts"]["pipeline"] for taken, _, _ in pairs),
-            statistics.median(cast.step_s - cast.parts["pipeline"] for _, cast, _ in pairs),
+            statistics.median(taken["seconds"] - taken["parts"]["pipeline"] for taken, _ in pairs),
+            statistics.median(cast.step_s - cast.parts["pipeline"] for _, cast in pairs),
         ]
         errors.append(abs(statistics.median(ratios) - 1))
-        seconds = statistics.median(taken["seconds"] for taken, _, _ in pairs)
-        guess = statistics.median(cast.step_s for _, cast, _ in pairs)
-        plain = spread([one.step_s / taken["seconds"] for taken, _, one in pairs])
+        seconds = statistics.median(taken["seconds"] for taken, _ in pairs)
+        guess = statistics.median(cast.step_s for _, cast in pairs)
         cable = f"{mbit:g} Mbit/s" if mbit else "no limit"
         print(f"| {', '.join(settings)} | {cable} | {seconds:.3f} | {guess:.3f} | {spread(ratios)} "
-              f"| {spread(schedule)} | {rests[0]:.2f} measured, {rests[1]:.2f} predicted |"
-              + (f" {plain} |" if options.sleeping_cores else ""))  # fmt: skip
+              f"| {spread(schedule)} | {rests[0]:.2f} measured, {rests[1]:.2f} predicted |")  # fmt: skip
     near = sum(error <= GOAL for error in errors)
     print(f"\nwithin {GOAL:.0%}: {near} of {len(errors)}; median error {statistics.median(errors):.0%}, "
           f"largest {max(errors):.0%}")  # fmt: skip

@@ -3,11 +3,13 @@ followed.
 
 Links in the pages are those of the repository, so that they work where the repository is browsed.
 On the site a page outside of docs/ is below `repository/`. A link to a file that is no page becomes
-the file's name.
+the file's name. `<!-- files -->` on a package's page becomes the table of its modules, with the
+first paragraphs of their docstrings.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -18,6 +20,7 @@ from properdocs.structure.files import File
 REPOSITORY = Path(__file__).parents[1]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "cluster/kuberay/README.md", "cluster/s3/README.md")
 PREFIX = "repository/"
+FILES = "<!-- files -->"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -30,10 +33,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     here = PurePosixPath(in_repository(page.file.src_uri))
+    if FILES in markdown:
+        markdown = markdown.replace(FILES, table_of_files(REPOSITORY / "raypp" / here.stem))
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)
     return "".join(
         part if part.startswith("```") else LINK.sub(lambda found: link(found, here), part) for part in parts
     )
+
+
+def table_of_files(package: Path) -> str:
+    """Returns the modules of a package, with what the first paragraphs of their docstrings say."""
+    rows = ["| file | what it is for |", "|---|---|"]
+    for path in sorted(package.rglob("*.py")):
+        if path.name not in ("__init__.py", "__main__.py"):
+            about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            first = " ".join(about.split("\n\n")[0].split()).replace("|", "\\|")
+            rows.append(f"| `{path.relative_to(package)}` | {first} |")
+    return "\n".join(rows)
 
 
 def in_repository(uri: str) -> str:

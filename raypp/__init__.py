@@ -1,3 +1,41 @@
-"""raypp: Ray-orchestrated, multi-node, pipeline-parallel training of language models."""
+"""raypp: Ray-orchestrated, multi-node, pipeline-parallel training of language models.
+
+From Python: `load_job` or `Job`, `plan`, `submit`, `run`, `list_runs`. They are imported on first
+use, so that `import raypp` takes milliseconds. None of them imports torch or ray.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from raypp.api.planned import plan
+    from raypp.api.python import load_job, run, submit
+    from raypp.api.run import Run, list_runs
+    from raypp.errors import RayppError
+    from raypp.spec.job import Job
+
+__all__ = ["Job", "RayppError", "Run", "list_runs", "load_job", "plan", "run", "submit"]
+_FROM = {
+    "Job": "raypp.spec.job",
+    "RayppError": "raypp.errors",
+    "Run": "raypp.api.run",
+    "list_runs": "raypp.api.run",
+    "load_job": "raypp.api.python",
+    "plan": "raypp.api.planned",
+    "run": "raypp.api.python",
+    "submit": "raypp.api.python",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module 'raypp' has no attribute {name!r}")
+    from importlib import import_module
+
+    found = globals()[name] = getattr(import_module(_FROM[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,7 +4,7 @@ torch may change a private name in any release. Each entry says what raypp uses 
 since which release torch has it; "since 2.4" may be earlier, because older releases were not
 checked. Everything here works with torch 2.11 to 2.13; `make test-torch211` checks it with 2.11. If
 a new torch breaks a name, fix it here.
-`tests/unit/test_torch_private.py` fails if another file uses a private name.
+`tests/lint/test_torch_private.py` fails if another file uses a private name.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import psutil
 
 from cluster.testbed.network import PREFIX, Cut, Network, remove_leftovers, why_not
 from raypp.clusters.dashboard import Dashboard, NodeResources
+from raypp.clusters.ray_head import short_temporary_directory
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.clusters.user_folder import private_directory, write_private
 from raypp.errors import JobError, Problem, RayppError
@@ -115,6 +116,7 @@ class TestBed:
             raise BedError(Problem("testbed", reason, "run it as root on your own Linux machine"))
         bed = cls(Network.make(name, hosts, rate), cpus, [rate] * hosts, ray, pin)
         try:
+            bed.network.check_reachability()
             private_directory(bed.directory)
             write_private(bed.token_path, secrets.token_hex(32))
             bed._write_state()
@@ -360,6 +362,7 @@ class TestBed:
             "RAY_AUTH_TOKEN_PATH": str(self.token_path),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
+            **short_temporary_directory(),
         }
         with self._log(host).open("ab") as log:
             child = subprocess.Popen(

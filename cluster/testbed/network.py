@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -213,6 +214,7 @@ class Network:
         _do("ip", "link", "add", self.bridge, "type", "bridge")
         _do("ip", "addr", "add", f"{self.switch}/24", "dev", self.bridge)
         _do("ip", "link", "set", self.bridge, "up")
+        self._let_through()
         for host in range(self.size):
             self._write_etc(host)
             inside = ("ip", "-n", self.namespace(host))
@@ -228,6 +230,59 @@ class Network:
                 _do(*inside, "route", "replace", f"{self.subnet}.0/24", "dev", "eth0", *own, "congctl", _CONGESTION)
             if rate != "none":
                 self.set_rate(host, rate)
+
+    def _let_through(self) -> None:
+        """Lets packets from host to host pass this machine's firewall, if it filters those of
+        bridges: Docker sets that, and drops what is not its own."""
+        if _FILTERED.exists() and _FILTERED.read_text().strip() == "1" and shutil.which("iptables"):
+            _do("iptables", "-w", "-I", *_rule_of(self.name))
+
+    def check_reachability(self, patience_s: float = 10.0) -> None:
+        """Connects from every host to host 0, and from host 0 to the last host.
+
+        Raises:
+            NetworkError: Packets are lost or refused on the way; names the hosts and what to look
+                at.
+        """
+        pairs = [(host, 0) for host in range(1, self.size)] + [(0, self.size - 1)] * (self.size > 1)
+        listeners = {
+            target: subprocess.Popen(
+                self.command(target, [sys.executable, "-c", _LISTEN, self.address(target)]), stdout=subprocess.PIPE
+            )
+            for target in {target for _, target in pairs}
+        }
+        try:
+            ports = {target: one.stdout.readline().decode().strip() for target, one in listeners.items() if one.stdout}
+            asked = {
+                (host, target): subprocess.Popen(
+                    self.command(
+                        host, [sys.executable, "-c", _CONNECT, self.address(target), ports[target], str(patience_s)]
+                    ),
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                for host, target in pairs
+            }
+            for (host, target), one in asked.items():
+                error = one.communicate()[1].strip()
+                if one.returncode:
+                    raise self._unreachable(host, target, error.splitlines()[-1] if error else "no answer")
+        finally:
+            for one in listeners.values():
+                one.kill()
+                one.communicate()
+
+    def _unreachable(self, host: int, target: int, error: str) -> NetworkError:
+        what = (
+            f"host {self.hostname(host)} cannot reach {self.hostname(target)} ({self.address(target)}) "
+            f"over the bridge {self.bridge}: {error}"
+        )
+        fix = (
+            "look at this machine's firewall: `iptables -S FORWARD` (or `nft list ruleset`) and "
+            f"`sysctl net.bridge.bridge-nf-call-iptables`; `iptables -I FORWARD {_words_of(self.bridge)}` lets "
+            "the hosts' packets through"
+        )
+        return NetworkError(Problem("testbed", what, fix))
 
     def _write_etc(self, host: int) -> None:
         """Makes hosts look up names in files only.
@@ -265,6 +320,31 @@ class _End:
         return ["-n", self.namespace] if self.namespace else []
 
 
+def _words_of(bridge: str) -> str:
+    return f"-i {bridge} -o {bridge} -j ACCEPT"
+
+
+def _rule_of(name: str) -> list[str]:
+    """Returns the rule of an instance, with which it is added and deleted."""
+    bridge = f"{PREFIX}{name}-br"
+    return ["FORWARD", "-m", "comment", "--comment", f"raypp test bed {name}", *_words_of(bridge).split()]
+
+
+_FILTERED = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
+_LISTEN = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
+while True:
+    link, _ = server.accept()
+    link.sendall(b"here")
+    link.close()
+"""
+_CONNECT = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3])) as link:
+    sys.exit(link.recv(4) != b"here")
+"""
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _CONGESTION = "cubic"
 """The congestion control of the hosts' connections: Linux's default, whatever this machine uses."""
@@ -307,7 +387,8 @@ def instances() -> list[str]:
 
 
 def remove_leftovers(name: str) -> list[str]:
-    """Kills all processes of an instance's hosts; removes its namespaces, devices and files.
+    """Kills all processes of an instance's hosts; removes its namespaces, devices, files and
+    firewall rule.
 
     Returns the names of what it removed.
     """
@@ -321,6 +402,8 @@ def remove_leftovers(name: str) -> list[str]:
     for one in leftovers(name):
         with contextlib.suppress(NetworkError):
             _do("ip", "link", "del", one)
+    while shutil.which("iptables") and _succeeds("iptables", "-w", "-D", *_rule_of(name)):
+        pass
     for directory in _ETC.glob(f"{PREFIX}{name}-h*"):
         shutil.rmtree(directory, ignore_errors=True)
     return found
@@ -344,6 +427,10 @@ def _free_subnet() -> str:
         if not any(wanted.overlaps(one) for one in used):
             return f"10.77.{third}"
     raise NetworkError("every subnet of 10.77.0.0/16 is in use")
+
+
+def _succeeds(*command: str) -> bool:
+    return not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 def _do(*command: str) -> str:

@@ -10,21 +10,24 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from raypp.errors import Problem
+from raypp.errors import JobError, Problem
 from raypp.spec.job import Job
+from raypp.spec.load import parse_job
 from raypp.untrusted.text import visible
 
 _ABSENT = object()
 _PROBLEMS_SHOWN = 20
 _LONGEST_VALUE = 200
+_JUMP = 1.25
+"""A resume changes the learning rate by more than this factor only with a warning."""
 
 
 def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -> list[Problem]:
     """Finds every changed field that makes the run's checkpoints unusable.
 
     These may change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery,
-    resources, data.eval.path, and `model.from_hf`, which only a run without checkpoints reads, or
-    which holds the same frozen weights (`model.lora.base_id`).
+    resources, data.eval.path, model.max_context, and `model.from_hf`, which only a run without
+    checkpoints reads, or which holds the same frozen weights (`model.lora.base_id`).
     Fields that the old document lacks are not compared.
 
     These may not change: the rest of model and data, train.seed (it orders the data),
@@ -69,13 +72,42 @@ def check_steps(newest: int, steps: int) -> list[Problem]:
     return [Problem("train.steps", f"is {steps}, but the run is at step {newest}, which has a checkpoint", fix)]
 
 
+def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
+    """Returns a warning if the learning rate jumps where a run resumes, because its end has moved.
+
+    Silent where the job itself sets another rate or schedule.
+
+    Args:
+        old_job: The resolved job that reached the step, or the `job` of a commit.
+        new: The job to resume with.
+        step: The step of the checkpoint.
+    """
+    try:
+        old = parse_job({"name": "run", "train": old_job.get("train") or {}}).train
+    except JobError:  # of another version
+        return None
+    train = new.train
+    if step < 1 or (old.optimizer.lr, old.lr_schedule) != (train.optimizer.lr, train.lr_schedule):
+        return None
+    before, expected, after = old.learning_rate(step), old.learning_rate(step + 1), train.learning_rate(step + 1)
+    if expected / _JUMP <= after <= expected * _JUMP:
+        return None
+    keep = f"train.optimizer.lr={before:.3g}, train.lr_schedule.kind=constant and train.lr_schedule.warmup_steps=0"
+    return (
+        f"the learning rate jumps from {before:.3g} at step {step} to {after:.3g} at step {step + 1}: "
+        f"train.steps is {train.steps}, was {old.steps}, and {train.lr_schedule.kind} falls to the last step. "
+        + (f"To keep {before:.3g}, set {keep}" if before else "To choose it, set train.optimizer.lr")
+    )
+
+
 def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
     """Returns the section without fields that may change.
 
     The path of the held-out data matters only if they are cut from the training data.
     """
     meaning = dict(job.get(section) or {})
-    meaning.pop("from_hf", None)
+    for name in ("from_hf", "original", "max_context") if section == "model" else ():
+        meaning.pop(name, None)
     if "eval" in meaning:
         held_out = meaning["eval"]
         fraction = held_out.get("fraction") if isinstance(held_out, Mapping) else held_out

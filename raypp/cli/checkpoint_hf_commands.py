@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from raypp.checkpoint.commit import Commit
+from raypp.api.checked_job import load_checked_job
+from raypp.api.checkpoints import DTYPES, export
 from raypp.checkpoint.layout import split_location
-from raypp.checkpoint.run_spec import read_spec
-from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
-from raypp.cli.load_job import load_checked_job
-from raypp.cli.output import echo, echo_json
+from raypp.cli.output import echo, echo_json, say
+from raypp.cli.progress import progress_bar
 from raypp.clusters.find import lend_store_settings
-from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.config import OWN_KEYS, options_from_config
-from raypp.hf.export_adapter import export_adapter
-from raypp.hf.export_model import export_hf, saved_options
+from raypp.errors import JobError, Problem
+from raypp.hf.config import OWN_KEYS
+from raypp.hf.from_hf import hf_options, matching_tensors
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
+from raypp.hf.names import model_tensors
+from raypp.planning.stored_bytes import size_text
 from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
-from raypp.storage import ObjectStore, open_for_others, open_store
+from raypp.storage import ObjectStore, open_store
 from raypp.untrusted.paths import expand_home
 from raypp.untrusted.text import shell_word
-
-_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 @click.command("export")
 @click.argument("run")
 @click.argument("target", metavar="DIR_OR_URL")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Dtype of the exported tensors.  [default: as saved]")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Dtype of the exported tensors.  [default: as saved]")
 @click.option(
     "--shard-gb",
     type=click.FloatRange(min=0, min_open=True),
@@ -66,37 +63,25 @@ def export_command(
     AutoModelForCausalLM and AutoTokenizer load them. Tensors are copied a few rows at a time, and
     every byte read is checked.
     """
-    store, commit, _ = open_checkpoint(run)
-    _check_form(commit, adapter, merged, dtype)
-    lend_store_settings()
-    with open_for_others(target) as there:
-        _check_empty(there)
-        try:
-            job = read_spec(store, commit.run)
-        except CheckpointError:
-            job = None
-        with progress_bar("exporting", None) as advance:
-            if adapter:
-                done = export_adapter(store, commit, there, job=job, tokenizer=tokenizer, progress=advance)
-            else:
-                done = export_hf(
-                    store,
-                    commit,
-                    there,
-                    dtype=_DTYPES[dtype] if dtype else None,
-                    shard_bytes=max(1, int(shard_gb * 1e9)),
-                    job=job,
-                    tokenizer=tokenizer,
-                    progress=advance,
-                )
+    with progress_bar("exporting", None) as advance:
+        done = export(
+            run,
+            target,
+            dtype=dtype,
+            shard_gb=shard_gb,
+            adapter=adapter,
+            merged=merged,
+            tokenizer=tokenizer,
+            progress=advance,
+            say=(lambda _remark: None) if as_json else say,
+        )
     if as_json:
-        echo_json({"run": commit.run, "step": commit.step, "target": there.url, **asdict(done)})
+        echo_json(done)
         return
-    for remark in done.remarks:
-        echo(f"note: {remark}", err=True)
+    size = size_text(done["size"])
     echo(
-        f"step {commit.step} of {commit.run}: {done.tensors} tensors, {size_text(done.size)}, "
-        f"{len(done.files)} files in {there.url}"
+        f"step {done['step']} of {done['run']}: {done['tensors']} tensors, {size}, "
+        f"{len(done['files'])} files in {done['target']}"
     )
 
 
@@ -136,15 +121,18 @@ def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOpt
     job = file.job
     # Every field counts, including defaults: the job decides, not config.json.
     asked = parse_job(job_document(job)).model
-    from raypp.hf.from_hf import matching_tensors
-    from raypp.hf.names import model_tensors
-
     matching_tensors(files, model_tensors(asked))
     try:
-        options_from_config(files.config(), asked, files.place("config.json"))
+        found = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
+        rows = files.config().get("vocab_size")
+        if found.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
+            what = f"is {found.vocab_size}, the default, but {files.place('config.json')} says {rows}"
+            raise JobError(Problem("model.vocab_size", what, f"write {rows}, or more"))
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from error
-    return open_store(job.checkpoint.url), job.name, asked, job_document(job)
+    document = job_document(job)
+    document["model"]["original"] = found.model_dump(mode="json")["original"]
+    return open_store(job.checkpoint.url), job.name, asked, document
 
 
 def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
@@ -152,30 +140,10 @@ def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, Deco
     url, name, step = split_location(argument)
     if url is None or step is not None:
         raise JobError(Problem("JOB_OR_URL/NAME", f"{argument!r} is neither", "give a job.yaml, or URL/NAME"))
-    options = options_from_config(files.config(), DecoderOptions(from_hf=files.store.url), files.place("config.json"))
-    model = {key: value for key, value in options.model_dump(mode="json").items() if key not in (*OWN_KEYS, "from_hf")}
+    options = hf_options(DecoderOptions(from_hf=files.store.url))
+    kept = {*OWN_KEYS, "from_hf"} - {"original"}
+    model = {key: value for key, value in options.model_dump(mode="json").items() if key not in kept}
     if not is_remote(url):
         url = str(expand_home(url).absolute())
     store = open_store(url)
     return store, name, options, {"name": name, "model": model, "checkpoint": {"url": store.url}}
-
-
-def _check_form(commit: Commit, adapter: bool, merged: bool, dtype: str | None) -> None:
-    """Checks that the options fit what the run trained."""
-    lora = saved_options(commit).lora
-    if lora is None and (adapter or merged):
-        flag = "--adapter" if adapter else "--merged"
-        raise JobError(Problem(flag, f"{commit.run} trained all weights and has no adapters", f"leave out {flag}"))
-    if lora is not None and adapter == merged:
-        what = f"{commit.run} trained adapters (model.lora)" + (": it cannot be both" if merged else "")
-        fix = "use --adapter for PEFT, or --merged for a whole model"
-        raise JobError(Problem("--adapter", what, fix))
-    if adapter and dtype:
-        raise JobError(Problem("--dtype", "adapters are exported in fp32", "leave it out"))
-
-
-def _check_empty(target: ObjectStore) -> None:
-    for info in target.list():
-        if "/" not in info.key and (info.key == "config.json" or info.key.endswith((".safetensors", ".index.json"))):
-            what = f"{target.url} already contains a model ({info.key})"
-            raise JobError(Problem("DIR_OR_URL", what, "use another place, or remove the model first"))

@@ -8,15 +8,17 @@ from typing import Any
 
 import click
 
+from raypp.api.checkpoints import open_checkpoint
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.diff import Comparison, diff_checkpoints
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.saved_tensors import OPTIMIZER, TensorInfo
-from raypp.cli.checkpoint_place import open_checkpoint, progress_bar, size_text
 from raypp.cli.console import Table, Text, wide_console
-from raypp.cli.output import echo, echo_json, echo_lines, styled
-from raypp.cli.render import date_and_clock, mesh_text
+from raypp.cli.output import echo, echo_json, echo_lines, say, styled
+from raypp.cli.progress import progress_bar
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED
+from raypp.observe.in_words import date_and_clock, mesh_text
+from raypp.planning.stored_bytes import size_text
 from raypp.storage import ObjectStore
 from raypp.untrusted.text import visible
 
@@ -33,7 +35,7 @@ def show_command(run: str, everything: bool, as_json: bool) -> None:
 
     Reads and checks headers, but not the tensors' data.
     """
-    store, commit, saved = open_checkpoint(run)
+    store, commit, saved = open_checkpoint(run, say)
     tensors = saved.infos
     if as_json:
         echo_json(_facts(store, commit, tensors))
@@ -63,7 +65,7 @@ def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
     Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exits with code 0 if all
     bits are equal, else with code 1.
     """
-    (store_a, commit_a, tensors_a), (store_b, commit_b, tensors_b) = open_checkpoint(a), open_checkpoint(b)
+    (store_a, commit_a, tensors_a), (store_b, commit_b, tensors_b) = open_checkpoint(a, say), open_checkpoint(b, say)
     with progress_bar("comparing", commit_a.size) as advance:
         found = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
     if as_json:

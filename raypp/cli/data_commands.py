@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 from rich.rule import Rule
 
+from raypp.api.checked_job import load_checked_job
 from raypp.cli.console import Console, Lines, Table, Text
-from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.cli.job_argument import job_argument
 from raypp.cli.output import echo_json
 from raypp.cli.tokenize_command import tokenize_command
 from raypp.errors import DataError

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
+from raypp.api.torch_process import ask
 from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
 from raypp.cli.console import Console, Table
 from raypp.cli.eval_progress import evaluation_progress
 from raypp.cli.mesh_option import mesh_option
 from raypp.cli.output import echo, echo_json
-from raypp.cli.torch_process import ask
 from raypp.clusters.find import Cluster
 from raypp.control.inference_client import use_on_cluster
 from raypp.environment import need

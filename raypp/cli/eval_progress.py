@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from raypp.cli.console import Console
 from raypp.cli.output import echo
-from raypp.cli.render import duration
+from raypp.observe.in_words import duration
 
 _FIRST_LINE_S, _LINE_EVERY_S = 5.0, 30.0
 

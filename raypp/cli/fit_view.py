@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from raypp.cli.plan_view import count_text, size_text, time_text
+from raypp.cli.plan_view import count_text, time_text
 from raypp.planning.costs import Device
 from raypp.planning.fit import set_words
 from raypp.planning.fit_search import Fitting, Proposal
+from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import click
 from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
 from raypp.cli.mesh_option import mesh_option
 from raypp.cli.output import echo, echo_json, echo_lines, styled
-from raypp.errors import JobError, Problem, RunFailedError
+from raypp.errors import JobError, Problem
 
 if TYPE_CHECKING:
     from raypp.data.tokenizer import PromptTokenizer
@@ -99,10 +98,10 @@ def generate_command(
     a Hugging Face model. The tokens are the same for every --mesh.
     """
     # Imported here: `raypp generate --help` is quick.
+    from raypp.api.generation import complete
     from raypp.cli.chat_session import converse
-    from raypp.control.inference_client import use_on_cluster
-    from raypp.inference.processes import Generators, NewToken
-    from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, end_ids, read_prompts
+    from raypp.inference.processes import Generators
+    from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, read_prompts
     from raypp.inference.source import find_source
 
     if (count := bool(given) + (file is not None) + chat) != 1:
@@ -123,7 +122,7 @@ def generate_command(
         source = replace(source, tokenizer=tokenizer)
     for remark in source.remarks:
         echo(f"note: {remark}", err=True)
-    job = source.job(pp)
+    source.job(pp)  # checks the number of ranks
     codec = source.open_tokenizer()
     choice: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     if chat:
@@ -135,25 +134,9 @@ def generate_command(
     answers = [Answer(prompt) for prompt in prompts]
     printer = _Printer(answers, codec, as_json)
 
-    def take(new: NewToken) -> None:
-        answers[new.prompt].add(new.token, new.finish)
-        printer.update()
-
-    ends = end_ids(source, codec)
-    if cluster is None:
-        with Generators(source, pp, ends, batch_size) as generators:
-            for new in generators.generate(prompts, **choice):
-                take(new)
-        return
-    note_paths(cluster, source)
-    asked = [[prompt.tokens, prompt.limit] for prompt in prompts]
-    request = {"prompts": asked, "choice": choice, "ends": list(ends), "rows": batch_size}
-    with closing(use_on_cluster(cluster, "generate", source, job, request)) as reports:
-        for report in reports:
-            if "token" in report and report["token"][0] < len(answers):
-                take(NewToken(*report["token"]))
-    if any(answer.finish is None for answer in answers):
-        raise RunFailedError("the generation on the cluster ended before all texts were complete")
+    if cluster is not None:
+        note_paths(cluster, source)
+    complete(source, pp, codec, answers, batch_size, cluster, printer.update, **choice)
 
 
 class _Printer:
@@ -171,14 +154,9 @@ class _Printer:
             if self._as_json:
                 if answer.finish is None:
                     return
-                echo_json(
-                    {
-                        "prompt": answer.prompt.text,
-                        "text": answer.text(self._tokenizer),
-                        "tokens": answer.tokens,
-                        "finish": answer.finish,
-                    }
-                )
+                from raypp.api.generation import row
+
+                echo_json(row(answer, self._tokenizer))
             else:
                 self._show(answer)
                 if answer.finish is None:

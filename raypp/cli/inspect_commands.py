@@ -13,30 +13,21 @@ from typing import Any
 
 import click
 
+from raypp.api.find_run import find_run, open_reader, present_status
+from raypp.api.run import event_json
 from raypp.cli.console import Console
-from raypp.cli.find_run import find_run, open_reader, present_status
 from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled
-from raypp.cli.render import (
-    log_text,
-    loss_text,
-    of_log,
-    one_line,
-    padded_tag,
-    quantity,
-    runs_table,
-    show_event,
-    status_view,
-    tag_width,
-)
+from raypp.cli.render import log_text, of_log, one_line, padded_tag, runs_table, show_event, status_view, tag_width
 from raypp.clusters import known_runs
 from raypp.clusters.find import lend_settings_of
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.append_log import Cursor
+from raypp.observe.in_words import loss_text, quantity
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final
-from raypp.records import Event, RunState
+from raypp.records import RunState
 
 _WATCH_S = 1.0
 _FOLLOW_S = 0.5
@@ -107,7 +98,7 @@ def events_command(run: str, samples: bool, as_json: bool) -> None:
         return
     events = reader.events()
     if as_json:
-        echo_json([_event_json(event) for event in events])
+        echo_json([event_json(event) for event in events])
     else:
         console = _console()
         for event in events:
@@ -219,21 +210,6 @@ def _status_line(status: dict[str, Any]) -> str:
     figures = f"loss {loss_text(status['loss'])}  {quantity(status['tokens_per_s'])} tokens/s"
     error = f"  {one_line(status['error'])}" if status["error"] else ""
     return f"{status['state']}  step {status['step']}/{status['steps']}  {figures}  attempt {status['attempt']}{error}"
-
-
-def _event_json(event: Event) -> dict[str, Any]:
-    cause = event.details.get("cause")
-    return {
-        "time": event.time,
-        "kind": event.kind,
-        "message": event.message,
-        "attempt": event.attempt,
-        "step": event.step,
-        "rank": event.rank,
-        "node": event.node,
-        "cause": cause,
-        "details": event.details,
-    }
 
 
 def _console() -> Console:

@@ -12,21 +12,12 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 
+from raypp.api.find_run import recorded_status
 from raypp.cli.console import Console, Table, Text
-from raypp.cli.find_run import recorded_status
-from raypp.cli.render import (
-    curve,
-    date_and_clock,
-    duration,
-    error_facts,
-    facts,
-    loss_text,
-    quantity,
-    show_event,
-    state_text,
-)
+from raypp.cli.render import curve, error_facts, facts, show_event, state_text
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import RayppError
+from raypp.observe.in_words import date_and_clock, duration, loss_text, quantity
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.records import Event

@@ -1,7 +1,7 @@
 """Prints lines and JSON for commands. No printed text can control the terminal.
 
 Commands print through this file, or through `console.py` if they need tables. Both show control
-characters as `\\x1b`, wherever the text comes from. `tests/unit/cli/test_output.py` finds commands
+characters as `\\x1b`, wherever the text comes from. `tests/lint/test_printing.py` finds commands
 that print in another way.
 """
 
@@ -50,6 +50,11 @@ def echo_lines(*parts: object, err: bool = False, nl: bool = True) -> None:
         nl: Whether a line feed follows.
     """
     click.echo("".join(_shown(part, visible_lines) for part in parts), err=err, nl=nl)
+
+
+def say(remark: str) -> None:
+    """Prints a remark to standard error."""
+    echo_lines(remark, err=True)
 
 
 def echo_json(value: Any, indent: int | None = None) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypp.cli.load_job import job_argument, load_checked_job
+from raypp.api.checked_job import load_checked_job
+from raypp.api.torch_process import ask
+from raypp.cli.job_argument import job_argument
 from raypp.cli.output import echo_json, echo_lines
-from raypp.cli.torch_process import ask
-from raypp.errors import EXIT_RESOURCES, JobError, RunFailedError
+from raypp.errors import EXIT_RESOURCES, JobError
 from raypp.spec.limits import RANKS, RATE
 
 if TYPE_CHECKING:
@@ -87,8 +88,10 @@ def plan_command(
         what = "--search" if search else "--costs" if costs else "--measure"
         fix = f"leave out {what}: --fit compares precisions and microbatches with the data sheet of --device"
         raise JobError(f"--fit and {what} do not go together", fix)
+    from raypp.api.planned import count_own_model
+
     file = load_checked_job(job, overrides)
-    _count_own_model(file.job)
+    count_own_model(file.job)
     grounds = _grounds(file.job, link_gbps, links, device, per_node, costs, measure)
     from raypp.cli.console import Console
 
@@ -144,22 +147,6 @@ def _grounds(
     )
 
 
-def _count_own_model(job: Job) -> None:
-    """Counts the model of a user's own factory in a process that may import torch.
-
-    Notes the reason if it fails.
-    """
-    from raypp.planning.sizes import count, not_counted, sizes_remark
-    from raypp.spec.load import job_document
-
-    if sizes_remark(job.model) is None:
-        return
-    try:
-        count(job.model, ask("raypp.measure.built_sizes", {"job": job_document(job)}, "building the model"))
-    except RunFailedError as error:
-        not_counted(job.model, "; ".join(problem.what for problem in error.problems))
-
-
 _WARN_ABOVE = 0.05
 """Share of a core used by other programs above which a warning is printed."""
 
@@ -172,7 +159,6 @@ def _measure(job: Job, path: Path) -> None:
     """
     from raypp.cli.console import Console
     from raypp.planning.costs import NUMBERS, Costs, Part, write_costs
-    from raypp.schedules.slow_starts import SlowStart
     from raypp.spec.load import job_document
 
     request = {"job": job_document(job), "device": job.resources.device}
@@ -185,11 +171,8 @@ def _measure(job: Job, path: Path) -> None:
             "The measured costs include that."
         )
     layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
-    waits = tuple(SlowStart(**one) for one in answer["slow_starts"])
     numbers = {name: answer[name] for name in NUMBERS}
-    found = Costs(layer, first, last, slow_starts=waits, kind=answer["kind"], measured=True, **numbers)
-    if slow := found.slowest_start():
-        console.print(f"Cores come back slow from a wait: {slow}. Plans with these costs include that.")
+    found = Costs(layer, first, last, kind=answer["kind"], measured=True, **numbers)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         write_costs(path, found, job, answer["device"], when)

@@ -16,6 +16,7 @@ from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.predict import Prediction
 from raypp.planning.replica_sum_costs import ReplicaSums
 from raypp.planning.search import Found
+from raypp.planning.stored_bytes import size_text, three_digits
 from raypp.spec.job import Job
 from raypp.untrusted.text import shell_word
 
@@ -130,7 +131,7 @@ def _memory(plan: Plan) -> RenderableType:
     table = _table("", *shown, justify="right")
     divisor, _ = _unit(plan)
     for pp, row in enumerate(rows):
-        cells = [Text(_figures(row[name] / divisor), style="bold" if name == "total" else "") for name in shown]
+        cells = [Text(three_digits(row[name] / divisor), style="bold" if name == "total" else "") for name in shown]
         table.add_row(f"pp{pp}", *cells)
     return table
 
@@ -262,29 +263,16 @@ def _table(*columns: str, justify: str = "left") -> Table:
     return table
 
 
-def size_text(count: float) -> str:
-    """Formats bytes with three digits: 320 KiB, 1.73 MiB."""
-    for power, unit in _UNITS:
-        if count >= 1024**power:
-            return f"{_figures(count / 1024**power)} {unit}"
-    return f"{count:.0f} B"
-
-
 def count_text(count: float) -> str:
     """Formats a number with three digits: 1.81 M, 11.4 k, 8."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
-            return f"{_figures(count / limit)} {unit}"
+            return f"{three_digits(count / limit)} {unit}"
     return f"{count:.0f}"
-
-
-def _figures(value: float) -> str:
-    """Formats three significant digits, or all digits before the decimal point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def time_text(seconds: float) -> str:
     """Formats seconds with three digits: 2.62 ms, 0.72 s, 12.3 s."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
-    return f"{_figures(seconds * 1e3)} ms" if seconds < 0.1 else f"{_figures(seconds)} s"
+    return f"{three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{three_digits(seconds)} s"

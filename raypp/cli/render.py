@@ -11,11 +11,13 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
+from raypp.api.run import label_of
 from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.curve import loss_curve
+from raypp.observe.in_words import clock, date_and_clock, duration, loss_text, mesh_text, quantity, rank_label
 from raypp.observe.json_lines import LogLine
 from raypp.observe.status import LOST
-from raypp.records import Coordinates, Event
+from raypp.records import Event
 from raypp.untrusted.text import visible
 
 _STATE_STYLES = {
@@ -46,55 +48,8 @@ _FIX = re.compile(r"\s*\n\s*fix: ")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
-def quantity(value: float | None) -> str:
-    """Formats a rate in about four characters: 873, 12.3k, 1.20M."""
-    if value is None:
-        return "–"
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Formats a duration: 0:05, 12:30, 3:00:07, 2d 04:10."""
-    whole = max(0, round(seconds))
-    minutes, second = divmod(whole, 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02d}:{minute:02d}"
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
-def loss_text(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-def clock(when: float) -> str:
-    """Formats the local time of day."""
-    return time.strftime("%H:%M:%S", time.localtime(when))
-
-
-def date_and_clock(when: float) -> str:
-    """Formats the local date and time of day."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-
-
 def state_text(state: str | None) -> Text:
     return Text(state or "?", style=_STATE_STYLES.get(state or "", ""))
-
-
-def mesh_text(mesh: Mapping[str, int]) -> str:
-    """Formats the axes longer than 1: `pp 2 · fsdp 2`; `1 rank` if there are none."""
-    return " · ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 rank"
-
-
-def rank_label(coordinates: Mapping[str, int], mesh: Mapping[str, int]) -> str:
-    """Formats coordinates as in the rank's process title: `pp0-fsdp1`."""
-    axes = ("pp", "dp_replicate", "fsdp", "cp")
-    sizes = Coordinates(**{axis: mesh.get(axis, 1) for axis in axes})
-    return Coordinates(**{axis: coordinates.get(axis, 0) for axis in axes}).label(sizes)
 
 
 def facts(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
@@ -292,5 +247,5 @@ def tag_width(line: LogLine) -> int:
 
 
 def _tag(line: LogLine) -> str:
-    tag = visible(line.label or ("controller" if line.rank is None else f"rank{line.rank}"))[: 10 * _WIDEST_TAG]
+    tag = visible(label_of(line))[: 10 * _WIDEST_TAG]
     return tag if cell_len(tag) <= _WIDEST_TAG else f"{set_cell_size(tag, _WIDEST_TAG - 1)}…"

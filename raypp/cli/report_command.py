@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 
-from raypp.cli.checkpoint_place import size_text
+from raypp.api.find_run import find_run
+from raypp.api.report.collect import collect
+from raypp.api.report.page import page
 from raypp.cli.output import echo, write_file
-from raypp.cli.report.collect import collect
-from raypp.cli.report.page import page
 from raypp.errors import JobError, Problem
+from raypp.planning.stored_bytes import size_text
 
 
 @click.command("report")
@@ -30,7 +31,7 @@ def report_command(runs: tuple[str, ...], out: Path) -> None:
     """
     if len(runs) > 2:
         raise JobError(Problem("RUN", f"{len(runs)} runs are named; a page shows one or two", "name one or two"))
-    found = [collect(run) for run in runs]
+    found = [collect(*find_run(run)) for run in runs]
     if len(found) == 2 and found[0].title == found[1].title:
         found = [replace(run, title=f"{run.title} ({run.url})") for run in found]
     content = page(found).encode("utf-8", "replace")

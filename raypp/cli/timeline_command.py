@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from raypp.api.find_run import find_run, present_status
 from raypp.cli.console import wide_console
-from raypp.cli.find_run import find_run, present_status
 from raypp.cli.output import echo, write_file
 from raypp.cli.timeline_view import timeline_view
 from raypp.clusters import known_runs
@@ -22,9 +21,8 @@ from raypp.errors import JobError, Problem, UnreachableError
 from raypp.observe.chrome_trace import chrome_trace
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
-from raypp.observe.trace import MOST_STEPS, RankTrace, TracePlace, is_complete, list_traces, read_trace
-from raypp.observe.trace_analysis import analyse
-from raypp.records import Event
+from raypp.observe.trace import MOST_STEPS, RankTrace, TracePlace, list_traces, newest_trace, read_trace
+from raypp.observe.trace_analysis import analyse, measured_cards, measured_links
 from raypp.storage import ObjectStore, open_store
 from raypp.untrusted.text import shell_word
 
@@ -68,36 +66,6 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
         echo(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
     else:
         echo("with --out FILE the trace is written for https://ui.perfetto.dev")
-
-
-def newest_trace(store: ObjectStore, run: str) -> list[RankTrace] | None:
-    """Returns the newest trace with the parts of all ranks; None if there is none."""
-    for place, ranks in reversed(list_traces(store, run).items()):
-        first = read_trace(store, run, place, ranks[:1])
-        if len(ranks) == first[0].world and is_complete(trace := read_trace(store, run, place, ranks)):
-            return trace
-    return None
-
-
-def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
-    """Returns the seconds of a message between stages, from the last measurement of `lookahead:
-    auto`, or from that of one attempt."""
-    for event in reversed(events):
-        links = event.details.get("link_s")
-        if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
-            return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6]
-    return []
-
-
-def measured_cards(events: Sequence[Event], attempt: int | None = None) -> list[int | None] | None:
-    """Returns the network card of every pipeline rank, as `lookahead: auto` found them last, or in
-    an attempt; None where no messages share one."""
-    for event in reversed(events):
-        cards = event.details.get("cards")
-        if event.kind == "lookahead" and attempt in (None, event.attempt):
-            usable = isinstance(cards, list) and all(card is None or type(card) is int for card in cards)
-            return cards if usable else None
-    return None
 
 
 def _next_steps(place: RunPlace, reader: RunReader, store: ObjectStore, steps: int) -> list[RankTrace]:

@@ -10,19 +10,12 @@ from rich.padding import Padding
 
 from raypp.cli.console import Table, Text
 from raypp.cli.render import facts
+from raypp.observe.in_words import seconds_text
 from raypp.observe.trace import RankTrace
 from raypp.observe.trace_analysis import Analysis, RankTimes
 
 _MOST_RANKS = 64
 _HARDLY = 0.005
-
-
-def seconds_text(value: float) -> str:
-    """Formats a duration: 1.23 s, 45.6 ms, 120 µs."""
-    for limit, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= limit:
-            return f"{value / limit:.3g} {unit}"
-    return "0 s"
 
 
 def timeline_view(trace: Sequence[RankTrace], found: Analysis) -> RenderableType:

@@ -12,12 +12,12 @@ import click
 import yaml
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from raypp.cli.checkpoint_place import size_text
 from raypp.cli.console import Console
-from raypp.cli.load_job import job_argument
+from raypp.cli.job_argument import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import DataError, JobError
+from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_spec
 from raypp.spec.load import load_job
 from raypp.storage import open_for_others

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.live import Live
 
+from raypp.api.find_run import present_status
 from raypp.cli.console import Console, Text
-from raypp.cli.find_run import present_status
 from raypp.cli.keys import single_keys
 from raypp.cli.screen_view import LossCurve, Records, screen_view
 from raypp.clusters.known_runs import RunPlace

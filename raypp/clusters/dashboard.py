@@ -19,6 +19,7 @@ from typing import Any
 
 from raypp.environment import too_old
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, words_after_stack
+from raypp.proxies import FIX, is_loopback, proxy_for
 from raypp.retry import Backoff
 from raypp.untrusted.files import read_file
 from raypp.untrusted.paths import expand_home
@@ -26,8 +27,8 @@ from raypp.untrusted.paths import expand_home
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 _TOKEN_BYTES = 64 << 10
 _URL = re.compile(r"[!-~]{1,2000}")
-_ON_LOOPBACK = re.compile(r"http://(127\.|localhost[:/]|\[::1\])", re.IGNORECASE)
 _AGENT_RETRY = Backoff(timeout_s=30.0, first_s=0.3, longest_s=0.3)
+_OTHER = "start one with `raypp local up`, or name another with --address or RAYPP_ADDRESS"
 _PROXY_ERRORS = (502, 503, 504)
 """What a proxy answers if it did not get the cluster's answer."""
 
@@ -76,10 +77,12 @@ class NodeResources:
 def dashboard_url(address: str) -> str:
     """Normalizes `http://host:8265`, `host:8265` or `host` to `http://host:port`.
 
+    Takes also what a browser shows, `http://host:8265/#/jobs`.
+
     Raises:
         JobError: It is not the address of a dashboard.
     """
-    text = address.strip().rstrip("/")
+    text = address.strip()
     if text.startswith("ray://"):
         raise JobError(
             Problem(
@@ -101,7 +104,7 @@ def dashboard_url(address: str) -> str:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     if port is None and parts.scheme == "http":
         port = 8265
-    return f"{parts.scheme}://{host}" + (f":{port}" if port else "") + parts.path
+    return f"{parts.scheme}://{host}" + (f":{port}" if port else "") + parts.path.rstrip("/")
 
 
 def token_from_environment() -> str | None:
@@ -131,8 +134,13 @@ class Dashboard:
         self._token = token
         self._timeout_s = timeout_s
         # A proxy configured for the internet cannot reach a cluster on loopback.
-        handlers = [urllib.request.ProxyHandler({})] if _ON_LOOPBACK.match(url) else []
+        handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
         self._opener = urllib.request.build_opener(*handlers)
+        self._usual = (
+            f"use the dashboard's address, usually {dashboard_url(urllib.parse.urlsplit(url).hostname or url)}"
+        )
+        proxy = proxy_for(url)
+        self._through, self._or_proxy = (f"through {proxy}: ", f"{FIX}; otherwise ") if proxy else ("", "")
 
     def request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
         """Sends one HTTP request; `body` is bytes, or anything that JSON can represent.
@@ -156,21 +164,26 @@ class Dashboard:
                 raise UnreachableError(
                     Problem(
                         "address",
-                        f"the Ray cluster at {self.url} denies access ({error.code}: {text[:120]})",
-                        "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token",
+                        f"{self._through}the Ray cluster at {self.url} denies access ({error.code}: {text[:120]})",
+                        f"{self._or_proxy}set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token",
                     )
                 ) from None
-            what = f"{self.url}{path} answered {error.code}: {(words_after_stack(text) or text)[-800:]}"
+            what = f"{self._through}{self.url}{path} answered {error.code}: {(words_after_stack(text) or text)[-800:]}"
             raise DashboardError(what, status=error.code) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             sent = not isinstance(error, urllib.error.URLError)  # urllib wraps what goes wrong before the answer
-            raise (NoAnswerError if sent else UnreachableError)(
-                Problem(
-                    "address",
-                    f"no Ray cluster answers at {self.url}: {reason}",
-                    "start one with `raypp local up`, or name another with --address or RAYPP_ADDRESS",
+            what, fix = f"no Ray cluster answers at {self.url}: {reason}", _OTHER
+            if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+                grpc = error.line.startswith("\0\0")  # a frame of HTTP/2
+                whose = (
+                    "gRPC, not HTTP: it may be Ray's GCS, by default on port 6379"
+                    if grpc
+                    else "something else than HTTP"
                 )
+                what, fix = f"the server at {self.url} speaks {whose}", self._usual
+            raise (NoAnswerError if sent else UnreachableError)(
+                Problem("address", f"{self._through}{what}", f"{self._or_proxy}{fix}")
             ) from None
 
     def get_json(self, path: str, timeout_s: float | None = None) -> Any:
@@ -179,8 +192,13 @@ class Dashboard:
         try:
             return json.loads(answer)
         except ValueError:
+            start = answer[:60].decode(errors="replace")
             raise UnreachableError(
-                Problem("address", f"{self.url} is not a Ray dashboard: {path} answered {answer[:60]!r}")
+                Problem(
+                    "address",
+                    f"{self._through}{self.url} is not a Ray dashboard: {path} answered {start!r}",
+                    self._usual,
+                )
             ) from None
 
     def ray_version(self) -> str:
@@ -188,8 +206,8 @@ class Dashboard:
         try:
             return str(self.get_json("/api/version").get("ray_version", ""))
         except DashboardError as error:
-            what = f"{self.url} is not a Ray dashboard: /api/version answered {error.status}"
-            raise UnreachableError(Problem("address", what, "set the dashboard's address with --address")) from None
+            what = f"{self._through}{self.url} is not a Ray dashboard: /api/version answered {error.status}"
+            raise UnreachableError(Problem("address", what, self._or_proxy + self._usual)) from None
 
     def check_versions(self) -> dict[str, str]:
         """Returns the versions of the cluster's `ray` and of the head's `python`.

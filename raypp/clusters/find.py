@@ -33,6 +33,11 @@ class Cluster:
 def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster:
     """Returns the cluster that a command uses, without contacting it.
 
+    Args:
+        address: The dashboard's; `auto`: that of this machine's cluster. None: RAYPP_ADDRESS's, or
+            the embedded cluster.
+        timeout_s: Of one request.
+
     Raises:
         JobError: The address is invalid.
         UnreachableError: No address is given and no embedded cluster runs.
@@ -40,8 +45,8 @@ def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster
     embedded = local.find()
     given = address or os.environ.get("RAYPP_ADDRESS")
     if given:
-        url = dashboard_url(given)
-        if embedded is None or dashboard_url(embedded.dashboard) != url:
+        url = _dashboard_of(given, embedded)
+        if embedded is None or not _is_at(embedded, url):
             return Cluster(url, Dashboard(url, token_from_environment(), timeout_s))
     if embedded is None:
         raise UnreachableError(
@@ -91,7 +96,7 @@ def lend_settings_of(*addresses: str | None) -> None:
         return
     urls = {_url_of(address) for address in addresses if address}
     embedded = local.find()
-    if embedded is not None and _url_of(embedded.dashboard) in urls:
+    if embedded is not None and any(_is_at(embedded, url) for url in urls):
         lend_store_settings(embedded)
     elif urls and not any(urlsplit(url).hostname in _LOOPBACK for url in urls):  # an earlier life had another port
         lend_store_settings(None)
@@ -100,16 +105,30 @@ def lend_settings_of(*addresses: str | None) -> None:
 def _embedded_at(address: str | None) -> local.LocalCluster | None:
     """Returns the embedded cluster if it runs and this is its address, or none is given."""
     embedded = local.find()
-    if embedded is None or not address or _url_of(address) == _url_of(embedded.dashboard):
+    if embedded is None or not address or _is_at(embedded, _url_of(address)):
         return embedded
     return None
+
+
+def _dashboard_of(address: str, embedded: local.LocalCluster | None) -> str:
+    """Returns the dashboard's URL. `auto` is the embedded cluster, or one that `ray start --head`
+    started on this machine."""
+    if address.strip().lower() == "auto":
+        return embedded.dashboard if embedded is not None else dashboard_url("127.0.0.1")
+    return dashboard_url(address)
+
+
+def _is_at(embedded: local.LocalCluster, url: str) -> bool:
+    """Returns whether a dashboard's URL, with any name of loopback, is the embedded cluster's."""
+    given, own = urlsplit(url), urlsplit(embedded.dashboard)
+    return given.hostname in _LOOPBACK and (given.scheme, given.port, given.path) == (own.scheme, own.port, own.path)
 
 
 def _url_of(address: str) -> str:
     """Returns the dashboard's URL; the address itself if it is invalid, which commands report that
     use it."""
     try:
-        return dashboard_url(address)
+        return _dashboard_of(address, local.find())
     except JobError:
         return address
 

@@ -32,6 +32,7 @@ from raypp.errors import RayppError, UnreachableError
 from raypp.memory.files import remove_dead
 from raypp.own_process import OwnProcess
 from raypp.ports import free_ports, held_port
+from raypp.proxies import loopback_without_proxy
 from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file
 
@@ -92,8 +93,9 @@ class LocalCluster:
         return self.s3.environment()
 
     def ray_environment(self) -> dict[str, str]:
-        """Returns the Ray variables with which a process on this machine can join the cluster."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_path, "RAY_ADDRESS": self.gcs}
+        """Returns the variables with which a process on this machine can join the cluster."""
+        ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_path, "RAY_ADDRESS": self.gcs}
+        return ray | loopback_without_proxy()
 
 
 def directory() -> Path:

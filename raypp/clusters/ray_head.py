@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from raypp.clusters.dashboard import Dashboard
 from raypp.errors import Problem, RayppError, UnreachableError
+from raypp.proxies import loopback_without_proxy
+
+log = logging.getLogger(__name__)
 
 # Ray replaces 127.0.0.1 and localhost by the machine's external address, but keeps other loopback
 # addresses.
@@ -25,6 +30,7 @@ sys.argv[0] = "ray"
 sys.exit(main())
 """
 _OBJECT_STORE_BYTES = 200 * 1024 * 1024
+_LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 _RAY_GAVE_UP = ("timed out during startup", "Timed out waiting for node info")
 _RAY_PATIENCE_S = 180.0  # a start takes six seconds on an idle machine, but minutes on an overloaded one
 
@@ -77,6 +83,8 @@ def start_ray_head(
         "RAY_DEDUP_LOGS": "0",
         "RAY_PROMETHEUS_HOST": prometheus_url,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        **short_temporary_directory(),
+        **loopback_without_proxy(),
     }
     with (home / "ray.log").open("wb") as log:
         return subprocess.Popen(
@@ -88,6 +96,16 @@ def start_ray_head(
             env=environment,
             start_new_session=True,
         )
+
+
+def short_temporary_directory() -> dict[str, str]:
+    """Returns variables for Ray's processes: another folder for temporary files if this process's
+    path is too long for the sockets that the dashboard makes there."""
+    mine = tempfile.gettempdir()
+    if len(os.fsencode(mine)) <= _LONGEST_TMPDIR:
+        return {}
+    log.warning("TMPDIR (%s) is too long for Ray's sockets: Ray uses /tmp", mine)
+    return {"TMPDIR": "/tmp"}
 
 
 class SlowStartError(UnreachableError):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -16,7 +16,7 @@ from raypp.control.machine import AttemptEnded, Finished, NoResources, RankFaile
 from raypp.control.placement import Placement
 from raypp.control.postmortem import cause_of_worker_death, death_during_controller_outage
 from raypp.control.protocol import ReportBatch, WorkerInfo, WorkerStatus
-from raypp.control.rank_ends import RankEnds
+from raypp.control.rank_ends import RankEnds, answer_to
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import Member, WorkerGroup
@@ -180,10 +180,8 @@ class Attempt:
     # Starting -------------------------------------------------------------------------------------
 
     def _poll_starting(self, timeout_s: float) -> list[AttemptEvent]:
-        waiting = {rank.pending: rank for rank in self.ranks if rank.info is None}
-        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout_s)
-        for reference in ready:
-            failure = self._take_info(waiting[reference], reference)
+        for rank, answer in self._answers(timeout_s):
+            failure = self._take_info(rank, answer)
             if failure is not None:
                 return [RankFailed(failure)]
         waited = time.monotonic() - self._since
@@ -202,21 +200,25 @@ class Attempt:
         self._to(AttemptPhase.RUNNING)
         return [Seated()]
 
+    def _answers(self, timeout_s: float) -> list[tuple[Rank, WorkerInfo | RayError]]:
+        """Returns the answers of processes that were asked where they run."""
+        waiting = {rank.pending: rank for rank in self.ranks if rank.info is None}
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout_s)
+        return [(waiting[reference], answer_to(reference)) for reference in ready]
+
     def _failed_start(self, rank: Rank, cause: str) -> list[AttemptEvent]:
         self.workers.kill(rank.bundle)
         return [RankFailed(rank.failure(FailureKind.UNKNOWN, cause))]
 
-    def _take_info(self, rank: Rank, reference: Any) -> RankFailure | None:
-        try:
-            info = cast(WorkerInfo, ray.get(reference))
-        except RayError as error:
-            cause = getattr(error, "cause", None)  # of an error that the process raised, rather than its end
+    def _take_info(self, rank: Rank, info: WorkerInfo | RayError) -> RankFailure | None:
+        if isinstance(info, RayError):
+            cause = getattr(info, "cause", None)  # of an error that the process raised, rather than its end
             if isinstance(cause, RayppError):
                 return rank.failure(cause.failure_kind or FailureKind.USER_ERROR, str(cause))
             if not self.workers.seated[rank.bundle].fresh:  # it died after its last seat: not a failure of this attempt
                 self._replace(rank)
                 return None
-            return self._ends.died(rank, error)
+            return self._ends.died(rank, info)
         rank.set_info(info, self.workers.device_index(rank.bundle, rank.node_id, info.facts.device_index))
         return None
 

@@ -41,6 +41,9 @@ from raypp.untrusted.text import shell_word
 
 _COMMAND_PATIENCE_S = 180.0
 
+Waiting = Callable[[], None]
+"""Called once if an answer takes longer than a minute."""
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -277,7 +280,7 @@ def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, An
     return _by_job(cluster, place, command)
 
 
-def save_run(cluster: Cluster, place: RunPlace, on_wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None) -> dict[str, Any]:
     """Requests a checkpoint and waits until it is committed, or can no longer be.
 
     Args:
@@ -296,7 +299,7 @@ def save_run(cluster: Cluster, place: RunPlace, on_wait: Callable[[], None] = la
 
 
 def stop_run(
-    cluster: Cluster, place: RunPlace, reader: RunReader, *, save: bool, on_wait: Callable[[], None] = lambda: None
+    cluster: Cluster, place: RunPlace, reader: RunReader, *, save: bool, on_wait: Waiting = lambda: None
 ) -> dict[str, Any]:
     """Stops a run and waits for its end.
 

@@ -13,14 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import ray
-
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
 from raypp.checkpoint.layout import spec_key
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt
-from raypp.control.cleanup import end_workers, find_workers, remove_snapshots
+from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
 from raypp.control.metrics import RunGauges
@@ -229,7 +227,7 @@ class Leader:
             if status.standby and status.seat is None and node not in self._workers.standbys:
                 self._workers.adopt_standby(actor, node)
             else:
-                ray.kill(actor, no_restart=True)
+                end_actor(actor)
 
     def _ask_store(self, question: Callable[[], T]) -> T:
         """Asks the store, and retries while it does not answer."""

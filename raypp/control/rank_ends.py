@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
@@ -75,12 +75,16 @@ class RankEnds:
 
     def collect(self, timeout_s: float) -> list[RankFailure]:
         """Records the ends of ranks; returns the failures among them at once."""
+        failures = [self._record_end(rank, answer) for rank, answer in self._answers(timeout_s)]
+        return [failure for failure in failures if failure is not None]
+
+    def _answers(self, timeout_s: float) -> list[tuple[Rank, RankEnd | RayError | None]]:
+        """Returns the answers of processes that were asked for the end of their rank."""
         waiting = {rank.pending: rank for rank in self.ranks if not rank.ended and rank.pending is not None}
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s) if waiting else ([], [])
         if ready:  # others may have ended as well
             ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
-        failures = [self._record_end(waiting[reference], reference) for reference in ready]
-        return [failure for failure in failures if failure is not None]
+        return [(waiting[reference], answer_to(reference)) for reference in ready]
 
     def died(self, rank: Rank, error: RayError) -> RankFailure:
         """Returns the failure of a worker whose call failed, with the evidence there is."""
@@ -97,15 +101,13 @@ class RankEnds:
         death = cause_of_worker_death(rank, text, self.workers)
         return rank.failure(death.kind, death.cause, death.details or text)
 
-    def _record_end(self, rank: Rank, reference: Any) -> RankFailure | None:
-        try:
-            end = cast("RankEnd | None", ray.get(reference))
-        except ActorUnavailableError:
+    def _record_end(self, rank: Rank, end: RankEnd | RayError | None) -> RankFailure | None:
+        if isinstance(end, ActorUnavailableError):
             if (failure := self._lost_with_raylet(rank)) is not None:
                 return failure
             end = None  # the connection broke; asking again shows whether the process lives
-        except RayError as error:
-            return self.died(rank, error)
+        if isinstance(end, RayError):
+            return self.died(rank, end)
         if end is None:
             self.await_end(rank)
             return None
@@ -131,6 +133,14 @@ class RankEnds:
         rank.failed, rank.state = True, "dead"
         self.workers.seated.pop(rank.bundle, None)
         return rank.failure(death.kind, death.cause)
+
+
+def answer_to(reference: Any) -> Any:
+    """Returns the answer to a call, or the error that Ray raises in its place."""
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        return error
 
 
 def outcome_timeout_s(ranks: int) -> float:

@@ -125,6 +125,16 @@ def _links(report: dict[str, Any]) -> Iterator[Finding]:
                 "allow TCP on all ports between the nodes; if they share another network, start Ray on every node "
                 "with --node-ip-address set to its address in that network"
             )
+            if link.get("lost") and "latency_ms" in link:
+                what = f"{link['from']} cannot send much to {link['to']}{over}: small packets arrive, large ones vanish"
+                fix = "give every interface and switch port on the way the same MTU (`ip link`, `ping -M do -s 1472`)"
+            elif link.get("lost"):
+                what += ", and no refusal: packets vanish"
+                fix = (
+                    "look at what drops packets on both: `iptables -S` or `nft list ruleset`, firewalld, ufw, the "
+                    "cloud's security group; where nodes are containers or virtual machines behind a bridge, at "
+                    f"`iptables -S FORWARD` of its host (Docker sets DROP); then {fix}"
+                )
             yield _found(Severity.BREAKS, what, fix)
 
 
@@ -227,6 +237,9 @@ def _store(report: dict[str, Any]) -> Iterator[Finding]:
             what = f"{node['ip']} does not see in {store['url']} what {_some(node['hidden_from_it'])} wrote there"
             fix = f"use a shared directory (NFS) or {shared_forms()}: all nodes must see the same store"
             yield _found(Severity.BREAKS, what, fix)
+    limitations = (tuple(one) for node in store["nodes"] for one in node.get("limitations", ()))
+    for what, fix in dict.fromkeys(limitations):
+        yield _found(Severity.NOTE, f"{store['url']}: {what}", fix)
 
 
 def _devices(report: dict[str, Any]) -> Iterator[Finding]:

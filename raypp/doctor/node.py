@@ -134,7 +134,7 @@ class NodeProbe:
         Returns:
             `gbps_out` and `gbps_in` (Gbit/s of payload, one direction at a time), `latency_ms`
             (half of the median round trip), `skew_s` (the other clock minus this one, accurate to
-            half of the shortest round trip), `interface`; or `error`.
+            half of the shortest round trip), `interface`; or `error`, and `lost` if packets vanish.
         """
         found: dict[str, Any] = {}
         try:
@@ -144,7 +144,8 @@ class NodeProbe:
             found["gbps_out"] = self._send(ip, port, seconds)
             found["gbps_in"] = self._fetch(ip, port, seconds)
         except (OSError, RayppError, struct.error) as error:
-            found["error"] = "no answer" if isinstance(error, TimeoutError) else str(error)
+            found["lost"] = isinstance(error, TimeoutError)
+            found["error"] = "no answer" if found["lost"] else str(error)
         return found
 
     def _ping(self, ip: str, port: int) -> tuple[list[float], float]:
@@ -209,11 +210,13 @@ class NodeProbe:
             mark: Key of an object that stays until `forget`, so that other nodes can look for it.
 
         Returns:
-            `up_mbps` and `down_mbps` in MB/s, `bytes`; or `error` and `fix`.
+            `up_mbps` and `down_mbps` in MB/s, `bytes`, `limitations` (what and fix of each); or
+            `error` and `fix`.
         """
         try:
             store = open_store(url)
             store.probe()
+            limitations = [[one.what, one.fix] for one in store.limitations()]
             store.put(mark, b"here")
             key = f"{mark}-large"
             start = time.perf_counter()
@@ -229,7 +232,7 @@ class NodeProbe:
         if size != _STORE_BYTES:
             return {"error": f"returned {size} of {_STORE_BYTES} bytes", "fix": "use another store"}
         up, down = _STORE_BYTES / (written - start) / 1e6, _STORE_BYTES / (read - written) / 1e6
-        return {"up_mbps": up, "down_mbps": down, "bytes": _STORE_BYTES}
+        return {"up_mbps": up, "down_mbps": down, "bytes": _STORE_BYTES, "limitations": limitations}
 
     def sees(self, url: str, marks: list[str]) -> list[str]:
         """Returns the objects that this node finds in the store."""

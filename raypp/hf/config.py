@@ -8,7 +8,7 @@ compute are refused by name, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,18 +23,23 @@ from raypp.spec.rope import rope_problems
 from raypp.untrusted.text import visible
 
 KEY = "model.from_hf"
-OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora")
+OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora", "max_context", "original")
 """Fields that a job may set together with `from_hf`: they belong to training, not to the model."""
 _SHOWN = 200
 
 
-def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place: str) -> DecoderOptions:
+def options_from_config(
+    config: Mapping[str, Any], given: DecoderOptions, place: str, own_head: Callable[[], bool] = lambda: False
+) -> DecoderOptions:
     """Returns the `model:` section with the sizes of a config.json.
 
     Args:
         config: The content of config.json.
-        given: The section as written, with `from_hf`. Its sizes must equal those of config.json.
+        given: The section as written, with `from_hf`. Its sizes must equal those of config.json,
+            but `vocab_size` may be larger.
         place: The location of config.json, for messages.
+        own_head: Whether the files hold a head that is not the embedding. A model with one is not
+            tied, whatever config.json says, as in transformers. Asked only if that says so.
 
     Raises:
         JobError: Lists everything that is missing, unsupported or contradicted by the section.
@@ -62,6 +67,14 @@ def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place:
     values = {"kind": family.name, "rope": scaling, **_values(config, family.hf)}
     if family.hf.read is not None:
         values |= family.hf.read(config, place)
+    if "vocab_size" in given.model_fields_set:
+        values["vocab_size"] = max(given.vocab_size, values["vocab_size"])
+    if values["tie_embeddings"] and own_head():
+        values["tie_embeddings"] = False
+        if "tie_embeddings" in given.model_fields_set and given.tie_embeddings:
+            what = f"is true, as in {place}, but the files hold an lm_head.weight that is not the embedding"
+            fix = "remove the key, and both are used; a run that began without that head needs another name"
+            raise JobError(Problem("model.tie_embeddings", what, fix))
     if contradictions := list(_contradictions(given, values, place)):
         raise JobError(contradictions)
     own = {name: getattr(given, name) for name in OWN_KEYS if name in given.model_fields_set}
@@ -77,14 +90,24 @@ def options_from_config(config: Mapping[str, Any], given: DecoderOptions, place:
     return options
 
 
-def config_from_options(options: DecoderOptions, *, dtype: str, context: int, eos_id: int | None) -> dict[str, Any]:
+def config_from_options(
+    options: DecoderOptions,
+    *,
+    dtype: str,
+    context: int,
+    eos_id: int | None,
+    bos_id: int | None = None,
+    pad_id: int | None = None,
+) -> dict[str, Any]:
     """Returns the config.json of a model; `options_from_config` reads it back.
 
     Args:
         options: The `model:` section.
         dtype: torch's name of the weights' dtype (`float32`).
-        context: Longest sequence it was trained on, in tokens.
+        context: Longest sequence that it takes, in tokens.
         eos_id: Id of the end-of-text token; None if unknown.
+        bos_id: Id of the token before a text; None if there is none.
+        pad_id: Id of the padding; None if unknown.
 
     Raises:
         JobError: Transformers has no such family.
@@ -97,10 +120,10 @@ def config_from_options(options: DecoderOptions, *, dtype: str, context: int, eo
     config: dict[str, Any] = {"architectures": [form.architecture], "model_type": form.model_type}
     config |= {key: only.values[-1] for key, only in form.exact.items() if only.written}
     config |= {
-        "bos_token_id": None,
+        "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         "initializer_range": options.init_std,
-        "pad_token_id": None,
+        "pad_token_id": pad_id,
         "torch_dtype": dtype,
         "use_cache": True,
     }
@@ -170,5 +193,5 @@ def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str
             yield Problem(
                 f"model.{name}",
                 f"is {brief(said)}, but {place} says {brief(meant)}",
-                f"remove the key (from_hf sets it), or write {brief(meant)}",
+                f"remove the key (from_hf sets it), or write {brief(meant)}" + " or more" * (name == "vocab_size"),
             )

@@ -13,7 +13,8 @@ from raypp.checkpoint.arrays import Array, convert
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.export_model import Exported, run_tokenizer, saved_options
+from raypp.hf.export_model import Exported, run_tokenizer
+from raypp.hf.original import added_rows, saved_options
 from raypp.spec.families import family_of
 from raypp.spec.family import Weight
 from raypp.spec.lora import ALL_LINEAR, Adapter, adapter_names, in_files, matches, model_adapters
@@ -54,7 +55,7 @@ def export_adapter(
         DataError: The other tokenizer is missing or invalid.
         CheckpointError: An object is missing, torn or corrupt, or the checkpoint lacks an adapter.
     """
-    options = saved_options(commit)
+    options = saved_options(store, commit)
     lora = options.lora
     if lora is None:
         raise JobError(Problem("--adapter", f"{commit.run} trained all weights and has no adapters", "leave it out"))
@@ -80,7 +81,11 @@ def export_adapter(
     }
     target.put(_CONFIG, json.dumps(config, indent=2).encode())
     files = (_WEIGHTS, *texts.files, _CONFIG)
-    return Exported(files, len(tensors), sum(tensor.nbytes for tensor in tensors.values()), tuple(texts.remarks))
+    remarks = list(texts.remarks)
+    if grown := added_rows(options):
+        what = f"the base of the adapters has {grown} more rows than {options.from_hf}, the mean of its rows"
+        remarks.append(f"{what}: add them to it, or export with --merged")
+    return Exported(files, len(tensors), sum(tensor.nbytes for tensor in tensors.values()), tuple(remarks))
 
 
 def _with_siblings(options: DecoderOptions) -> dict[str, tuple[Adapter, bool]]:

@@ -13,12 +13,12 @@ from typing import Any
 from raypp.checkpoint.arrays import FLOATS, convert
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
-from raypp.errors import CheckpointError, JobError, Problem
+from raypp.errors import CheckpointError, Problem
 from raypp.hf.config import config_from_options
 from raypp.hf.merged_tensors import MergedTensors
 from raypp.hf.names import hf_parts, model_tensors
+from raypp.hf.original import exported_config, model_context, saved_options, trained_length
 from raypp.hf.tokenizer_files import TokenizerFiles, tokenizer_files
-from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.storage import ObjectStore
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES
@@ -97,9 +97,9 @@ def export_hf(
         CheckpointError: An object is missing, torn or corrupt, or the checkpoint lacks a tensor.
         StoreError: One of the stores failed.
     """
-    options = saved_options(commit)
+    options = saved_options(store, commit)
     document = dict(job or commit.job)
-    context = context_of(document)
+    context = model_context(options, trained_length(document))
     texts = run_tokenizer(document, tokenizer, options)
     adapters = SavedTensors(store, commit)
     saved: SavedTensors | MergedTensors = adapters
@@ -128,21 +128,13 @@ def export_hf(
         target.put(key, content)
         files.append(key)
     names = {tensor.dtype for tensor in tensors}
-    config = config_from_options(options, dtype=_TORCH_NAMES[min(names)], context=context, eos_id=texts.eos_id)
-    files.append(_put_json(target, "config.json", config))
-    return Exported(tuple(files), len(tensors), total, (*merged, *texts.remarks))
-
-
-def saved_options(commit: Commit) -> DecoderOptions:
-    """Returns the `model:` section of the job that wrote a checkpoint.
-
-    Raises:
-        JobError: COMMIT has no such section.
-    """
-    model = commit.job.get("model")
-    if not isinstance(model, dict):
-        raise JobError(Problem(f"step {commit.step} of {commit.run}", "its COMMIT does not name the model"))
-    return parse_job({"name": commit.run, "model": model}).model
+    config = config_from_options(options, dtype=_TORCH_NAMES[min(names)], context=context, **texts.ids)
+    files.append(_put_json(target, "config.json", exported_config(options, config, context)))
+    remarks = [*merged, *texts.remarks]
+    if options.from_hf is not None and options.original is None:
+        what = "the run does not hold the config.json that it began with (it is older than that, or the file too long)"
+        remarks.append(f"{what}: compare context and special ids with {options.from_hf}/config.json")
+    return Exported(tuple(files), len(tensors), total, tuple(remarks))
 
 
 def _tensors(options: DecoderOptions, saved: SavedTensors | MergedTensors, dtype: str | None) -> list[_Tensor]:
@@ -217,17 +209,12 @@ def run_tokenizer(
     return tokenizer_files(
         None if name is None else str(name),
         vocab_size=options.vocab_size,
-        context=context_of(job),
+        context=model_context(options, trained_length(job)),
         template=None if template is None else str(template),
         asked=asked is not None,
         generation=generation,
+        model=options,
     )
-
-
-def context_of(job: Mapping[str, Any]) -> int:
-    """Returns the length of the rows that the run trained on."""
-    length = _data(job).get("seq_len")
-    return length if isinstance(length, int) and length > 0 else 2048
 
 
 def _data(job: Mapping[str, Any]) -> Mapping[str, Any]:

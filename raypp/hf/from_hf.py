@@ -6,17 +6,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
+
+from raypp.checkpoint.arrays import FLOATS, as_float64
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.config import options_from_config
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
-from raypp.hf.tensor import HfTensor
+from raypp.hf.original import with_original
+from raypp.hf.tensor import GrownTensor, HfTensor
 from raypp.spec.family import Shape
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile
 from raypp.spec.models import DecoderOptions
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 16 << 20
 _SHOWN = 8
 _MOST_PARTS = 300_000
 
@@ -43,11 +49,36 @@ def with_hf_sizes(file: JobFile) -> JobFile:
 def hf_options(model: DecoderOptions) -> DecoderOptions:
     """Returns the `model:` section with the sizes of config.json; see `with_hf_sizes`.
 
-    With `model.lora`, also with the identity of the weights.
+    Also with the files that an export keeps and, with `model.lora`, the identity of the weights.
     """
     assert model.from_hf is not None
     files = HfFiles(model.from_hf)
-    return with_base_id(options_from_config(files.config(), model, files.place("config.json")), files)
+    config = files.config()
+    options = options_from_config(config, model, files.place("config.json"), lambda: _own_head(files))
+    return with_base_id(with_original(options, files, config), files)
+
+
+def _own_head(files: HfFiles) -> bool:
+    """Whether the files hold a head that is not the embedding. Reads both if they hold a head.
+
+    False if their headers cannot be read: whoever reads the weights reports that.
+    """
+    try:
+        head = files.tensors([HEAD]).get(HEAD)
+        embedding = files.tensors([EMBEDDING]).get(EMBEDDING) if head is not None else None
+    except CheckpointError:
+        return False
+    if head is None or embedding is None:
+        return False
+    if head.shape != embedding.shape or not {head.dtype, embedding.dtype} <= {*FLOATS}:
+        return True
+    step = max(1, _COMPARED_BYTES // max(1, head.row_bytes))
+    for first in range(0, head.shape[0], step):
+        last = min(first + step, head.shape[0])
+        one, other = (as_float64(files.rows(of, first, last), of.dtype) for of in (head, embedding))
+        if not np.array_equal(one, other, equal_nan=True):
+            return True
+    return False
 
 
 def check_hf_weights(job: Job) -> None:
@@ -80,13 +111,13 @@ def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, H
     for part in parts:
         tensor = there.get(part.name)
         if tensor is None:
-            problems.append(
-                Problem(
-                    part.name,
-                    f"is not in {files.store.url}",
-                    "check that all files, config.json included, are of one model",
-                )
-            )
+            fix = "check that all files, config.json included, are of one model"
+            if part.name == HEAD:
+                fix = "use files that hold the head, too: a base model (AutoModel) is saved without it"
+            problems.append(Problem(part.name, f"is not in {files.store.url}", fix))
+        elif _may_grow(files, part.name, tensor.shape, part.shape):
+            stored = tensor.shape[0]
+            there[part.name] = GrownTensor(tensor.name, tensor.dtype, part.shape, tensor.key, tensor.begin, stored)
         elif tensor.shape != part.shape:
             what = (
                 f"has shape {list(tensor.shape)} in {files.place(tensor.key)}, the job's model needs {list(part.shape)}"
@@ -96,3 +127,10 @@ def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, H
         left = len(problems) - _SHOWN
         raise CheckpointError([*problems[:_SHOWN], *([Problem("", f"and {left} more tensors")] if left > 0 else [])])
     return {part.name: there[part.name] for part in parts}
+
+
+def _may_grow(files: HfFiles, name: str, stored: Shape, wanted: Shape) -> bool:
+    """Whether an embedding or a head has the rows of config.json, and the job's model has more."""
+    if name not in (EMBEDDING, HEAD) or len(stored) != len(wanted) or stored[1:] != wanted[1:]:
+        return False
+    return stored[0] < wanted[0] and stored[0] == files.config().get("vocab_size")

@@ -8,25 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from typing_extensions import TypedDict
 
-from raypp.checkpoint.arrays import Array, numpy_dtype
+from raypp.checkpoint.arrays import Array, as_float64, convert, numpy_dtype
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.hf.config import KEY
 from raypp.hf.mxfp4 import Mxfp4Tensor, dequantised, stored_names, with_dequantised
-from raypp.hf.tensor import HfTensor
+from raypp.hf.tensor import GrownTensor, HfTensor
 from raypp.storage import NotFound, ObjectInfo, ObjectStore, open_store
 from raypp.storage.store import check_key
 from raypp.untrusted.documents import Bounds, parse_as, parse_json
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, MOST_BYTES, header_length, parse_header
 
 _CONFIG = "config.json"
+GENERATION = "generation_config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _READERS = 8
+_SUMMED_BYTES = 16 << 20
+_BASE = ("layers.", "embed_tokens.", "norm.")
+"""How names begin in files of a base model, which is saved without its head."""
 _FIX = "download the model again"
 _CONFIG_BOUNDS = Bounds(size=4 << 20)
 _CONFIG_DEPTH = 16
@@ -59,6 +64,8 @@ class HfFiles:
             raise JobError(Problem(KEY, error.problems[0].what, error.problems[0].fix)) from error
         self.bytes_read = 0
         """Bytes of tensors read so far."""
+        self._means: dict[str, bytes] = {}
+        self._averaging = Lock()
 
     def place(self, key: str) -> str:
         """Returns the location of a file, for messages."""
@@ -83,16 +90,18 @@ class HfFiles:
             raise JobError(Problem(KEY, f"{place} is nested more than {_CONFIG_DEPTH} levels deep", _FIX))
         return config
 
-    def small_file(self, key: str, most: int) -> bytes | None:
-        """Returns the content of a file of the folder; None if it is missing.
+    def generation_config(self) -> dict[str, Any] | None:
+        """Returns the content of generation_config.json; None if there is no JSON object.
 
         Raises:
-            JobError: It has more than `most` bytes.
+            JobError: It is not JSON, or is too large.
         """
         try:
-            return self._whole(key, most, JobError)
+            text = self._whole(GENERATION, _CONFIG_BOUNDS.size, JobError)
         except NotFound:
             return None
+        found = parse_json(text, self.place(GENERATION), _CONFIG_BOUNDS, JobError, _FIX, constants=True)
+        return found if isinstance(found, dict) else None
 
     def listed(self) -> list[ObjectInfo]:
         """Returns the files of the model's folder, without those in folders below.
@@ -111,8 +120,9 @@ class HfFiles:
         """Reads the headers of the files that hold the wanted tensors (None: of all files).
 
         Returns:
-            Tensors by name, including others in the same files; missing tensors are left out. Two
-            that are one in MXFP4 (`hf.mxfp4`) are here also as that one, in bf16.
+            Tensors by name, including others in the same files; missing tensors are left out. Names
+            have the prefix `model.`, which files of a base model lack. Two tensors that are one in
+            MXFP4 (`hf.mxfp4`) are here also as that one, in bf16.
 
         Raises:
             CheckpointError: There are no safetensors, or a file is missing, torn or invalid.
@@ -134,7 +144,7 @@ class HfFiles:
                 header = parse_header(text, data_bytes, self.place(key), fix=_FIX)
                 data = LENGTH_BYTES + length
                 for name, tensor in header.tensors.items():
-                    found[name] = HfTensor(name, tensor.dtype, tensor.shape, key, data + tensor.begin)
+                    found[_full(name)] = HfTensor(name, tensor.dtype, tensor.shape, key, data + tensor.begin)
                 if len(found) > _MOST_TENSORS:
                     raise CheckpointError(Problem(self.store.url, f"has more than {_MOST_TENSORS:,} tensors", _FIX))
         return with_dequantised(found, self.store.url, _FIX)
@@ -147,6 +157,9 @@ class HfFiles:
         """
         if isinstance(tensor, Mxfp4Tensor):
             return dequantised(*(self.rows(part, first, last) for part in (tensor.blocks, tensor.scales))).tobytes()
+        if isinstance(tensor, GrownTensor) and last > tensor.stored:
+            stored = self.read(tensor, first, tensor.stored) if first < tensor.stored else b""
+            return stored + self._mean(tensor) * (last - max(first, tensor.stored))
         begin, end = tensor.begin + first * tensor.row_bytes, tensor.begin + last * tensor.row_bytes
         data = self._get(tensor.key, begin, end)
         self.bytes_read += len(data)
@@ -156,6 +169,21 @@ class HfFiles:
         """Reads the rows `[first, last)` as an array `[last - first, *shape[1:]]`."""
         values = np.frombuffer(self.read(tensor, first, last), numpy_dtype(tensor.dtype))
         return values.reshape((last - first, *tensor.shape[1:]) if tensor.shape else ())
+
+    def _mean(self, tensor: GrownTensor) -> bytes:
+        """Returns the mean of a tensor's rows in the file, in its dtype.
+
+        The rows are added one after another in fp64, so the mean has the same bits on every rank.
+        """
+        with self._averaging:
+            if tensor.name not in self._means:
+                total: Any = np.zeros(tensor.shape[1:])
+                step = max(1, _SUMMED_BYTES // tensor.row_bytes)
+                for first in range(0, tensor.stored, step):
+                    rows = self.rows(tensor, first, min(first + step, tensor.stored))
+                    total = total + np.add.reduce(as_float64(rows, tensor.dtype), axis=0)
+                self._means[tensor.name] = convert(total / tensor.stored, "F64", tensor.dtype).tobytes()
+            return self._means[tensor.name]
 
     def _weight_map(self) -> dict[str, str] | list[str]:
         """Returns each tensor's file if there is an index, else the files' names."""
@@ -171,7 +199,7 @@ class HfFiles:
                     check_key(key)
                 except JobError as error:
                     raise CheckpointError(Problem(place, error.problems[0].what[:_SHOWN], _FIX)) from None
-            return where
+            return {_full(name): key for name, key in where.items()}
         if self.store.head(_SINGLE) is not None:
             return [_SINGLE]
         here = [info.key for info in self.listed()]
@@ -215,6 +243,11 @@ class HfFiles:
         if len(data) != end - begin:
             raise CheckpointError(Problem(self.place(key), f"is torn: it ends before byte {end}"))
         return data
+
+
+def _full(name: str) -> str:
+    """Returns the name that a tensor has in the whole model."""
+    return f"model.{name}" if name.startswith(_BASE) else name
 
 
 def _depth(value: Any) -> int:

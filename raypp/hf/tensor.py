@@ -30,3 +30,14 @@ class HfTensor:
     def row_bytes(self) -> int:
         """Bytes of one index of dim 0; a tensor without dims is one row."""
         return prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class GrownTensor(HfTensor):
+    """An embedding or a head with more rows than in its file: each of them is the mean of those.
+
+    Attributes:
+        stored: Rows in the file.
+    """
+
+    stored: int

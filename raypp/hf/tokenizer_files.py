@@ -14,13 +14,16 @@ from typing import Any
 
 from raypp.data.tokenizer import END_NAMES, ByteTokenizer
 from raypp.errors import DataError, JobError, Problem
+from raypp.hf.model_files import GENERATION
+from raypp.hf.original import default_generation, original_ends, original_generation
+from raypp.spec.models import DecoderOptions
 from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, vocabulary
 from raypp.untrusted.documents import Bounds, parse_json
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
 
 OPTION = "--tokenizer"
-TOKENIZER, CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE, _TEMPLATE_BYTES = "chat_template.jinja", 1 << 20
 _BESIDE = (
     CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE, "vocab.json", "merges.txt",
@@ -39,12 +42,13 @@ class TokenizerFiles:
 
     Attributes:
         files: Content by key.
-        eos_id: The id of the end-of-text token, if known.
+        ids: Arguments of `config_from_options`: the ids that end and begin a text, and of the
+            padding, if known.
         remarks: Notes for the user.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
-    eos_id: int | None = None
+    ids: dict[str, int | None] = field(default_factory=lambda: {"eos_id": None})
     remarks: list[str] = field(default_factory=list)
 
 
@@ -56,6 +60,7 @@ def tokenizer_files(
     template: str | None = None,
     asked: bool = False,
     generation: bool = True,
+    model: DecoderOptions | None = None,
 ) -> TokenizerFiles:
     """Returns the files of a tokenizer.
 
@@ -66,14 +71,18 @@ def tokenizer_files(
         template: The chat template that the run was given, a file. None: the tokenizer's.
         asked: The user named it: what prevents its export is an error. Otherwise it is a remark.
         generation: Whether to write generation_config.json, which belongs to a whole model.
+        model: The `model:` section, for the generation_config.json of the original that the run
+            began with. None: there is none.
 
     Raises:
         DataError: `asked`, and the file is missing or is not a tokenizer.json.
         JobError: `asked`, and the tokenizer has ids that the model does not have.
     """
     fix = f"name one with {OPTION} FILE"
+    original = None if model is None or model.original is None or not generation else model
+    alone = {} if original is None else _original_files(original, None)
     if name is None:
-        return TokenizerFiles(remarks=[f"the run names no tokenizer, so none was exported; {fix}"])
+        return TokenizerFiles(alone, remarks=[f"the run names no tokenizer, so none was exported; {fix}"])
     path = Path(name)
     try:
         content = bytes_tokenizer() if name == "bytes" else read_tokenizer(path)
@@ -83,14 +92,14 @@ def tokenizer_files(
             raise DataError(Problem(OPTION, problem.what, problem.fix) for problem in error.problems) from error
         why = "; ".join(problem.what for problem in error.problems)
         return TokenizerFiles(
-            remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
+            alone, remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
         )
     count = 1 + max(ids.values(), default=-1)
     if count > vocab_size:
         what = f"it has {count} ids, but the model has only {vocab_size}"
         if asked:
             raise JobError(Problem(OPTION, f"{name} does not fit: {what}", "name the tokenizer of the run's data"))
-        return TokenizerFiles(remarks=[f"the {visible(name)} tokenizer was not exported: {what}"])
+        return TokenizerFiles(alone, remarks=[f"the {visible(name)} tokenizer was not exported: {what}"])
     end = next((word for word in END_NAMES if word in ids), None)
     files = {TOKENIZER: content} | (_beside(path.parent) if path.name == TOKENIZER else {})
     if CONFIG not in files:
@@ -102,13 +111,40 @@ def tokenizer_files(
             files[_TEMPLATE] = read_file(Path(template), _TEMPLATE_BYTES)
         except DataError as error:
             remarks.append(f"the chat template was not exported: {visible(error.problems[0])}")
-    if generation and eos_id is not None:
+    if original is not None:
+        files |= _original_files(original, eos_id)
+    elif generation and eos_id is not None:
         theirs: dict[str, Any] = {}
         if path.name == TOKENIZER:
             theirs, more = _their_generation(path.parent / GENERATION)
             remarks += more
-        files[GENERATION] = _json(_with_end(theirs, eos_id))
-    return TokenizerFiles(files, eos_id, remarks)
+        files[GENERATION] = _json({"pad_token_id": eos_id, **theirs, "eos_token_id": _ends_with(theirs, eos_id)})
+    others = _special_ids(files[CONFIG], ids)
+    return TokenizerFiles(files, {**others, "eos_id": eos_id}, remarks)
+
+
+def _special_ids(config: bytes, ids: Mapping[str, int]) -> dict[str, int | None]:
+    """Returns the ids before a text and of the padding that tokenizer_config.json names."""
+    try:
+        found = parse_json(config, CONFIG, BOUNDS, DataError)
+    except DataError:
+        found = None
+    named = {}
+    for name in ("bos", "pad"):
+        token = found.get(f"{name}_token") if isinstance(found, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        named[f"{name}_id"] = ids.get(token) if isinstance(token, str) else None
+    return named
+
+
+def _original_files(model: DecoderOptions, eos_id: int | None) -> dict[str, bytes]:
+    """Returns the original's generation_config.json, with the end of the run's texts in it."""
+    assert model.original is not None
+    text = model.original.generation_config
+    if eos_id is None or eos_id in original_ends(model):
+        return {} if text is None else {GENERATION: text.encode()}
+    theirs = original_generation(model) or default_generation(model)
+    return {GENERATION: _json({**theirs, "eos_token_id": _ends_with(theirs, eos_id)})}
 
 
 def bytes_tokenizer() -> bytes:
@@ -179,13 +215,13 @@ def _their_generation(path: Path) -> tuple[dict[str, Any], list[str]]:
     return found, []
 
 
-def _with_end(generation: Mapping[str, Any], eos_id: int) -> dict[str, Any]:
-    """Returns a generation config that ends at `eos_id`, too."""
+def _ends_with(generation: Mapping[str, Any], eos_id: int) -> int | list[int]:
+    """Returns the ends of a generation config, with `eos_id`."""
     ends = generation.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if eos_id not in ends:
         ends = [*ends, eos_id]
-    return {"pad_token_id": eos_id, **generation, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    return ends[0] if len(ends) == 1 else ends
 
 
 def _json(document: Any) -> bytes:

@@ -20,9 +20,9 @@ from raypp.data.chat_files import no_template, open_template
 from raypp.data.chat_template import ChatTemplate
 from raypp.data.tokenizer import FileTokenizer, PromptTokenizer, check_fits, open_tokenizer
 from raypp.errors import CheckpointError, DataError, JobError, Problem
-from raypp.hf.base_identity import with_base_id
-from raypp.hf.config import options_from_config
-from raypp.hf.model_files import HfFiles
+from raypp.hf.from_hf import hf_options
+from raypp.hf.model_files import GENERATION, HfFiles
+from raypp.hf.original import end_ids, model_context, original_ends, saved_options, trained_length
 from raypp.planning.choices import cut_of
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -30,16 +30,11 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.spec.tokenizer_file import BOUNDS
 from raypp.storage import ObjectStore, open_store
-from raypp.untrusted.documents import Bounds, parse_json
 from raypp.untrusted.paths import expand_home
 
 KEY = "RUN"
 _TOKENIZER = "tokenizer.json"
-_GENERATION = "generation_config.json"
-_SMALL = Bounds(size=4 << 20)
 _SHOWN = 5
-_CONTEXT = 2048
-_MOST_IDS = 1000
 
 
 @dataclass(frozen=True)
@@ -243,27 +238,21 @@ def _neither(argument: str, folder: Path) -> JobError:
 
 def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Source:
     place = f"{store.url}/{commit.run}/step-{commit.step:08d}"
-    model = commit.job.get("model")
-    if not isinstance(model, dict):
-        raise JobError(Problem(place, "its COMMIT does not name the model"))
     try:
         document = read_spec(store, commit.run)
     except CheckpointError:
         document = dict(commit.job)
-    options = parse_job({"name": commit.run, "model": model}).model
+    options = saved_options(store, commit)
     data, train = section_of(document, "data"), section_of(document, "train")
-    tokenizer, length = data.get("tokenizer"), data.get("seq_len")
-    context = length if isinstance(length, int) and length > 0 else _CONTEXT
-    if options.lora is not None and options.from_hf is not None:
-        context = max(context, _context(HfFiles(options.from_hf).config()))
+    tokenizer = data.get("tokenizer")
     remarks = [f"step {commit.step} is used: {problem.key}: {problem.what}" for problem in skipped[:_SHOWN]]
     return Source(
         place=place,
         model=options.model_dump(mode="json"),
-        context=context,
+        context=model_context(options, trained_length(document)),
         precision="fp32" if train.get("precision", "fp32") == "fp32" else "bf16",
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,
-        eos_ids=_ids_beside(tokenizer) if isinstance(tokenizer, str) else (),
+        eos_ids=original_ends(options) or (_ids_beside(tokenizer) if isinstance(tokenizer, str) else ()),
         store=store.url,
         run=commit.run,
         step=commit.step,
@@ -276,43 +265,25 @@ def _of_folder(argument: str) -> Source:
     url = argument.rstrip("/") if is_remote(argument) else str(expand_home(argument).absolute())
     files = HfFiles(url)
     config = files.config()
-    options = options_from_config(config, DecoderOptions(from_hf=url), files.place("config.json"))
-    options = with_base_id(options, files)
+    options = hf_options(DecoderOptions(from_hf=url))
     there = files.store.head(_TOKENIZER) is not None
     dtype = config.get("dtype") or config.get("torch_dtype")
     return Source(
         place=url,
         model=options.model_dump(mode="json"),
-        context=_context(config),
+        context=model_context(options),
         precision="bf16" if dtype == "bfloat16" else "fp32",
         tokenizer=files.place(_TOKENIZER) if there else None,
-        eos_ids=_end_ids(files, config),
+        eos_ids=original_ends(options) or end_ids(None, config),
     )
-
-
-def _context(config: Mapping[str, Any]) -> int:
-    length = config.get("max_position_embeddings")
-    return int(length) if isinstance(length, int | float) and length > 0 else _CONTEXT
 
 
 def _ids_beside(tokenizer: str) -> tuple[int, ...]:
     """Returns the ids of generation_config.json beside a tokenizer.json, as in an export."""
     folder = expand_home(tokenizer).parent
-    if is_remote(tokenizer) or Path(tokenizer).name != _TOKENIZER or not (folder / _GENERATION).is_file():
+    if is_remote(tokenizer) or Path(tokenizer).name != _TOKENIZER or not (folder / GENERATION).is_file():
         return ()
-    return _end_ids(HfFiles(str(folder)), {})
-
-
-def _end_ids(files: HfFiles, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the ids that end a text, as transformers' `generate` takes them."""
-    found: Any = None
-    if (text := files.small_file(_GENERATION, _SMALL.size)) is not None:
-        place = files.place(_GENERATION)
-        document = parse_json(text, place, _SMALL, JobError, "download the model again", constants=True)
-        found = document.get("eos_token_id") if isinstance(document, dict) else None
-    found = config.get("eos_token_id") if found is None else found
-    ids = found if isinstance(found, list) else [found]
-    return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool))
+    return end_ids(HfFiles(str(folder)).generation_config(), {})
 
 
 def _fetched(url: str) -> PromptTokenizer:

@@ -4,7 +4,7 @@
 object. Three stages are timed on the job's own rows: two layers, two layers with the embedding, two
 layers with the head. The costs of the parts are their differences. The rank's other work in a step
 (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs the cores that compute
-also copy (`measure.copy_costs`), and may be slow after a wait (`measure.waits`).
+also copy (`measure.copy_costs`).
 
 On CPUs the parts are compared by the thread's CPU time, which a momentary disturbance does not
 change. All of them are then scaled by the ratio of wall time to CPU time of the whole measurement:
@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,6 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.copy_costs import COPIES, copying_seconds
 from raypp.measure.parity import one_process_job
-from raypp.measure.waits import slow_starts
 from raypp.models.initial_values import initialise
 from raypp.models.loss import Targets, token_loss_sum
 from raypp.models.stage import build_stage, computes_loss
@@ -55,8 +53,6 @@ from raypp.train.step import StepRunner, Stopwatch
 
 _LAYERS = 2
 _ROUNDS = 5
-_WAITED = 3
-"""How often passes after a wait of each length are timed, at least."""
 _MICROBATCHES = 4
 
 
@@ -129,9 +125,8 @@ class Meter:
             `gather_s` and `sum_s` (from `copying_seconds`; zero on GPUs, which copy while they
             compute); `input_share` and `weight_share` (time of a layer's backward halves, run
             separately, relative to the whole backward; 1 and 0 where backwards cannot be split:
-            blocks are compiled or recomputed selectively); `slow_starts` (of passes after waits, by
-            length; empty for GPUs); `stretched` (wall seconds per CPU second of the parts);
-            `device`, its description, and `kind`, cpu or cuda.
+            blocks are compiled or recomputed selectively); `stretched` (wall seconds per CPU second
+            of the parts); `device`, its description, and `kind`, cpu or cuda.
         """
         (middle, first, last, *split), stretched = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
@@ -148,25 +143,10 @@ class Meter:
             **{name: stretched * self._steady[name] for name in COPIES},
             "input_share": halves[0] / middle[1],
             "weight_share": halves[1] / middle[1],
-            "slow_starts": self._slow_starts(rounds, stretched),
             "stretched": stretched,
             "device": _device_name(self._device),
             "kind": self._device.type,
         }
-
-    def _slow_starts(self, rounds: int, stretched: float) -> list[dict[str, float]]:
-        """Times passes through two layers after waits, against those in a row."""
-        if self._device.type != "cpu":
-            return []
-        stage, batch = self._stages[0], self._batches[0]
-
-        def passes() -> tuple[float, float]:
-            forward, backward, _ = _one(stage, batch, self._job, self._device, first=False, last=False)
-            return forward, backward
-
-        found = slow_starts(passes, max(_WAITED, rounds))
-        stage.zero_grad()
-        return [asdict(replace(one, lost_s=stretched * one.lost_s)) for one in found]
 
     def _seconds(self, rounds: int) -> tuple[list[tuple[float, float]], float]:
         """Times a microbatch through two layers: alone, after the embedding, before the head.

@@ -153,3 +153,12 @@ def _read(store: ObjectStore, key: str) -> RankTrace:
 def is_complete(ranks: list[RankTrace]) -> bool:
     """Returns whether the parts of all ranks of the attempt are there."""
     return bool(ranks) and [one.rank for one in ranks] == list(range(ranks[0].world))
+
+
+def newest_trace(store: ObjectStore, run: str) -> list[RankTrace] | None:
+    """Returns the newest trace with the parts of all ranks; None if there is none."""
+    for place, ranks in reversed(list_traces(store, run).items()):
+        first = read_trace(store, run, place, ranks[:1])
+        if len(ranks) == first[0].world and is_complete(trace := read_trace(store, run, place, ranks)):
+            return trace
+    return None

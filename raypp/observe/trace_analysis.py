@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from raypp.observe.slow_passes import Pass, slow_starts_of, waited_before
 from raypp.observe.trace import COMPUTE, RankTrace, Span
+from raypp.records import Event
 from raypp.schedules.action import Action
 from raypp.schedules.simulate import StageTimes, Timeline, simulate
 from raypp.schedules.validity import check_program
@@ -195,22 +195,16 @@ def predicted(
 ) -> Prediction | None:
     """Simulates the program that the ranks ran, with the median times of their actions.
 
-    Where passes after waits were slower than those in a row, so they are in the simulation.
-
     Returns:
         None if the trace lacks actions, or they do not form a program that can run.
     """
     program: dict[int, list[Action]] = {}
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    passes: list[Pass] = []  # of CPUs: a device's clock does not stop with its host
     for one in ranks:
         waits = _gather_waits(one)
         own = [span for span in one.spans if span.kind in COMPUTE]
-        for index, (span, waited) in enumerate(zip(own, waited_before(one), strict=True)):
-            took = max(0.0, span.seconds - waits.get((span.step, index), 0.0))
-            seconds[span.kind, span.stage].append(took)
-            if one.device == "cpu":
-                passes.append(Pass((span.kind, span.stage), waited, took))
+        for index, span in enumerate(own):
+            seconds[span.kind, span.stage].append(max(0.0, span.seconds - waits.get((span.step, index), 0.0)))
         last = [Action(s.stage, s.kind, s.microbatch) for s in own if s.step == own[-1].step]  # type: ignore[arg-type]
         program.setdefault(one.coordinates.pp, last)
     actions = [action for line in program.values() for action in line]
@@ -223,8 +217,7 @@ def predicted(
         return None
     if microbatches > len(actions) or check_program(program, placement, microbatches):
         return None
-    in_a_row, starts = slow_starts_of(passes)
-    times = replace(_stage_times(seconds | in_a_row, stages, link_s), slow_starts=starts)
+    times = _stage_times(seconds, stages, link_s)
     if cards is not None and len(cards) == len(program):
         times = replace(times, cards=cards)
     return Prediction(simulate(program, times), times)
@@ -255,3 +248,24 @@ def _stage_times(seconds: Mapping[tuple[str, int], list[float]], stages: int, li
     links = list(link_s) if len(link_s) == stages - 1 else [0.0] * max(0, stages - 1)
     share = sum(inputs[1:]) / split if split else 0.5
     return StageTimes([median("F", s) for s in range(stages)], whole, share, links, first_whole=True)
+
+
+def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
+    """Returns the seconds of a message between stages, from the last measurement of `lookahead:
+    auto`, or from that of one attempt."""
+    for event in reversed(events):
+        links = event.details.get("link_s")
+        if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
+            return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6]
+    return []
+
+
+def measured_cards(events: Sequence[Event], attempt: int | None = None) -> list[int | None] | None:
+    """Returns the network card of every pipeline rank, as `lookahead: auto` found them last, or in
+    an attempt; None where no messages share one."""
+    for event in reversed(events):
+        cards = event.details.get("cards")
+        if event.kind == "lookahead" and attempt in (None, event.attempt):
+            usable = isinstance(cards, list) and all(card is None or type(card) is int for card in cards)
+            return cards if usable else None
+    return None

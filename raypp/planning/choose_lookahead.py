@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from raypp.errors import JobError
+from raypp.planning.activations import Kind
+from raypp.planning.memory import rank_memory
+from raypp.planning.resolve import ResolvedPipeline
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
+from raypp.spec.job import Job
 
 WORTH = 0.01
 """A deeper warm-up must shorten a step by this fraction: its memory is certain, its gain is only
@@ -49,6 +53,7 @@ def depths(
     microbatches: int,
     times: StageTimes,
     most_in_flight: Sequence[int] | None = None,
+    fits: Callable[[Simulator], bool] | None = None,
 ) -> list[Depth]:
     """Returns the depths, from 0, that change the program, fit into memory, and may bring a gain.
 
@@ -59,8 +64,10 @@ def depths(
             (`ResolvedPipeline.simulator`).
         microbatches: Per replica and step.
         times: Seconds of every stage and of every message.
-        most_in_flight: Microbatches in flight that each stage has memory for; None: any number.
-            Depth 0 is always included, because it is what the job would do anyway.
+        most_in_flight: Microbatches in flight that each stage has memory for, where that was
+            measured; None: any number.
+        fits: Whether a program fits into memory by plan (`fits_by_plan`); None: any does. Depth 0
+            is always included, because it is what the job would do anyway.
     """
     found: list[Depth] = []
     repeats = _DRAWS * _BY_EVENTS if times.spread or times.link_spread else _BY_EVENTS if times.cards else 1
@@ -74,6 +81,8 @@ def depths(
             break
         if before is not None and one.program == before.program:
             break
+        if found and fits is not None and not fits(one):
+            break
         timeline = one.run(times)
         in_flight = tuple(timeline.in_flight)
         if found and most_in_flight is not None and any(n > m for n, m in zip(in_flight, most_in_flight, strict=True)):
@@ -83,6 +92,30 @@ def depths(
         if len(found) > _PATIENCE and found[-1].step_s >= found[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
             break
     return found
+
+
+def fits_by_plan(job: Job, pipeline: ResolvedPipeline, memory: int, kind: Kind) -> Callable[[Simulator], bool] | None:
+    """Returns a function that tells whether every rank's planned memory suffices for a program.
+
+    The plan, the search for changes that fit, and the ranks of a run ask it.
+
+    Args:
+        job: The job.
+        pipeline: Its pipeline; the program may have another depth.
+        memory: Bytes of a device; 0: unknown, so any program fits (None).
+        kind: The kind of device.
+    """
+    if not memory:
+        return None
+    ranks = list(enumerate(pipeline.stages_of_rank))
+
+    def fits(one: Simulator) -> bool:
+        return all(
+            rank_memory(job, stages, pipeline.cut, one.situations[rank], one.waiting[rank], kind).total <= memory
+            for rank, stages in ranks
+        )
+
+    return fits
 
 
 def best_depth(found: Sequence[Depth]) -> Depth:

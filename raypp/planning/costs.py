@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -18,7 +18,6 @@ from raypp.planning.activations import Kind
 from raypp.planning.end_weights import end_weights
 from raypp.planning.flops import backward_factor, layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
-from raypp.schedules.slow_starts import SlowStart
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -97,11 +96,9 @@ class Part:
     backward: float
 
 
-SLOW = 0.05
-"""A pass after a wait is mentioned if it takes this fraction longer."""
 NUMBERS = ("optimizer_s", "step_s", "copy_s", "gather_s", "sum_s", "input_share", "weight_share")
 """The costs that are plain numbers. The others are parts."""
-_SHOWN, _MOST_WAITS = 8, 64
+_SHOWN = 8
 _BOUNDS = Bounds(size=4 << 20, values=100_000)
 _Seconds = Annotated[float, Ge(0), Le(1e9)]
 _Share = Annotated[float, Ge(0), Le(1e3)]
@@ -111,12 +108,6 @@ _Label = Annotated[str, MaxLen(200)]
 class _Part(TypedDict):
     forward: _Seconds
     backward: _Seconds
-
-
-class _SlowStart(TypedDict):
-    wait_s: _Seconds
-    slower: _Share
-    lost_s: _Seconds
 
 
 class _File(TypedDict):
@@ -134,13 +125,11 @@ class _File(TypedDict):
     sum_s: NotRequired[_Seconds]
     input_share: NotRequired[_Share]
     weight_share: NotRequired[_Share]
-    slow_starts: NotRequired[Annotated[list[_SlowStart], MaxLen(_MOST_WAITS)]]
 
 
 _ADDED = {
     "input_share": "; without the split of a backward into halves: the halves are assumed to add up to the whole",
     "gather_s": "; without FSDP's copies on CPUs: they are not counted",
-    "slow_starts": "; without passes after waits: cores are taken to come back at full speed",
 }
 """Remarks about a file that was written before these costs were measured."""
 
@@ -164,7 +153,6 @@ class Costs:
         gather_s: Seconds of copies per weight that FSDP gathers, without those of messages; CPUs
             only.
         sum_s: Seconds of copies and additions per weight whose gradient FSDP reduces; likewise.
-        slow_starts: How slow passes are after waits, by the length of the wait; CPUs only.
         kind: The kind of device that was measured. Older files do not tell; they are taken for a
             CPU's.
         measured: True if these are measured times.
@@ -181,17 +169,9 @@ class Costs:
     sum_s: float = 0.0
     input_share: float = 0.5
     weight_share: float = 0.5
-    slow_starts: tuple[SlowStart, ...] = ()
     kind: Kind = "cpu"
     measured: bool = False
     source: str = ""
-
-    def slowest_start(self) -> str:
-        """Returns how slow the first pass after a wait is at worst, in words; "" if it is not."""
-        worst = max(self.slow_starts, key=lambda one: one.slower, default=None)
-        if worst is None or worst.slower < SLOW:
-            return ""
-        return f"after a wait of {1e3 * worst.wait_s:.3g} ms a pass takes {1 + worst.slower:.2f} × as long"
 
 
 def computed_costs(job: Job, device: Device) -> Costs:
@@ -241,7 +221,8 @@ def cost_identity(job: Job) -> dict[str, Any]:
     That excludes the number of layers and the mesh.
     """
     document = job_document(job)
-    model = {key: value for key, value in document["model"].items() if key not in ("num_layers", "from_hf")}
+    without = ("num_layers", "from_hf", "original", "max_context")
+    model = {key: value for key, value in document["model"].items() if key not in without}
     if model["lora"] is None:
         del model["lora"]
     train = {key: document["train"][key] for key in ("micro_batch_size", "precision", "activation_checkpointing")}
@@ -271,11 +252,9 @@ def read_costs(path: Path, job: Job) -> Costs:
     lacks = [said for name, said in _ADDED.items() if name not in document]
     parts: dict[str, Any] = {name: Part(**document[name]) for name in ("layer", "first", "last")}
     numbers: dict[str, Any] = {name: document[name] for name in NUMBERS if name in document}
-    waits = tuple(SlowStart(**one) for one in document.get("slow_starts", ()))
     where = f"{visible(found.get('measured', ''))} on {visible(found.get('device', 'a device'))}"
-    costs = Costs(**parts, **numbers, slow_starts=waits, kind=found.get("kind", "cpu"), measured=True)
-    slow = f"; {words}" if (words := costs.slowest_start()) else ""
-    return replace(costs, source=f"costs measured {where}{slow}{''.join(lacks)}")
+    source = f"costs measured {where}{''.join(lacks)}"
+    return Costs(**parts, **numbers, kind=found.get("kind", "cpu"), measured=True, source=source)
 
 
 def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
@@ -292,7 +271,6 @@ def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) 
         "identity": cost_identity(job),
         **{name: vars(getattr(costs, name)) for name in ("layer", "first", "last")},
         **{name: getattr(costs, name) for name in NUMBERS},
-        "slow_starts": [asdict(one) for one in costs.slow_starts],
     }
     path.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -242,11 +242,7 @@ class _Search:
     def proposal(
         self, one: Job, changes: Changes, costs: tuple[str, ...] = (), *, any_size: bool = False
     ) -> Proposal | None:
-        """Returns a job with its forecast; None if it cannot run, or needs more than a device has.
-
-        A lookahead that is chosen in the first steps may need more than the plan shows. Then none
-        is proposed.
-        """
+        """Returns a job with its forecast; None if it cannot run, or needs more than a device."""
         try:
             if check_training(one) or check_plan(one) or self._offloads_too_much(one):
                 return None
@@ -256,10 +252,7 @@ class _Search:
             return None
         if any_size or cast.peak_memory <= self._device.memory:
             return Proposal(dict(changes), one, cast, costs)
-        if one.pipeline.lookahead != "auto" or not cast.lookahead:
-            return None
-        classic = changed_job(one, {"pipeline.lookahead": 0})
-        return self.proposal(classic, {**changes, "pipeline.lookahead": 0}, costs) if classic is not None else None
+        return None
 
     def _offloads_too_much(self, one: Job) -> bool:
         return bool(offload_problems(one, self._host, self.kind))

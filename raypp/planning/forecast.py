@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from raypp.mesh.geometry import Mesh
-from raypp.planning.activations import Kind, microbatch_tokens, stage_activation_bytes
+from raypp.planning.activations import Kind, microbatch_tokens
 from raypp.planning.cards import cards_of_nodes
-from raypp.planning.choose_lookahead import best_depth, depths
+from raypp.planning.choose_lookahead import best_depth, depths, fits_by_plan
 from raypp.planning.costs import Costs
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.links import message_bytes
-from raypp.planning.loss_memory import loss_memory
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import RankMemory, gathered_bytes, memory_kind, rank_memory, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
@@ -42,7 +41,6 @@ from raypp.planning.traffic import (
     of_pipeline_rank,
 )
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
-from raypp.schedules.slow_starts import SlowStarts
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 
@@ -175,8 +173,8 @@ def _simulated(
     if lookahead != "auto":
         simulator = pipeline.simulator(lookahead)
         return lookahead, simulator, simulator.run(times)
-    room = _most_in_flight(job, pipeline.cut, pipeline.stages_of_rank, device_memory, kind) if device_memory else None
-    best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, room))
+    fits = fits_by_plan(job, pipeline, device_memory, kind)
+    best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, fits=fits))
     return best.lookahead, best.simulator, best.timeline
 
 
@@ -233,10 +231,7 @@ def _stage_times(
         forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
         backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
     links = [border.seconds for border in borders]
-    slow = SlowStarts.of(costs.slow_starts)
-    return StageTimes(
-        forward, backward, costs.input_share, links, costs.weight_share, first_whole=True, slow_starts=slow
-    )
+    return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
 
 
 def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequence[Sharded]) -> tuple[float, float]:
@@ -268,25 +263,6 @@ def _state_copies(job: Job, machines: Machines, costs: Costs, pipeline: Resolved
     moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
     # On a CPU, copies there and back share its memory.
     return 2 * moved * costs.copy_s if kind == "cpu" else update_seconds(job, moved, machines.inside_gbps)
-
-
-def _most_in_flight(
-    job: Job, cut: Sequence[int], placement: Sequence[Sequence[int]], memory: int, kind: Kind
-) -> list[int]:
-    """Returns how many microbatches in flight fit into memory for every stage.
-
-    The rank's other memory is subtracted first.
-    """
-    room = [0] * len(cut)
-    tokens = microbatch_tokens(job)
-    for stages in placement:
-        fixed = rank_memory(job, stages, cut, (), {}, kind).total
-        for stage in stages:
-            each = tokens * stage_activation_bytes(job, stage, cut, kind) * len(stages)
-            if stage == len(cut) - 1:
-                each += loss_memory(job, tokens, kind).kept
-            room[stage] = int(max(0, memory - fixed) // max(1, each))
-    return room
 
 
 def _bottleneck(

@@ -80,11 +80,17 @@ def _offload_saves(job: Job) -> bool:
 
 
 def _precision(job: Job) -> Sequence[Changes]:
-    return _after(job, "train.precision", "fp32", "bf16")
+    return [_with_base(job, one) for one in _after(job, "train.precision", "fp32", "bf16")]
 
 
 def _pure(job: Job) -> Sequence[Changes]:
-    return [] if job.train.precision == "bf16_pure" else [{"train.precision": "bf16_pure"}]
+    return [] if job.train.precision == "bf16_pure" else [_with_base(job, {"train.precision": "bf16_pure"})]
+
+
+def _with_base(job: Job, changes: Changes) -> Changes:
+    """Returns a change to bf16, with frozen weights of fp32 in bf16, too."""
+    fp32 = job.model.lora is not None and job.model.lora.base == "fp32"
+    return {**changes, "model.lora.base": "bf16"} if fp32 else changes
 
 
 def _state(job: Job) -> Sequence[Changes]:

@@ -132,6 +132,17 @@ class Plan:
     predictions: tuple[Prediction, ...]
     remarks: tuple[str, ...] = ()
 
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step on the last kind of device that was predicted for."""
+        return self.predictions[-1].step_s
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that device has the memory; None: its memory is unknown."""
+        last = self.predictions[-1]
+        return last.peak_memory <= last.device_memory if last.device_memory else None
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain JSON values, without the timeline, which `program` implies.
 

@@ -7,7 +7,6 @@ from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
 
 _FP32, _BF16 = 4, 2
-_GIB, _MIB = 1 << 30, 1 << 20
 BLOCK = 256
 """Values that share a scale, as in `raypp.train.quantised_moments`."""
 _AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -18,8 +17,16 @@ from them."""
 
 
 def size_text(size: float) -> str:
-    """Returns a number of bytes as text, in GiB or MiB."""
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
+    """Returns a number of bytes as text, with three digits: 320 KiB, 1.73 MiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{three_digits(size / 1024**power)} {unit}"
+    return f"{size:.0f} B"
+
+
+def three_digits(value: float) -> str:
+    """Returns a number with three significant digits, or all before the decimal point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def weight_bytes(job: Job) -> int:

@@ -57,12 +57,10 @@ class DeathEvidence:
         log_tail: The end of what the process wrote to its standard error.
         oom_kills: Processes the kernel's out-of-memory killer ended (in this container, else on
             this machine) since the process took its seat.
-        memory_bytes: The process' memory when it was last measured; 0 when it never was.
     """
 
     log_tail: str = ""
     oom_kills: int = 0
-    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,9 @@ def cause_of_death(pid: int, ray_error: str, evidence: DeathEvidence | None) -> 
         where, report = _place_of_crash(log_tail[fatal.start() :])
         return Death(FailureKind.SEGFAULT, f"{who} was ended by {signal}{where}: {meaning}", report)
     if evidence is not None and evidence.oom_kills > 0:
-        had = f"; it had {evidence.memory_bytes / 2**30:.2f} GiB" if evidence.memory_bytes else ""
         count = f"the kernel's count of out-of-memory kills grew by {evidence.oom_kills}"
         return Death(
-            FailureKind.OUT_OF_MEMORY, f"{who} was killed (SIGKILL) by the kernel's out-of-memory killer: {count}{had}"
+            FailureKind.OUT_OF_MEMORY, f"{who} was killed (SIGKILL) by the kernel's out-of-memory killer: {count}"
         )
     if "SIGTERM" in ray_error:
         return Death(FailureKind.KILLED, f"{who} was ended by SIGTERM")

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
 from raypp.schedules.repeats import without_repeats
 from raypp.schedules.shared_cards import Channel, SharedCards, Step
-from raypp.schedules.slow_starts import SlowCores, SlowStarts
 from raypp.schedules.waiting import Waiting, waiting_sends
 
 
@@ -35,8 +34,6 @@ class StageTimes:
             (`schedules.shared_cards`). None, for all ranks or for one: its channels share nothing.
         spread: Times of actions vary by this fraction, up or down (`Simulator.run_varied`).
         link_spread: Times of messages do.
-        slow_starts: How cores come back from waits; None: at full speed. Does not count where cards
-            are shared.
     """
 
     forward: Sequence[float]
@@ -48,7 +45,6 @@ class StageTimes:
     cards: Sequence[int | None] | None = None
     spread: float = 0.0
     link_spread: float = 0.0
-    slow_starts: SlowStarts | None = None
 
     @classmethod
     def equal(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> StageTimes:
@@ -182,14 +178,11 @@ class Simulator:
         arrivals = [0.0]  # in the order of the results
         starts: list[float] = []
         ends: list[float] = []
-        cores = SlowCores(times.slow_starts, len(clock)) if times.slow_starts is not None else None
         for rank, which, needs, channel, boundary in self._steps:
-            start, takes = clock[rank], seconds[which]
+            start = clock[rank]
             if needs and arrivals[needs] > start:
                 start = arrivals[needs]
-            if cores is not None:
-                takes = cores.seconds(rank, start - clock[rank], takes)
-            clock[rank] = end = start + takes
+            clock[rank] = end = start + seconds[which]
             busy[rank] += end - start
             starts.append(start)
             ends.append(end)

@@ -14,7 +14,6 @@ from raypp.schedules.simulate import Slot, StageTimes, Timeline, peaks_of
 def simulate_lines(program: Program, times: StageTimes, lines: Mapping[int, Line]) -> Timeline:
     """Simulates as `schedules.simulate`, but a receive is posted at the end of the action before.
 
-    Cores are at full speed: `times.slow_starts` does not count.
 
     Args:
         program: Actions of every rank; `check_program` finds no problem in it.

@@ -26,7 +26,7 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
-from raypp.spec.rope import rope_problems
+from raypp.spec.rope import CONTEXT_FIXING, rope_problems
 from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
 from raypp.spec.trackers import check_trackers
 from raypp.untrusted.files import special_kind
@@ -245,6 +245,9 @@ def _rope(model: DecoderOptions) -> Iterator[Problem]:
         what = f"{rotary.width} of the {model.dim_per_head} dims of a head would be rotated: not an even number"
         share = math.ceil((rotary.width + 1) / model.dim_per_head * 1e4) / 1e4
         yield Problem("model.rotary_share", what, f"use {share:g}")
+    if model.rope is not None and model.rope.kind in CONTEXT_FIXING and model.max_context is not None:
+        what = f"transformers computes the frequencies of {model.rope.kind} from the context that an export declares"
+        yield Problem("model.max_context", what, "remove the key, or set model.rope.factor")
     if model.rope is not None and rotary is not None:
         yield from rope_problems(model.rope, rotary.width, "model.rope")
 

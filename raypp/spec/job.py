@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raypp.spec import limits
 from raypp.spec.families import ModelSection
@@ -308,6 +309,21 @@ class TrainSection(Section):
         """The dtype of activations and products."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of a step (1-based).
+
+        Linear warm-up, then the schedule's shape down to `min_ratio` at the last step. It depends
+        on the step alone, so a checkpoint need not save it.
+        """
+        schedule, peak = self.lr_schedule, self.optimizer.lr
+        if step <= schedule.warmup_steps:
+            return peak * step / schedule.warmup_steps
+        if schedule.kind == "constant":
+            return peak
+        progress = min(1.0, (step - schedule.warmup_steps) / max(1, self.steps - schedule.warmup_steps))
+        fall = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
+        return peak * (schedule.min_ratio + (1 - schedule.min_ratio) * fall)
+
 
 class CheckpointSection(Section):
     """Where checkpoints are stored, how often they are saved, and how many are kept."""
@@ -451,6 +467,15 @@ class Job(Section):
     """Devices, CPUs and environment of each rank."""
     observe: ObserveSection = Field(default_factory=ObserveSection)
     """Where the run's figures go, beside its own records."""
+
+    @model_validator(mode="after")
+    def _frozen_dtype(self) -> Self:
+        """Decides `model.lora.base: auto`, so that a run's job says what its adapters belong to."""
+        lora = self.model.lora
+        if lora is not None and lora.base == "auto":
+            decided = lora.model_copy(update={"base": self.train.computes_in})
+            self.__dict__["model"] = self.model.model_copy(update={"lora": decided})
+        return self
 
     @property
     def num_stages(self) -> int:

@@ -99,6 +99,12 @@ def parse_job(mapping: Mapping[str, Any]) -> Job:
     return _parse(Document(dict(mapping)))
 
 
+def job_file(job: Job) -> JobFile:
+    """Returns a job that was made in Python as if read from a file of the working directory."""
+    here = Path.cwd()
+    return JobFile(resolve_paths(job, here), here / "job")
+
+
 def job_document(job: Job) -> dict[str, Any]:
     """Returns the job as plain JSON values with every default written out.
 

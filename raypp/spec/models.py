@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from raypp.spec import limits
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
@@ -36,6 +36,11 @@ class StageEnds:
     layer_norm: bool = False
 
 
+def _words(value: Any) -> Any:
+    """Takes a plain word for a list of one, as PEFT does; strict mode takes no list for a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 class LoraOptions(Section):
     """LoRA (arXiv:2106.09685): trains adapters, W + (alpha / rank) · B · A; W is frozen."""
 
@@ -46,13 +51,15 @@ class LoraOptions(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability with which a number is dropped before A, rounded to steps of 1/65536. Not for
     experts."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: Annotated[tuple[str, ...], BeforeValidator(_words, json_schema_input_type=str | tuple[str, ...])] = (
+        "all-linear",
+    )
     """Matrices that get adapters, by the end of their names: [q_proj, v_proj]. all-linear: every
     matrix of attention, feed-forward blocks and experts, without routers."""
-    base: Literal["fp32", "bf16", "int8", "nf4"] = "bf16"
-    """How the frozen weights are stored. bf16 needs train.precision: bf16. int8, nf4: the matrices
-    of layers in 8 or 4.13 bits per weight (QLoRA, arXiv:2305.14314), the rest in train.precision.
-    """
+    base: Literal["auto", "fp32", "bf16", "int8", "nf4"] = "auto"
+    """How the frozen weights are stored. auto: in what train.precision computes in. bf16 needs
+    train.precision: bf16. int8, nf4: the matrices of layers in 8 or 4.13 bits per weight (QLoRA,
+    arXiv:2305.14314), the rest in train.precision."""
     base_id: str | None = None
     """Identity of the frozen weights that model.from_hf names. raypp sets it at submission and
     refuses another base later."""
@@ -60,6 +67,15 @@ class LoraOptions(Section):
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+class OriginalFiles(Section):
+    """The files of the model that `from_hf` or an import named, as texts; an export keeps them."""
+
+    config: str
+    """Its config.json."""
+    generation_config: str | None = None
+    """Its generation_config.json, if it has one."""
 
 
 class DecoderOptions(Section):
@@ -101,6 +117,12 @@ class DecoderOptions(Section):
     """
     lora: LoraOptions | None = None
     """Train adapters only: {rank: 16, alpha: 32, targets: [q_proj]}. null: train all weights."""
+    max_context: int | None = Field(default=None, ge=1, le=limits.WIDTH)
+    """Tokens that the model takes, as its export and `raypp generate` have it; data.seq_len if that
+    is more. null: that of from_hf's config.json, else data.seq_len."""
+    original: OriginalFiles | None = None
+    """Files of the model that from_hf or an import named. raypp sets it at submission, and an
+    export keeps what they say."""
 
     @property
     def kv_heads(self) -> int:

@@ -67,6 +67,8 @@ class Rotary:
         return self.scaling is not None and self.scaling.kind in ("dynamic", "longrope")
 
 
+CONTEXT_FIXING: tuple[RopeKind, ...] = ("dynamic", "yarn", "longrope")
+"""Kinds whose frequencies transformers computes from config.json's context."""
 NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor", "original_context"),

@@ -1,5 +1,8 @@
 """An S3 bucket as a store, on AWS or any compatible server.
 
+Objects are created exactly once by If-None-Match, or by bids if the server ignores that, as a probe
+shows.
+
 Settings come from the usual sources (docs/storage.md lists them): AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL_S3, AWS_CA_BUNDLE, the instance's
 role.
@@ -7,21 +10,29 @@ role.
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import random
 import re
+import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
 from raypp.storage.byte_source import MemorySource
-from raypp.storage.s3_answers import object_bytes, object_size, seconds
-from raypp.storage.s3_client import CONNECT_S, SILENCE_S, S3Clients
-from raypp.storage.s3_conditional import BIDS, ConditionNotSupported, ExclusiveCreate, limitation
-from raypp.storage.s3_errors import (
+from raypp.storage.s3_client import (
     CONFLICT,
+    CONNECTIONS,
     REFUSED_CONDITION,
+    SILENCE_S,
+    RefusedRequest,
+    S3Clients,
     code_of,
     in_brief,
     is_credentials_error,
@@ -30,11 +41,10 @@ from raypp.storage.s3_errors import (
     status_of,
     translated,
 )
-from raypp.storage.s3_listing import lacks_times, objects, uploads
-from raypp.storage.s3_parts import PartBody
-from raypp.storage.s3_sums import UploadSums
-from raypp.storage.s3_upload import PART_BYTES, joined, upload_in_parts
+from raypp.storage.s3_listing import lacks_times, object_bytes, object_size, objects, seconds, uploads
+from raypp.storage.s3_upload import PART_BYTES, PartBody, UploadSums, joined, upload_in_parts
 from raypp.storage.store import (
+    AccessRefused,
     AlreadyExists,
     BucketMissing,
     Data,
@@ -47,10 +57,11 @@ from raypp.storage.store import (
     probe_by_writing,
 )
 from raypp.storage.store_retry import COMMAND_SILENCE_S, Patience, patience_from_environment
-from raypp.storage.watched import watched
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+log = logging.getLogger(__name__)
 
 KIND = StoreKind(
     "s3",
@@ -89,9 +100,17 @@ _URL = re.compile(r"^s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<pr
 _INCOMPLETE_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Waits before a page is asked for again, of which some objects are not whole."""
 _MOST_RENEWALS = 5
-_LEAST_S = 0.5
 _CONDITION_UNKNOWN = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader"}
+BIDS = ".raypp-bids"
+"""The folder of bids under the store's prefix; hidden from callers."""
+DEAD_BID_S = 120.0
+"""A process that has observed a bid for this long, on its own clock, takes its writer for dead."""
+_FRESH_S = DEAD_BID_S / 4
 T = TypeVar("T")
+
+
+class ConditionNotSupported(StoreError):
+    """The server rejected a conditional write as unsupported."""
 
 
 def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | None = None) -> S3Store:
@@ -103,6 +122,14 @@ def open_url(url: str, *, missing_bucket: str = "error", patience: Patience | No
                 "checkpoint.url",
                 f"{url!r} is not of the form s3://bucket/prefix",
                 "use a bucket name of 3 to 63 characters from a-z 0-9 . -",
+            )
+        )
+    if match["bucket"].endswith("--x-s3"):
+        raise JobError(
+            Problem(
+                "checkpoint.url",
+                f"{url} is a directory bucket (S3 Express): it cannot be listed by any prefix, as raypp does",
+                "use a general purpose bucket",
             )
         )
     prefix = (match["prefix"] or "").strip("/")
@@ -149,6 +176,7 @@ class S3Store:
         self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s, usual_s)
         self.sums = UploadSums(self)
         self._exclusive = ExclusiveCreate(self)
+        self._deletes_singly = False
 
     @property
     def url(self) -> str:
@@ -158,6 +186,11 @@ class S3Store:
     def endpoint(self) -> str | None:
         """The server's URL; None for AWS itself."""
         return self._clients.endpoint
+
+    @property
+    def proxy(self) -> str:
+        """The proxy that requests go through, in words; empty: none."""
+        return self._clients.proxy
 
     def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
         name, body = self.name_of(key), bytes(data)
@@ -195,12 +228,12 @@ class S3Store:
                 raise
             return object_bytes(answer, first, end, bool(wanted), f"{self.url}/{key}")
 
-        return self._read(key, read)
+        return self.ask(key, read)
 
     def head(self, key: str) -> ObjectInfo | None:
         name, place = self.name_of(key), f"{self.url}/{key}"
         try:
-            found = self._read(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
+            found = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
         except NotFound:
             return None
         return ObjectInfo(
@@ -221,9 +254,7 @@ class S3Store:
     def _page_of(self, operation: str, prefix: str, full: str) -> Callable[[dict[str, Any]], Any]:
         def ask(more: dict[str, Any]) -> Any:
             for wait_s in (*_INCOMPLETE_S, 0.0):
-                answer = self._read(
-                    prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more)
-                )
+                answer = self.ask(prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more))
                 if wait_s == 0.0 or not lacks_times(answer):
                     return answer
                 time.sleep(wait_s)
@@ -234,24 +265,50 @@ class S3Store:
     def delete(self, keys: Iterable[str]) -> None:
         names = [self.name_of(key) for key in keys]
         for first in range(0, len(names), 1000):
-            batch: Any = [{"Key": name} for name in names[first : first + 1000]]
-            answer: Any = self.ask(
-                batch[0]["Key"][len(self._below) :],
-                partial(
-                    _send,
-                    operation="delete_objects",
-                    Bucket=self.bucket,
-                    Delete={"Objects": batch, "Quiet": True},
-                ),
-            )
-            for refused in answer.get("Errors", []):
-                if refused.get("Code") not in ("NoSuchKey", "404"):
-                    raise StoreError(
-                        Problem(
-                            f"s3://{self.bucket}/{in_brief(refused.get('Key'))}",
-                            f"was not deleted: {in_brief(refused.get('Code'))} {in_brief(refused.get('Message'))}",
-                        )
+            batch = names[first : first + 1000]
+            if not self._deletes_singly:
+                try:
+                    self._delete_together(batch)
+                    continue
+                except (RefusedRequest, AccessRefused, NotFound) as refused:
+                    # Some servers want Content-MD5 with it, which boto3 no longer sends.
+                    self._delete_singly(batch)
+                    self._deletes_singly = True
+                    log.info("%s; raypp deletes each object with a request of its own", refused)
+            else:
+                self._delete_singly(batch)
+
+    def _delete_together(self, names: list[str]) -> None:
+        objects: Any = [{"Key": name} for name in names]
+        answer: Any = self.ask(
+            names[0][len(self._below) :],
+            partial(_send, operation="delete_objects", Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True}),
+        )
+        for refused in answer.get("Errors", []):
+            if refused.get("Code") not in ("NoSuchKey", "404"):
+                raise StoreError(
+                    Problem(
+                        f"s3://{self.bucket}/{in_brief(refused.get('Key'))}",
+                        f"was not deleted: {in_brief(refused.get('Code'))} {in_brief(refused.get('Message'))}",
                     )
+                )
+
+    def _delete_singly(self, names: list[str]) -> None:
+        def delete(name: str) -> None:
+            with suppress(NotFound):  # S3 answers 204, some servers 404
+                self.ask(
+                    name[len(self._below) :],
+                    partial(_send, operation="delete_object", Bucket=self.bucket, Key=name),
+                )
+
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="raypp-delete") as pool:
+            futures = [pool.submit(delete, name) for name in names]
+            wait(futures, return_when="FIRST_EXCEPTION")
+            for future in futures:
+                future.cancel()
+            for future in futures:
+                if not future.cancelled():
+                    future.result()
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         full = self._below + check_prefix(prefix)
@@ -270,11 +327,13 @@ class S3Store:
                 continue
 
     def limitations(self) -> tuple[Problem, ...]:
-        return () if self._exclusive.condition_is_honoured() else (limitation(self.url),)
+        honoured = self._exclusive.condition_is_honoured()  # its probe deletes, too
+        found = () if honoured else (limitation(self.url),)
+        return (*found, _singly(self.url)) if self._deletes_singly else found
 
     def probe(self) -> None:
         # List first: an error response to it contains the reason, one to HEAD has no body.
-        self._read("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+        self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
         probe_by_writing(self)
 
     def create_bucket(self) -> None:
@@ -373,18 +432,6 @@ class S3Store:
             if failing and budget is not None:
                 budget.end()
 
-    def _read(self, key: str, request: Callable[[S3Client], T]) -> T:
-        """Sends a request that changes nothing, like `ask`. A command waits for no trickle."""
-        budget = self.patience.budget
-        if budget is None:
-            return self.ask(key, request)
-
-        def read(client: S3Client) -> T:
-            limit = min(self._clients.timeout_s + CONNECT_S, max(_LEAST_S, budget.left_s))
-            return watched(lambda: request(client), limit)
-
-        return self.ask(key, read)
-
     def ask_once(self, request: Callable[[S3Client], T]) -> T | None:
         """Sends a request once; returns None if it fails. For clean-up after another failure."""
         try:
@@ -399,6 +446,138 @@ class S3Store:
     def name_of(self, key: str) -> str:
         """Returns an object's name in the bucket."""
         return self._below + check_key(key)
+
+
+class ExclusiveCreate:
+    """Creates objects that do not exist yet, in the way that the server supports.
+
+    Args:
+        store: The store to write to.
+        dead_bid_s: See DEAD_BID_S.
+    """
+
+    def __init__(self, store: S3Store, dead_bid_s: float = DEAD_BID_S) -> None:
+        self._store = store
+        self._dead_bid_s = dead_bid_s
+        self._honoured: bool | None = None
+        self._lock = threading.Lock()
+
+    def create(self, key: str, data: Data) -> None:
+        """Creates the object.
+
+        Raises:
+            AlreadyExists: It exists.
+            StoreError: The write failed.
+        """
+        if self.condition_is_honoured():
+            self._store.put_if_none_match(key, data)
+        else:
+            create_by_bids(self._store, key, data, self._dead_bid_s)
+
+    def condition_is_honoured(self) -> bool:
+        """Returns whether the server honours If-None-Match: probed once, then remembered."""
+        with self._lock:
+            if self._honoured is None:
+                self._honoured = probe_condition(self._store)
+                if not self._honoured:
+                    log.warning("%s", limitation(self._store.url))
+            return self._honoured
+
+
+def limitation(url: str) -> Problem:
+    """Describes the limitation of a server without conditional writes."""
+    return Problem(
+        url,
+        "this server ignores If-None-Match, so raypp creates claims and commits by bids: marker objects, a list "
+        f"that shows who else bids, and a read-back. That is slower, and safe unless a writer stalls for more "
+        f"than {_FRESH_S:.0f} s in between",
+        "use a store that supports it: AWS S3, SeaweedFS, Ceph, MinIO, or a directory",
+    )
+
+
+def probe_condition(store: S3Store) -> bool:
+    """Returns whether a conditional write over a small temporary object is refused."""
+    key = f".raypp-probe-{secrets.token_hex(8)}"
+    store.put(key, b"first")
+    try:
+        store.put_if_none_match(key, b"second")
+    except AlreadyExists:
+        return True
+    except ConditionNotSupported:
+        return False
+    finally:
+        store.delete([key])
+    return False
+
+
+def create_by_bids(store: S3Store, key: str, data: Data, dead_bid_s: float = DEAD_BID_S) -> None:
+    """Creates an object with plain writes, lists and reads only.
+
+    Every writer that wants the key first writes its own bid, then lists the bids. Of any two
+    writers, the one that lists later sees the other's bid. Only a writer that sees no other bid may
+    write, and it removes its bid afterwards. So no two write at the same time, and the next one
+    finds the object. If several meet, the lowest bid stays and the others are withdrawn. A dead
+    writer's bid blocks the key until another writer has observed it for `dead_bid_s` on its own
+    clock; clocks of different hosts are never compared.
+
+    Raises:
+        AlreadyExists: The object exists.
+        StoreError: The write failed, or dead bids blocked it for too long.
+    """
+    folder = f"{BIDS}/{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    mine = f"{folder}/{secrets.token_hex(12)}"
+    exists = AlreadyExists(Problem(f"{store.url}/{key}", "already exists"))
+    seen: dict[str, float] = {}
+    placed = False
+    body = bytes(data)
+    end = time.monotonic() + 5 * dead_bid_s
+    try:
+        while time.monotonic() < end:
+            if store.head(key) is not None:
+                raise exists
+            if not placed:
+                store.put(mine, key.encode())
+                placed = True
+            began = time.monotonic()
+            others = {info.key for info in store.list_all(f"{folder}/")} - {mine}
+            if not others:
+                if store.head(key) is not None:
+                    raise exists
+                if time.monotonic() - began > dead_bid_s / 4:
+                    continue  # this writer stalled: others may have taken it for dead
+                store.put(key, body)
+                if store.get(key) != body:
+                    raise exists
+                return
+            now = time.monotonic()
+            seen = {other: seen.get(other, now) for other in others}
+            dead = [other for other, since in seen.items() if now - since > dead_bid_s]
+            if dead:
+                store.delete(dead)
+            elif min(others) < mine:
+                store.delete([mine])
+                placed = False
+            time.sleep(random.uniform(0.02, 0.1) if len(seen) < 16 else random.uniform(0.1, 1.0))
+    finally:
+        if placed:
+            store.delete([mine])
+    raise StoreError(
+        Problem(
+            f"{store.url}/{key}",
+            f"other writers have been bidding for it for {5 * dead_bid_s:.0f} s",
+            f"if no run uses it, delete what is below {store.url}/{folder}",
+        )
+    )
+
+
+def _singly(url: str) -> Problem:
+    """Describes the limitation of a server that refuses DeleteObjects."""
+    return Problem(
+        url,
+        "this server refuses to delete several objects with one request (DeleteObjects), so raypp sends a request "
+        "for each; removing old checkpoints takes longer",
+        "nothing needs to be done; newer versions of MinIO accept it",
+    )
 
 
 def _send(client: S3Client, operation: str, **request: Any) -> Any:

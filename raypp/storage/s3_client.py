@@ -1,4 +1,5 @@
-"""Creates boto3 clients from the usual settings for AWS and compatible servers.
+"""Creates boto3 clients from the usual settings for AWS and compatible servers, and translates
+their errors into messages with a fix.
 
 Clients are renewed when their credentials expire. docs/storage.md lists the settings. Each S3 store
 has one `S3Clients`.
@@ -9,18 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from raypp.errors import JobError, Problem
-from raypp.storage.s3_answers import bound_answers
-from raypp.storage.s3_parts import prepare_client
-from raypp.storage.store import AccessRefused
+from raypp.errors import JobError, Problem, RayppError, in_words
+from raypp.proxies import FIX, is_loopback, proxy_for
+from raypp.storage.s3_upload import prepare_client
+from raypp.storage.store import AccessRefused, BucketMissing, NotFound, ServerNotThere, StoreError
 from raypp.storage.store_retry import seconds_from_environment
+from raypp.untrusted.text import visible
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+    from raypp.storage.s3 import S3Store
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,33 @@ CONNECT_S = 5.0
 SILENCE_S = 30.0
 """Longest silence on a connection, unless it is set."""
 _STYLES = ("path", "virtual", "auto")
+CONFLICT = 409
+REFUSED_CONDITION = 412
+_UNKNOWN_KEY = {"InvalidAccessKeyId", "InvalidClientTokenId"}
+_WRONG_SECRET = {"SignatureDoesNotMatch"}
+_EXPIRED = {"ExpiredToken", "TokenRefreshRequired", "InvalidToken", "RequestExpired"}
+_CLOCK = {"RequestTimeTooSkewed"}
+_PASSING = {
+    "SlowDown",
+    "ServiceUnavailable",
+    "RequestTimeout",
+    "Throttling",
+    "ThrottlingException",
+    "RequestThrottled",
+    "TooManyRequests",
+    "InternalError",
+    "OperationAborted",
+    # The bytes were changed or cut off in transit.
+    "BadDigest",
+    "IncompleteBody",
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
+}
+_STAYING = {501, 505, 507}
+_LONGEST_TEXT = 500
+_PARSING = (ValueError, LookupError, OverflowError, RecursionError)
+"""boto3 parses whatever comes: a size that is not a number is a ValueError."""
+_MOVED = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 
 
 class S3Clients:
@@ -67,6 +99,8 @@ class S3Clients:
         address = str(self._client.meta.endpoint_url)
         self.endpoint: str | None = None if _is_aws(address) else address
         """The server's URL; None for AWS itself."""
+        self.proxy = proxy_for(address)
+        """See `proxy_for`."""
 
     @property
     def current(self) -> S3Client:
@@ -108,12 +142,12 @@ class S3Clients:
             region = os.environ.get("AWS_REGION") or session.region_name or "us-east-1"
             style = _addressing_style(profile)
 
-            def make(style: str | None, checksums: str | None) -> S3Client:
+            def make(server: str, style: str | None, checksums: str | None) -> S3Client:
                 client: S3Client = session.client(
                     "s3",
                     endpoint_url=self._given_endpoint,
                     region_name=region,
-                    config=_config(self.timeout_s, style, checksums),
+                    config=_config(self.timeout_s, style, checksums, direct=is_loopback(server)),
                     **self._keys,
                 )
                 return client
@@ -122,16 +156,17 @@ class S3Clients:
             # headers with errors or damaged bodies: both are used only if set explicitly.
             elsewhere = (style or "path", None if _checksums_are_set(profile) else "when_required")
             # Only a client knows its server for sure, but each costs tens of milliseconds.
-            guess = bool(self._given_endpoint or _endpoint_in_environment())
-            client = make(*elsewhere) if guess else make(style, None)
-            if _is_aws(str(client.meta.endpoint_url)) == guess:
-                client = make(style, None) if guess else make(*elsewhere)
+            guess = self._given_endpoint or _endpoint_in_environment()
+            client = make(guess, *elsewhere) if guess else make(guess, style, None)
+            server = str(client.meta.endpoint_url)
+            if _is_aws(server) == bool(guess):
+                client = make(server, style, None) if _is_aws(server) else make(server, *elsewhere)
             if _requester_pays():
                 client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
             prepare_client(client)
-            bound_answers(client, redirects=_is_aws(str(client.meta.endpoint_url)))
-            credentials = core.get_credentials()
-            return client, _identity(credentials)
+            if not _is_aws(str(client.meta.endpoint_url)):
+                client.meta.events.register_last("before-parameter-build.s3", _follow_no_redirect)
+            return client, None if self._keys else _identity(core.get_credentials())
         except CredentialRetrievalError as error:
             raise AccessRefused(
                 Problem(
@@ -165,10 +200,10 @@ def _endpoint_in_environment() -> str:
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
-def _config(timeout_s: float, style: str | None, checksums: str | None) -> Any:
+def _config(timeout_s: float, style: str | None, checksums: str | None, direct: bool) -> Any:
     from botocore.config import Config
 
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"proxies": {}} if direct else {}
     if style is not None:
         settings["s3"] = {"addressing_style": style}
     if checksums is not None:
@@ -273,6 +308,12 @@ def _requester_pays() -> bool:
     return payer == "requester"
 
 
+def _follow_no_redirect(context: dict[str, Any], **_others: Any) -> None:
+    """Makes boto3 look for the bucket nowhere else. Only AWS has regions: another server that
+    redirects to itself would be asked until the stack overflows."""
+    context.setdefault("s3_redirect", {})["redirected"] = True
+
+
 def _ask_as_requester(params: dict[str, Any], model: Any, **_: Any) -> None:
     """Adds RequestPayer to every request that accepts it."""
     if model.input_shape is not None and "RequestPayer" in model.input_shape.members:
@@ -282,3 +323,222 @@ def _ask_as_requester(params: dict[str, Any], model: Any, **_: Any) -> None:
 def _is_aws(endpoint: str) -> bool:
     host = urlsplit(endpoint).hostname or ""
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+class RefusedRequest(StoreError):
+    """The server does not take this kind of request; the same request fails again."""
+
+
+def status_of(error: BaseException) -> int:
+    """Returns the HTTP status of an error response; 0 if the error is not one."""
+    from botocore.exceptions import ClientError
+
+    if not isinstance(error, ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def code_of(error: BaseException) -> str:
+    """Returns the S3 error code of an error response; empty if the error is not one."""
+    from botocore.exceptions import ClientError
+
+    if not isinstance(error, ClientError):
+        return ""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def in_brief(text: object) -> str:
+    """Returns text of a server, or of an error about it, on one line; cut off if it is long."""
+    line = visible(str(text)[: 2 * _LONGEST_TEXT])
+    return line if len(line) <= _LONGEST_TEXT else f"{line[: _LONGEST_TEXT - 1]}…"
+
+
+def may_pass(error: BaseException) -> bool:
+    """Returns whether a retry may succeed: no or incomplete response, damaged bytes, 5xx, 429.
+
+    A failed request that changes something may have taken effect nevertheless.
+    """
+    from botocore.exceptions import ClientError, FlexibleChecksumError, HTTPClientError
+    from botocore.exceptions import ConnectionError as NoConnection
+    from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, ClientError):
+        status = status_of(error)
+        return code_of(error) in _PASSING or status == 429 or (status >= 500 and status not in _STAYING)
+    return is_incomplete_response(error) or isinstance(
+        error,
+        (
+            HTTPClientError,
+            NoConnection,
+            FlexibleChecksumError,
+            ResponseParserError,
+            HTTPError,  # while boto3 reads the text of an error
+            ConnectionError,
+            TimeoutError,
+        ),
+    )
+
+
+def is_incomplete_response(error: BaseException) -> bool:
+    """Returns whether the connection ended before the complete body arrived."""
+    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
+
+    return isinstance(error, (IncompleteReadError, ResponseStreamingError))
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Returns whether nothing listens at the endpoint; the server may be restarting."""
+    from botocore.exceptions import EndpointConnectionError, ProxyConnectionError
+
+    return isinstance(error, (EndpointConnectionError, ProxyConnectionError))
+
+
+def is_credentials_error(error: BaseException) -> bool:
+    """Returns whether new credentials may help: these have expired, or were revoked or replaced."""
+    code = code_of(error)
+    # A response to HEAD has no body with a code: its 403 has only a number.
+    return code in _UNKNOWN_KEY | _WRONG_SECRET | _EXPIRED or code == "403"
+
+
+def translated(error: Exception, store: S3Store, key: str, tried: str = "") -> Exception:
+    """Translates an error into a `RayppError`; returns errors unrelated to the store unchanged.
+
+    What may be a proxy's doing names the proxy first: anything but an answer with a code of S3.
+
+    Args:
+        error: The error that boto3 raised.
+        store: The store.
+        key: The object's key; empty if the request was about no object.
+        tried: Number and duration of tries, as text, for temporary failures.
+    """
+    found = _translated(error, store, key, tried)
+    code = code_of(error)
+    if not store.proxy or not isinstance(found, StoreError) or (code and not code.isdigit()):
+        return found
+    (problem,) = found.problems
+    fix = f"{FIX}, or check the proxy; otherwise {problem.fix}" if problem.fix else FIX
+    return type(found)(replace(problem, what=f"through {store.proxy}: {problem.what}", fix=fix))
+
+
+def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Exception:
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        CredentialRetrievalError,
+        FlexibleChecksumError,
+        NoCredentialsError,
+        PartialCredentialsError,
+    )
+    from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
+
+    if isinstance(error, RayppError):
+        return error
+    place = f"{store.url}/{key}" if key else store.url
+    after = f", {tried}" if tried else ""
+    if isinstance(error, ClientError):
+        return _refusal(error, store, place, after)
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+        return AccessRefused(
+            Problem(
+                store.url,
+                "no credentials for S3 were found",
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; the embedded cluster's store "
+                "needs none of them while it runs (`raypp local up`)",
+            )
+        )
+    if isinstance(error, CredentialRetrievalError):
+        return AccessRefused(
+            Problem(
+                store.url, f"cannot get new credentials: {in_brief(error)}", "check the profile that AWS_PROFILE names"
+            )
+        )
+    if isinstance(error, (FlexibleChecksumError, ResponseParserError)):
+        return StoreError(
+            Problem(
+                place,
+                f"the response is damaged: {in_brief(error)}{after}",
+                "set AWS_RESPONSE_CHECKSUM_VALIDATION=when_required if the server computes checksums differently",
+            )
+        )
+    if is_incomplete_response(error):
+        return StoreError(
+            Problem(place, f"was cut off in transit: {in_brief(error)}{after}", "check the server and the network")
+        )
+    if isinstance(error, (BotoCoreError, HTTPError, OSError)):
+        where = store.endpoint or "AWS (AWS_ENDPOINT_URL_S3 is not set)"
+        return ServerNotThere(
+            Problem(
+                place,
+                f"no answer from the S3 server at {where}: {in_brief(error)}{after}",
+                "check that it runs, that this machine can reach it, and that AWS_ENDPOINT_URL_S3 is its address",
+            )
+        )
+    if isinstance(error, _PARSING):
+        return StoreError(
+            Problem(
+                place,
+                f"the server's answer cannot be parsed: {in_brief(in_words(error))}",
+                "check the server, and every proxy before it",
+            )
+        )
+    return error
+
+
+def _refusal(error: Exception, store: S3Store, place: str, after: str) -> RayppError:
+    status, code = status_of(error), code_of(error)
+    answer = getattr(error, "response", {})
+    code, message = in_brief(code), in_brief(answer.get("Error", {}).get("Message", ""))
+    at = f" at {store.endpoint}" if store.endpoint else ""
+    if code == "NoSuchBucket":
+        return BucketMissing(
+            Problem(
+                "checkpoint.url",
+                f"the bucket {store.bucket!r} does not exist{at}",
+                "create it, or correct the name; raypp creates no buckets",
+            )
+        )
+    if code in ("NoSuchKey", "NotFound", "404") or status == 404:
+        return NotFound(Problem(place, "there is no such object"))
+    what, fix = _about_the_caller(code, at, answer)
+    if what:
+        return AccessRefused(Problem(place, what, fix))
+    if status in (401, 403):
+        return AccessRefused(
+            Problem(
+                place,
+                f"access denied{at} ({code or status}{': ' + message if message else ''})",
+                f"allow the key to list, read, write and delete in the bucket {store.bucket!r}",
+            )
+        )
+    if status == 301 or code in _MOVED:
+        return StoreError(
+            Problem(place, f"the bucket is in another region: {message}", "set AWS_REGION to the bucket's region")
+        )
+    what = f"the server{at} answered {status} {code}: {message}{after}"
+    if status == 429 or (status >= 500 and status not in _STAYING):
+        return StoreError(Problem(place, what, "try again later; check the server if it persists"))
+    if may_pass(error):
+        return StoreError(Problem(place, what, "check the network, and every proxy before the server"))
+    fix = "check that the server implements S3, and that no proxy changes requests; `raypp doctor --store` tries all"
+    return RefusedRequest(Problem(place, what, fix))
+
+
+def _about_the_caller(code: str, at: str, answer: dict[str, object]) -> tuple[str, str]:
+    """Returns what is wrong with the caller's credentials, and a fix; empty for other errors."""
+    if code in _UNKNOWN_KEY:
+        return f"the server{at} does not know the access key", "check AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL_S3"
+    if code in _WRONG_SECRET:
+        return f"the server{at} rejects the signature: the secret key is wrong", "check AWS_SECRET_ACCESS_KEY"
+    if code in _EXPIRED:
+        return "the credentials have expired", "get new ones, and set AWS_SESSION_TOKEN"
+    if code in _CLOCK:
+        metadata = answer.get("ResponseMetadata")
+        headers = metadata.get("HTTPHeaders", {}) if isinstance(metadata, dict) else {}
+        return (
+            f"the clock of this machine and that of the server{at} are too far apart"
+            + (f" (the server says {in_brief(headers['date'])})" if "date" in headers else ""),
+            "set this machine's clock (chrony, ntp); S3 allows 15 minutes",
+        )
+    return "", ""

@@ -1,19 +1,35 @@
-"""Reads listings of a bucket, page by page, as long as they make progress."""
+"""Reads what an S3 server answers: listings, page by page, as long as they make progress; bodies
+of the length that was asked for or announced; numbers that can be sizes."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
-from raypp.storage.s3_answers import object_size, seconds, wrong
-from raypp.storage.store import MOST_LISTED, ForeignNames, ObjectInfo, Unfinished, problem_of_key
+from raypp.errors import Problem
+from raypp.storage.store import (
+    MOST_LISTED,
+    MOST_WHOLE_BYTES,
+    ForeignNames,
+    ObjectInfo,
+    StoreError,
+    Unfinished,
+    problem_of_key,
+    too_large,
+)
 from raypp.storage.store_retry import Budget
 from raypp.untrusted.text import visible
 
 _EMPTY_PAGES = 100
 _KEYS_OF_A_PAGE = 10
 _LISTING_TIMES = 4
+_SKIPPED_BYTES = 1 << 20
+_LARGEST_OBJECT = 1 << 50
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
+_FIX = "check the server, and every proxy before it"
 
 Ask = Callable[[dict[str, Any]], Any]
 """Sends the request for a page: (arguments that continue the listing) -> the parsed answer."""
@@ -32,10 +48,9 @@ def objects(ask: Ask, below: str, full: str, url: str, budget: Budget | None) ->
     Raises:
         WrongAnswer: The listing does not move on, is without end, or is not one.
     """
-    foreign, order = ForeignNames(url), _Order(url)
+    foreign = ForeignNames(url)
     for entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), url, budget):
         name = _text(entry, "Key", url)
-        order.check(name)
         _check_prefix(name, full, url)
         if name.endswith("/"):
             continue  # some servers list folders as empty objects
@@ -105,32 +120,6 @@ def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str, budget: Bu
             )
 
 
-class _Order:
-    """Checks that keys only grow.
-
-    S3 sorts by bytes, SeaweedFS folder by folder (`a/b` before `a.c`): either will do, all the way.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._latest: tuple[str, list[str]] | None = None
-        self._by_bytes = self._by_folder = True
-
-    def check(self, key: str) -> None:
-        parts = key.split("/")
-        if self._latest is not None:
-            before, parts_before = self._latest
-            self._by_bytes &= key.encode(errors="surrogatepass") > before.encode(errors="surrogatepass")
-            self._by_folder &= parts > parts_before
-            if not (self._by_bytes or self._by_folder):
-                raise wrong(
-                    self._url,
-                    f"the listing does not move on: {visible(repr(key[:100]))} follows {visible(repr(before[:100]))}; "
-                    "directory buckets (S3 Express) list keys without order and cannot be used",
-                )
-        self._latest = (key, parts)
-
-
 def _text(entry: Any, field: str, url: str) -> str:
     value = entry.get(field)
     if not isinstance(value, str):
@@ -141,3 +130,86 @@ def _text(entry: Any, field: str, url: str) -> str:
 def _check_prefix(name: str, full: str, url: str) -> None:
     if not name.startswith(full):
         raise wrong(url, f"the server lists {visible(repr(name[:100]))}, which is not below {full!r}")
+
+
+class WrongAnswer(StoreError):
+    """The server answered something that cannot be true."""
+
+
+def wrong(place: str, what: str) -> WrongAnswer:
+    """Returns the error for an answer that cannot be true."""
+    return WrongAnswer(Problem(place, what, _FIX))
+
+
+def object_size(value: Any, place: str) -> int:
+    """Returns the size of an object that a server reports, if it is possible."""
+    if not isinstance(value, int) or not 0 <= value <= _LARGEST_OBJECT:
+        raise wrong(place, f"the server says that the object has {visible(str(value)[:40])} bytes")
+    return value
+
+
+def seconds(value: Any, place: str) -> float:
+    """Returns a time that a server reports, in seconds since 1970."""
+    try:
+        if isinstance(value, datetime):
+            return value.timestamp()
+    except (ValueError, OverflowError):
+        pass
+    raise wrong(place, f"the server says that the object was written at {visible(str(value)[:40])}")
+
+
+def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: str) -> bytes:
+    """Reads the body of a GetObject.
+
+    Args:
+        answer: The parsed answer.
+        first: First byte wanted.
+        end: End of the bytes wanted; None: the object's end.
+        ranged: Whether a range was asked for. A server may ignore it, and send the whole object.
+        place: The object, for errors.
+
+    Raises:
+        WrongAnswer: It is of another range, or longer than it may be.
+        IncompleteReadError: It is shorter than announced.
+    """
+    from botocore.exceptions import IncompleteReadError
+
+    body, told, announced = answer["Body"], answer.get("ContentRange"), answer.get("ContentLength")
+    try:
+        size = None if announced is None else object_size(announced, place)
+        if ranged and told is not None:
+            wanted = most = _length_of_range(told, first, end, place)
+        elif ranged and answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
+            raise wrong(place, "the server sent a part of the object and did not say which")
+        else:  # the whole object: some servers ignore the range
+            most = MOST_WHOLE_BYTES if end is None else end - first
+            there = None if size is None else max(0, size - first)
+            wanted = 0 if there is None else there if end is None else min(most, there)
+            while first > 0 and (skipped := body.read(min(first, _SKIPPED_BYTES))):
+                first -= len(skipped)
+        if end is None and wanted > MOST_WHOLE_BYTES:
+            raise too_large(place, wanted)
+        exact = end is None or (ranged and told is not None)
+        data = bytes(body.read(most + 1 if exact else most))
+        if len(data) > most:
+            raise wrong(place, f"the server sent more than the {most:,} bytes that may come")
+        if len(data) < wanted:
+            raise IncompleteReadError(actual_bytes=len(data), expected_bytes=wanted)
+        return data
+    finally:
+        body.close()  # a connection that is read to its end has gone back already
+
+
+def _length_of_range(told: Any, first: int, end: int | None, place: str) -> int:
+    """Returns the length of the range that a server says it sends, if it is the wanted one."""
+    found = _RANGE.fullmatch(str(told).strip())
+    asked = f"{first}-{'' if end is None else end - 1}"
+    if found is not None:
+        begin, last = int(found[1]), int(found[2])
+        total = None if found[3] == "*" else int(found[3])
+        ends = [one for one in (end, total) if one is not None]
+        # Up to the wanted end, or that of the object, which a server need not tell.
+        complete = last + 1 == min(ends) if total is not None else last + 1 <= min(ends, default=last + 1)
+        if begin == first <= last and complete:
+            return object_size(last + 1 - first, place)
+    raise wrong(place, f"bytes {asked} were asked for, and the server sent {visible(str(told)[:60])!r}")

@@ -1,8 +1,7 @@
-"""Builds optimizers and computes the learning rate of a step."""
+"""Builds optimizers, and begins their updates."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raypp.kinds import OPTIMIZERS
-from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
+from raypp.spec.job import OptimizerOptions
 from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.reduce import scale
 
@@ -64,26 +63,6 @@ def decay_groups(named: Sequence[tuple[str, nn.Parameter]], weight_decay: float)
         {"params": [p for name, p in named if not is_matrix(name, p)], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]] or groups[:1]
-
-
-def learning_rate(step: int, train: TrainSection) -> float:
-    """Returns the learning rate of a step (1-based).
-
-    Linear warm-up, then the schedule's shape down to `min_ratio` at the last step. It depends on
-    the step alone, so a checkpoint need not save it.
-    """
-    peak, schedule = train.optimizer.lr, train.lr_schedule
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
-    return peak * _shape(step, train.steps, schedule)
-
-
-def _shape(step: int, steps: int, schedule: LrSchedule) -> float:
-    if schedule.kind == "constant":
-        return 1.0
-    progress = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
-    fall = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
-    return schedule.min_ratio + (1 - schedule.min_ratio) * fall
 
 
 def begin_update(

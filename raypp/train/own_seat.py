@@ -56,7 +56,7 @@ def seat_from_environment(job: Job) -> Seat:
     environment = os.environ
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
-        how = "start it with: torchrun --nproc-per-node N -m raypp.train --job JOB"
+        how = "start it with: torchrun --local-addr 127.0.0.1 --nproc-per-node N -m raypp.train --job JOB"
         raise JobError(Problem("", f"{', '.join(missing)} not set", how))
     mesh = Mesh.of(job.mesh)
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])

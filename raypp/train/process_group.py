@@ -35,6 +35,7 @@ _STARTUP_S = 300.0
 # of gloo may wait as long for a rank that is at another part of it.
 _STEP_S = 3600.0
 _CONNECT_S = 2.0
+_NAME_S = 10.0
 _JOIN_S = 2.0
 _BACKLOG = 2048
 _DESCRIPTORS = 65_536
@@ -164,6 +165,7 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
 
     Raises:
         DistNetworkError: The attempt is aborted, or nothing listens in time.
+        UnreachableError: The address is a name that does not resolve for ten seconds.
     """
     began, pause_s = time.monotonic(), _ASK_EVERY_S
     while True:
@@ -172,6 +174,10 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
                 if one.getsockname() != one.getpeername():  # a connection from a port to itself needs no server
                     return
         except OSError as error:
+            if isinstance(error, socket.gaierror) and time.monotonic() - began > _NAME_S:
+                what = f"{address!r}, the name of rank 0's machine, does not resolve here: {error.strerror}"
+                fix = "give torchrun each machine's address (--local-addr ADDRESS), or add the name to /etc/hosts"
+                raise UnreachableError(Problem("rendezvous", what, fix)) from error
             if cut_since(port, began) or time.monotonic() - began > timeout_s:
                 raise dist.DistNetworkError(f"no rank 0 at {address}:{port}: {error}") from error
         time.sleep(pause_s)

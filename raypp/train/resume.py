@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.compatibility import rate_jump
 from raypp.checkpoint.extra import read_extra
 from raypp.checkpoint.layout import commit_key, spec_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
@@ -145,6 +146,10 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
         _take_up(mine, loaded.extra, step)
         if loaded.remark and mine.seat.rank == 0:
             mine.tell("sync", loaded.remark, step)
+        if mine.seat.rank == 0:
+            before = read_commit(mine.store, mine.job.name, step).job
+            if jump := rate_jump(before, mine.job, step):
+                mine.tell("learning_rate", jump, step)
         return step
 
 

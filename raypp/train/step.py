@@ -22,7 +22,7 @@ from raypp.train.assemble import AssembledRank
 from raypp.train.device_memory import peak_memory
 from raypp.train.fault_injection import Injection
 from raypp.train.nonfinite import FiniteGuard
-from raypp.train.optimizer import begin_update, learning_rate
+from raypp.train.optimizer import begin_update
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.reduce import GlobalSums, coefficient
 from raypp.train.router_losses import RouterLosses
@@ -252,7 +252,7 @@ class StepRunner:
             self._mark("sum")
             sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
             sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
-        rate = learning_rate(step, self.job.train)
+        rate = self.job.train.learning_rate(step)
         self._mark("update")
         with watch.part("optimizer"):
             if self.guard.is_finite(sums):

@@ -13,7 +13,7 @@ Legend: S stages.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from raypp.pipeline.link_probe import Channel, time_channels
 from raypp.pipeline.wire import wire_format
 from raypp.planning.activations import Kind, stage_activation_bytes
 from raypp.planning.cards import cards_and_links
-from raypp.planning.choose_lookahead import Depth, best_depth, depths
+from raypp.planning.choose_lookahead import Depth, best_depth, depths, fits_by_plan
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.records import Event
-from raypp.schedules.simulate import StageTimes
+from raypp.schedules.simulate import Simulator, StageTimes
 from raypp.train.assemble import AssembledRank
 
 _TIMED = (2, 3)
@@ -133,16 +133,22 @@ class LookaheadTuner:
         self._tokens = max(self._tokens, max(own_lengths) * self.job.train.micro_batch_size)
         if self._steps != _TIMED[-1] + 1:
             return None
-        choice = choose(self.pipeline, self._gathered())
+        figures, memory = self._gathered()
+        kind: Kind = "cuda" if self._rank.device.type == "cuda" else "cpu"
+        choice = choose(self.pipeline, figures, fits_by_plan(self.job, self.pipeline, memory, kind))
         if choice.best.lookahead:
             self.runtime.load(self.pipeline.program_with(choice.best.lookahead))
         return choice
 
-    def _gathered(self) -> list[float]:
-        """Returns the maximum of all ranks' figures, `[8 · S]` in the order `choose` takes them."""
+    def _gathered(self) -> tuple[list[float], int]:
+        """Returns the maximum of all ranks' figures, `[8 · S]` in the order `choose` takes them.
+
+        Also the bytes of the smallest device; 0 on a CPU, whose memory is what is free.
+        """
         stages, ranks = self.pipeline.num_stages, self.pipeline.rank_of_stage
-        own = torch.zeros(8, stages, dtype=torch.float64)
+        own = torch.zeros(9, stages, dtype=torch.float64)
         own[6:] = -float("inf")
+        own[8] = -total_bytes(self._rank.device)
         for (kind, stage), seconds in self._clock.medians().items():
             if kind == "F":
                 own[0, stage] = seconds
@@ -160,7 +166,7 @@ class LookaheadTuner:
                 own[6, stage] = self._rank.seat.node_rank
             own[7, stage] = -fits
         dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        return [float(number) for number in own.flatten()]
+        return [float(number) for number in own[:8].flatten()], -int(own[8, 0])
 
     def _channels(self) -> dict[tuple[int, int], Channel]:
         wire, shape = self.pipeline.wire, (1, self._tokens, self.job.model.hidden_size)
@@ -181,7 +187,9 @@ class LookaheadTuner:
         return found
 
 
-def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
+def choose(
+    pipeline: ResolvedPipeline, figures: Sequence[float], fits: Callable[[Simulator], bool] | None = None
+) -> Choice:
     """Chooses the depth from the measurements of all ranks; depends on its arguments alone.
 
     Args:
@@ -190,6 +198,7 @@ def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
             backward, of its input half (0: backwards are not split), of a message to the next stage
             alone, of one among all others; by what fraction actions vary; the node; and minus the
             number of microbatches that fit into memory.
+        fits: Whether a program fits into memory by plan, too (`fits_by_plan`).
     """
     stages, ranks = pipeline.num_stages, pipeline.rank_of_stage
     forward, backward, inputs, wire, crowded, spread, node, memory = (
@@ -210,9 +219,15 @@ def choose(pipeline: ResolvedPipeline, figures: Sequence[float]) -> Choice:
         link_spread=_LINK_SPREAD if cards else 0.0,
     )
     most = [int(-number) for number in memory]
-    found, unbounded = (depths(pipeline.simulator, pipeline.microbatches, times, room) for room in (most, None))
+    found = depths(pipeline.simulator, pipeline.microbatches, times, most, fits)
+    unbounded = depths(pipeline.simulator, pipeline.microbatches, times)
     chosen, free = best_depth(found), best_depth(unbounded)
     return Choice(times, found, chosen, free, most, list(wire[:-1]), list(crowded[:-1]))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Returns the memory of a GPU; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def free_bytes(device: torch.device, sharers: int) -> float:

@@ -54,7 +54,22 @@ def _chain(name: str, shape: str, tier: bool, *rows: tuple[Any, ...]) -> Chain:
 
 CONTROLLER, DRIVER, STORE = {"outside": "controller"}, {"outside": "driver"}, {"outside": "store"}
 
+EACH_KIND = "each-kind"
+"""The chain that runs before a change lands: a fault of each kind."""
 CHAINS = (
+    _chain(
+        EACH_KIND, "three stages", True,
+        (0, "forward", "", 7, CONTROLLER),
+        (2, "backward", "kill", 12),
+        (1, "load", "kill", 0),
+        (0, "save", "", 20, STORE),
+        (1, "forward", "freeze", 27),
+        (2, "optimizer", "raise", 34),
+        (1, "forward", "", 37, DRIVER),
+        (0, "commit", "segfault", 40),
+        (0, "backward", "kill", 47, CONTROLLER),
+        (1, "last step", "kill", 60),
+    ),
     _chain(
         "killed-anywhere", "three stages", False,
         (2, "rendezvous", "kill", 0),
@@ -128,8 +143,6 @@ def title(chain: Chain, strike: Strike) -> str:
     )
     parts = [f"{what} of {' and '.join(who)}"] if what else []
     if strike.outside:
-        silence = (
-            f"{strike.outside} silent for 3 s" if strike.outside == "store" else f"SIGKILL of the {strike.outside}"
-        )
+        silence = "the store silent" if strike.outside == "store" else f"SIGKILL of the {strike.outside}"
         parts.insert(0, silence)
     return " and ".join(parts)

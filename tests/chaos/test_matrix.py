@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from laptop import Laptop
-from matrix import CASES, CHAINS, Chain, title
+from matrix import CASES, CHAINS, EACH_KIND, Chain, title
 from ordeal import Ordeal, reference_chain
 from struck import Strike
 
@@ -50,12 +50,16 @@ def table() -> Iterator[list[dict[str, object]]]:
         Path(os.environ["CHAOS_TABLE"]).write_text("\n".join(lines) + "\n" + json.dumps(rows) + "\n")
 
 
+def _marks(chain: Chain) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.gate] if chain.name == EACH_KIND else []
+
+
 def _case_id(case: tuple[Chain, Strike]) -> str:
     chain, strike = case
     return f"{chain.name}-{strike.number}-{title(chain, strike)} at {strike.moment}".replace(" ", "_")
 
 
-@pytest.mark.parametrize("case", CASES, ids=_case_id)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=_marks(case[0]), id=_case_id(case)) for case in CASES])
 def test_a_fault_is_told_truthfully_and_survived(
     case: tuple[Chain, Strike], survived: Survived, table: list[dict[str, object]]
 ) -> None:
@@ -83,7 +87,7 @@ def _when(ordeal: Ordeal, strike: Strike) -> str:
     return f"{strike.moment}, step {step}" if step else strike.moment
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.name)
+@pytest.mark.parametrize("chain", [pytest.param(chain, marks=_marks(chain), id=chain.name) for chain in CHAINS])
 def test_a_run_that_suffered_it_all_ends_bit_for_bit_like_an_undisturbed_one(chain: Chain, survived: Survived) -> None:
     ordeal = survived(chain)
     reference = survived(reference_chain(chain.shape))

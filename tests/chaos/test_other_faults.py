@@ -1,4 +1,4 @@
-"""Tests faults outside the ranks: the data, the driver, the controller."""
+"""Tests faults outside the ranks: the data, the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from held_back import held_back
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers, wait_for
 
 pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
@@ -83,27 +82,4 @@ def test_two_runs_share_a_cluster_and_one_of_them_loses_its_driver(laptop: Lapto
     begun, ended = ([run.events(kind)[0].time for run in (first, second)] for kind in ("submitted", "succeeded"))
     assert max(begun) < min(ended), "the runs were not active at the same time"
     assert_same_weights(second.weights(), undisturbed.weights())
-    assert wait_for(lambda: not laptop.workers(), "the end of every rank")
-
-
-def test_ranks_train_on_without_their_controller_and_no_step_is_repeated_missing_or_told_twice(
-    laptop: Laptop, undisturbed: Run
-) -> None:
-    run = laptop.start(laptop.job("headless"), "--json")
-    ranks = run.wait_seats(1)
-    controller = int(laptop.actors()["raypp/headless"]["pid"])
-    # Right after a commit, when the last steps may exist only in the controller's memory.
-    with held_back([rank.pid for rank in ranks.values()], pause_s=0.05):
-        run.until(lambda: run.commits()[1:], "two commits")
-        os.kill(controller, signal.SIGKILL)
-    run.until(lambda: run.events("controller_restarted"), "the controller's next life")
-    assert run.wait() == 0, run.told()
-    answer = json.loads(run.out.splitlines()[-1])
-    assert (answer["state"], answer["step"], answer["restarts"]) == ("SUCCEEDED", STEPS, 0)
-    assert {rank["pid"] for rank in run.status()["ranks"]} == {one.pid for one in ranks.values()}
-    assert {row["attempt"] for row in run.history()} == {1}
-    assert numbers(run.history()) == numbers(undisturbed.history())
-    committed = [event.step for event in run.events("committed")]
-    assert committed == list(range(EVERY, STEPS + 1, EVERY))
-    assert_same_weights(run.weights(), undisturbed.weights())
     assert wait_for(lambda: not laptop.workers(), "the end of every rank")

@@ -116,6 +116,17 @@ class Laptop:
         )
         return Answer(done.returncode, done.stdout, done.stderr)
 
+    def popen(self, *arguments: str) -> subprocess.Popen[str]:
+        """Starts one command in the background."""
+        return subprocess.Popen(
+            [str(Path(sys.executable).parent / "raypp"), *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.directory,
+        )
+
     def job(self, name: str, **changes: Any) -> Path:
         """Writes the file of a small job. `changes` are dotted keys with `__` in place of the dot,
         or whole sections."""
@@ -214,10 +225,17 @@ class Laptop:
         finally:
             os.kill(self.s3.pid, signal.SIGCONT)
 
+    def wait_until_store_is_missed(self, run: str, longest_s: float) -> None:
+        """Waits until a rank of the run waits for the frozen server, at most so long."""
+        ranks = self.workers(f"{run}/").values()
+        wait_for(lambda: any(self.asks_frozen_store(rank) for rank in ranks), "", longest_s, fail=False)
+
     def asks_frozen_store(self, process: psutil.Process) -> bool:
         """Returns whether a process waits for the frozen server: its bytes are unread there."""
         port = int(self.s3.endpoint.rpartition(":")[2])
-        mine = {one.laddr.port for one in process.net_connections("tcp") if one.raddr and one.raddr.port == port}
+        mine: set[int] = set()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            mine = {one.laddr.port for one in process.net_connections("tcp") if one.raddr and one.raddr.port == port}
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             words = line.split()
             local, remote = (int(words[place].rpartition(":")[2], 16) for place in (1, 2))

@@ -58,6 +58,7 @@ WRONG_JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "words"), list(WRONG_JOBS.values()), ids=list(WRONG_JOBS))
 def test_a_wrong_job_is_refused_with_its_place_and_a_fix(laptop: Laptop, settings: list[str], words: list[str]) -> None:
     (laptop.directory / "empty.txt").touch()
@@ -93,7 +94,9 @@ BAD_DATA = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", list(BAD_DATA))
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[pytest.mark.gate] * (file == "noise.txt")) for file in BAD_DATA]
+)
 def test_data_that_cannot_be_used_end_the_run_at_once_and_are_named(laptop: Laptop, file: str) -> None:
     """Only a rank reads the data. Its run fails without a restart, and the run's name can be reused
     with other data."""
@@ -125,6 +128,7 @@ def _write_bad_data(path: Path) -> None:
             path.write_bytes(b"\xff\xfe\xfd\n")
 
 
+@pytest.mark.slow
 def test_a_bucket_that_does_not_exist_is_named(laptop: Laptop) -> None:
     told = laptop.raypp("submit", str(laptop.job(NAME, checkpoint__url="s3://no-such-bucket/x")))
     _refused(told, 3, "checkpoint.url", "no-such-bucket")
@@ -132,7 +136,10 @@ def test_a_bucket_that_does_not_exist_is_named(laptop: Laptop) -> None:
 
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("AWS_ACCESS_KEY_ID", ["access key"]), ("AWS_SECRET_ACCESS_KEY", ["secret"])],
+    [
+        pytest.param("AWS_ACCESS_KEY_ID", ["access key"], marks=pytest.mark.slow),
+        ("AWS_SECRET_ACCESS_KEY", ["secret"]),
+    ],
 )
 def test_a_store_that_refuses_the_key_is_named(laptop: Laptop, key: str, words: list[str]) -> None:
     environment = laptop.s3.environment() | {key: "wrong"}
@@ -153,6 +160,7 @@ def test_an_address_without_a_ray_is_named(laptop: Laptop) -> None:
     _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--address", address), 3, address, "raypp local up")
 
 
+@pytest.mark.slow
 def test_an_address_of_something_else_is_named(laptop: Laptop) -> None:
     told = laptop.raypp("submit", str(laptop.job(NAME)), "--address", laptop.s3.endpoint)
     _refused(told, 3, laptop.s3.endpoint)
@@ -169,10 +177,12 @@ def test_too_few_places_are_told_with_a_mesh_that_would_fit(laptop: Laptop) -> N
     _refused(told, 4, "12 ranks", "8 are free", "127.0.0.2 8 of 8", "--set mesh.fsdp=4")
 
 
+@pytest.mark.slow
 def test_to_resume_what_never_was_is_refused(laptop: Laptop) -> None:
     _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--resume"), 2, NAME, "--resume")
 
 
+@pytest.mark.slow
 def test_to_resume_a_run_that_was_submitted_under_another_name_tells_that_name(laptop: Laptop) -> None:
     """`--set name=…` named the run, so the file alone does not say which run to resume."""
     store = laptop.store("s3://raypp/tests")
@@ -184,11 +194,19 @@ def test_to_resume_a_run_that_was_submitted_under_another_name_tells_that_name(l
     _refused(told, 2, "leave out --resume", f"`--set name={NAME}-1122`?")
 
 
-@pytest.mark.parametrize("command", [["status"], ["history"], ["stop"], ["save"], ["checkpoints", "list"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        *(pytest.param(words, marks=pytest.mark.slow) for words in (["history"], ["save"], ["checkpoints", "list"])),
+        ["stop"],
+    ],
+)
 def test_a_run_nobody_knows_is_refused(laptop: Laptop, command: list[str]) -> None:
     _refused(laptop.raypp(*command, "bad-input-never-was"), 2, "bad-input-never-was")
 
 
+@pytest.mark.slow
 def test_a_job_file_that_is_not_there_or_no_yaml_is_refused(laptop: Laptop) -> None:
     _refused(laptop.raypp("submit", "nowhere.yaml"), 2, "nowhere.yaml")
     torn = laptop.directory / "torn.yaml"

@@ -20,7 +20,7 @@ from cluster.metrics.dashboard import dashboard
 from raypp.clusters.prometheus import find_prometheus
 from raypp.observe.metric_names import AUX_LOSS, METRICS, Z_LOSS
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.gate, pytest.mark.timeout(400)]
 needs_prometheus = pytest.mark.skipif(find_prometheus() is None, reason="install Debian's package `prometheus`")
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="install Debian's package `chromium`")
 
@@ -112,7 +112,6 @@ def test_the_dashboards_pages_show_the_run_and_its_ranks(laptop: Laptop, run: Ru
 
 
 @needs_prometheus
-@pytest.mark.slow
 def test_prometheus_that_was_killed_is_started_again_by_up_and_the_cluster_goes_on(
     laptop: Laptop, run: Run, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, copy_run, numbers
@@ -39,22 +38,6 @@ def test_ranks_actors_and_the_ray_job_carry_the_name_of_the_run(undisturbed: Run
     assert seen["actors"] == ["raypp/undisturbed", "raypp/undisturbed/pp0", "raypp/undisturbed/pp1"]
     assert [job["submission_id"].startswith("raypp-undisturbed-") for job in seen["jobs"]] == [True]
     assert (seen["jobs"][0]["status"], seen["jobs"][0]["metadata"]["raypp_url"]) == ("RUNNING", "s3://raypp/tests")
-
-
-@pytest.mark.slow
-def test_the_run_generates_the_same_text_in_one_process_and_over_a_pipeline(
-    laptop: Laptop, undisturbed: Run, tmp_path: Path
-) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    texts = ["In the beginning", "And"]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    asked = ["--prompts", str(prompts), "--max-new-tokens", "12", "--json"]
-    alone = laptop.raypp("generate", "undisturbed", *asked)
-    assert alone.code == 0, alone
-    assert [list(row) for row in alone.rows()] == [["prompt", "text", "tokens", "finish"]] * 2
-    assert [row["prompt"] for row in alone.rows()] == texts
-    assert all(0 < len(row["tokens"]) <= 12 and row["finish"] in ("length", "eos") for row in alone.rows())
-    assert laptop.raypp("generate", "s3://raypp/tests/undisturbed", *asked, "--mesh", "pp=2").rows() == alone.rows()
 
 
 def test_status_and_list_tell_of_a_run_that_has_ended(laptop: Laptop, undisturbed: Run) -> None:
@@ -136,6 +119,8 @@ def test_a_run_can_be_read_from_its_store_when_the_cluster_is_gone(laptop: Lapto
     assert unknown.code == 2 and "URL/NAME" in unknown.err
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_damaged_checkpoint_is_named_by_verify(laptop: Laptop, undisturbed: Run) -> None:
     place = laptop.directory / "damaged"
     copy_run(laptop.store(), "undisturbed", place)
@@ -148,6 +133,7 @@ def test_a_damaged_checkpoint_is_named_by_verify(laptop: Laptop, undisturbed: Ru
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_in_a_directory_gives_the_numbers_of_a_run_in_s3(laptop: Laptop, undisturbed: Run) -> None:
     url = str(laptop.directory / "store")
     run = laptop.start(laptop.job("in-directory", checkpoint__url=url), "--detach")
@@ -160,6 +146,8 @@ def test_a_run_in_a_directory_gives_the_numbers_of_a_run_in_s3(laptop: Laptop, u
     assert run.commits() == undisturbed.commits()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_doctor_tries_the_store_with_the_keys_of_the_embedded_cluster(laptop: Laptop) -> None:
     answer = laptop.raypp("doctor", str(laptop.job("examined")), "--no-devices", "--json")
     assert answer.code == 0, answer.err

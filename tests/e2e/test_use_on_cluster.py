@@ -7,15 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from laptop import Answer, Laptop, wait_for
 from local_tasks import TASKS, write_tasks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NAME = "used"
 PROMPTS = ["In the beginning", "G", "And it came to pass, that", "Verily", "x"]
@@ -47,21 +45,10 @@ def nothing_is_left(laptop: Laptop) -> None:
     wait_for(lambda: not left(laptop), f"something is left: {left(laptop)}", patience_s=30)
 
 
-def start(laptop: Laptop, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [str(Path(sys.executable).parent / "raypp"), *words],
-        env=laptop.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=laptop.directory,
-    )
-
-
 DRAWS = ("--temperature", "1.3", "--top-p", "0.9", "--seed", "7")
 
 
-@pytest.mark.parametrize("choice", [(), pytest.param(DRAWS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("choice", [(), pytest.param(DRAWS, marks=pytest.mark.gate)])
 def test_the_tokens_are_those_of_the_local_command(laptop: Laptop, model: str, choice: tuple[str, ...]) -> None:
     words = ("generate", model, "--prompts", "prompts.jsonl", "--max-new-tokens", "12", "--batch-size", "2", "--json")
     here = laptop.raypp(*words, *choice, "--mesh", "pp=1")
@@ -72,7 +59,6 @@ def test_the_tokens_are_those_of_the_local_command(laptop: Laptop, model: str, c
     nothing_is_left(laptop)
 
 
-@pytest.mark.slow
 def test_the_loss_is_that_of_the_local_command(laptop: Laptop, model: str) -> None:
     here = laptop.raypp("eval", model, "--json")
     there = laptop.raypp("eval", model, "--mesh", "pp=2", "--address", laptop.state["dashboard"], "--json")
@@ -98,7 +84,6 @@ def tasks(laptop: Laptop) -> str:
     return write_tasks(laptop.directory, rows, "rows.jsonl")
 
 
-@pytest.mark.slow
 def test_tasks_have_the_results_of_the_local_command(laptop: Laptop, model: str, tasks: str) -> None:
     words = ("eval", model, "--tasks", tasks, "--json")
     cache = {"HF_HOME": str(laptop.directory / "hf")}
@@ -117,13 +102,13 @@ def slow(laptop: Laptop, model: str) -> subprocess.Popen[str]:
     """Starts a generation that takes long, and returns it once tokens arrive."""
     (laptop.directory / "many.jsonl").write_text("\n".join(json.dumps({"prompt": "In the "}) for _ in range(4000)))
     words = ("generate", model, "--prompts", "many.jsonl", "--batch-size", "1", "--on-cluster", "--mesh", "pp=2")
-    process = start(laptop, *words, "--json", "--temperature", "1")
+    process = laptop.popen(*words, "--json", "--temperature", "1")
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["prompt"] == "In the ", "texts are printed as they come"
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_killed_rank_is_named(laptop: Laptop, model: str) -> None:
     process = slow(laptop, model)
     [(_, rank)] = [one for one in laptop.workers("generate-").items() if one[0].endswith("pp1")]
@@ -134,7 +119,6 @@ def test_a_killed_rank_is_named(laptop: Laptop, model: str) -> None:
     nothing_is_left(laptop)
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_job(laptop: Laptop, model: str) -> None:
     process = slow(laptop, model)
     process.send_signal(signal.SIGINT)
@@ -148,13 +132,8 @@ def test_ctrl_c_ends_the_job(laptop: Laptop, model: str) -> None:
     [
         (("generate", NAME, "--chat"), 2, "--chat: a conversation runs on this machine only"),
         (("generate", NAME, "--prompt", "x", "--mesh", "pp=4", "--address", "127.0.0.1:1"), 3, "no Ray cluster"),
-        pytest.param(("eval", NAME, "--tasks", "nowhere.yaml"), 2, "nowhere.yaml on node ", marks=pytest.mark.slow),
-        pytest.param(
-            ("eval", NAME, "--tasks", "hellaswg"),
-            2,
-            "no task 'hellaswg'\n  fix: did you mean hellaswag",
-            marks=pytest.mark.slow,
-        ),
+        (("eval", NAME, "--tasks", "nowhere.yaml"), 2, "nowhere.yaml on node "),
+        (("eval", NAME, "--tasks", "hellaswg"), 2, "no task 'hellaswg'\n  fix: did you mean hellaswag"),
         (("eval", NAME, "--set", "resources.cpus_per_rank=64"), 4, "1 ranks need 1 places of 64 CPU"),
         (("eval", NAME, "--set", "data.path=nowhere.txt", "--set", "data.eval=null"), 2, "nowhere.txt"),
     ],
@@ -165,7 +144,6 @@ def test_what_is_wrong_is_named(laptop: Laptop, model: str, words: tuple[str, ..
     nothing_is_left(laptop)
 
 
-@pytest.mark.slow
 def test_an_error_of_a_rank_is_told_as_here(laptop: Laptop, model: str) -> None:
     folder = laptop.directory / "torn"
     document = laptop.raypp("checkpoints", "export", model, str(folder), "--json")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from raypp.storage.other_traffic import OtherTraffic
 from raypp.storage.rate_limit import Pace
-from raypp.storage.s3_parts import low_priority_options
+from raypp.storage.s3_upload import low_priority_options
 
 MESSAGE = 1 << 20
 UPLOAD = 1 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -171,3 +172,49 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = why_not()
     assert reason is not None
     assert "need root" in reason
+
+
+_BESIDE_DOCKER = """
+import subprocess, sys
+from cluster.testbed import NetworkError, TestBed
+def iptables(*words):
+    return subprocess.run(["iptables", "-w", *words], check=True, capture_output=True, text=True).stdout
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+open("/proc/sys/net/bridge/bridge-nf-call-iptables", "w").write("1")
+iptables("-P", "FORWARD", "DROP")
+before = iptables("-S")
+with TestBed.up(sys.argv[1], hosts=3, ray=False, store=False) as bed:
+    bed.network.check_reachability()
+    (rule,) = set(iptables("-S").splitlines()) - set(before.splitlines())
+    print(rule)
+assert iptables("-S") == before
+iptables("-t", "mangle", "-P", "FORWARD", "DROP")  # a firewall that does not ask this rule
+try:
+    TestBed.up(sys.argv[1], hosts=2, store=False)
+except NetworkError as error:
+    print(error)
+assert iptables("-S") == before
+"""
+
+
+def test_beside_docker_the_hosts_reach_each_other_and_a_firewall_that_drops_their_packets_is_named() -> None:
+    """Docker drops what it does not forward, bridged packets included. In a network namespace of
+    its own, so that this machine's firewall stays as it is."""
+    if reason := why_not():
+        pytest.skip(reason)
+    if shutil.which("iptables") is None or not Path("/proc/sys/net/bridge/bridge-nf-call-iptables").exists():
+        pytest.skip("no iptables, or a kernel that does not filter bridges")
+    name = _name()
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", sys.executable, "-c", _BESIDE_DOCKER, name],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    rule, *error = done.stdout.splitlines()
+    assert f"-i rt-{name}-br -o rt-{name}-br" in rule and f'--comment "raypp test bed {name}"' in rule
+    told = "\n".join(error)
+    assert f"host {name}-h1 cannot reach {name}-h0 (10.77.0.10) over the bridge rt-{name}-br: " in told
+    assert "iptables -S FORWARD" in told and "bridge-nf-call-iptables" in told
+    assert leftovers(name) == []

@@ -75,4 +75,5 @@ def test_a_pair_that_does_not_reach_each_other_is_named(office: Office) -> None:
         office.bed.run(1, ["ip", "neigh", "del", network.address(2), "dev", "eth0"])
     assert answer.code == 1, answer
     (told,) = [one["what"] for one in answer.json()["findings"] if one["severity"] == "breaks"]
-    assert told == f"{network.address(1)} cannot reach {network.address(2)} over eth0: no answer"
+    reason = "no answer, and no refusal: packets vanish"
+    assert told == f"{network.address(1)} cannot reach {network.address(2)} over eth0: {reason}"

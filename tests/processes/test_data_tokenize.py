@@ -52,6 +52,8 @@ def rows(kind: str, path: Path) -> list[Any]:
     return [row.tokens.tolist() for step in steps for microbatch in step for row in microbatch.rows]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
     first = command(room)
     deadline = time.monotonic() + 120
@@ -72,6 +74,8 @@ def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
     assert rows("tokens", room / "out") == rows("text", room / "source.txt")
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_conversations_and_mixtures_are_tokenised_in_several_processes(room: Path) -> None:
     (room / "template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
@@ -107,6 +111,7 @@ def test_an_error_of_another_process_names_the_place(room: Path) -> None:
     assert running.returncode == 2 and "lines.jsonl:2 is a document without a token" in told
 
 
+@pytest.mark.slow
 def test_programs_of_other_users_may_read_the_shards(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "source.txt").write_text("a paragraph\n\nanother\n")

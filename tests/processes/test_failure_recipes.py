@@ -13,6 +13,8 @@ import pytest
 
 from raypp.cli.main import run
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 CONTRACT = "tests/unit/recovery/test_policies.py"
 

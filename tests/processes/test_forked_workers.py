@@ -132,6 +132,7 @@ def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(nod
     assert [client.wait(WAIT_S) for client in clients] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_snapshots_in_memory_are_kept_while_the_raylet_lives(node: Node) -> None:
     """The server may end before the next attempt: it leaves without workers."""
     (node.folder / "worker.py").write_text(
@@ -142,6 +143,7 @@ def test_snapshots_in_memory_are_kept_while_the_raylet_lives(node: Node) -> None
     assert OwnProcess(pid, started) == OwnProcess.of(node.raylet.pid)
 
 
+@pytest.mark.slow
 def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
     """Ray ends a stopped job's driver with all of its descendants."""
     program = "import time; from raypp.control.fork_client import start_server; start_server(); time.sleep(600)"
@@ -153,6 +155,8 @@ def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
             starter.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None:
     """And its arguments, exit code and streams are those of any interpreter."""
     program = "import sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site); sys.exit(7)"
@@ -168,6 +172,7 @@ def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None
     assert node.worker("first")["imported"] == ["torch", "ray", "raypp.train.rank"]
 
 
+@pytest.mark.slow
 def test_a_server_leaves_with_its_raylet(node: Node) -> None:
     node.worker("first")
     (server,) = node.servers()
@@ -177,6 +182,7 @@ def test_a_server_leaves_with_its_raylet(node: Node) -> None:
     assert not (node.folder / SOCKET).exists()
 
 
+@pytest.mark.slow
 def test_the_request_of_another_job_gets_an_interpreter_of_its_own(node: Node) -> None:
     node.worker("first")
     found = node.worker("second", RAY_JOB_ID="02000000")
@@ -186,6 +192,8 @@ def test_the_request_of_another_job_gets_an_interpreter_of_its_own(node: Node) -
     assert "another job" in (node.folder / LOG).read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_no_worker_starts_for_a_client_that_ray_has_given_up(node: Node) -> None:
     node.worker("first")
     (server,) = node.servers()
@@ -206,6 +214,8 @@ def _waits_on_a_socket(pid: int) -> bool:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_server_that_cannot_fork_goes_on_and_the_worker_imports_everything_itself(node: Node) -> None:
     program = """
 import errno, os
@@ -233,6 +243,8 @@ fork_server.main()
         server.wait()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_garbage_and_silence_do_not_keep_a_server_from_its_work(node: Node) -> None:
     node.worker("first")
     here = Path.cwd()
@@ -252,6 +264,7 @@ def test_garbage_and_silence_do_not_keep_a_server_from_its_work(node: Node) -> N
     assert (node.folder / FOLDER).stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_without_a_server_the_worker_imports_everything_itself(node: Node) -> None:
     (node.folder / FOLDER).write_text("in the way")
     found = node.worker("first")

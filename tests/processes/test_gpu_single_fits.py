@@ -11,6 +11,7 @@ from raypp.planning.fit import memory_problems
 H100 = int(79.1 * 2**30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_len", [4096, 32768])
 @pytest.mark.parametrize("model", ["1b", "8b"])
 def test_with_full_recomputation_every_model_fits(model: str, seq_len: int) -> None:

@@ -40,6 +40,7 @@ def test_what_is_freed_stays_with_the_process() -> None:
     assert given_back("as glibc does")[1] >= 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}],

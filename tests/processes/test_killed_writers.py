@@ -88,6 +88,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_with_the_object_and_leaves_what_was_there_and_no_half(tmp_path: Path) -> None:
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
     try:
@@ -122,6 +123,8 @@ while True:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_writer_that_is_killed_leaves_whole_lines_and_every_flushed_step(store: DirectoryStore) -> None:
     """Kills the writer with kill -9 during a write, in three consecutive lives."""
     for attempt in (1, 2, 3):

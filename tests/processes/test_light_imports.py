@@ -33,8 +33,11 @@ def imported_by_command(arguments: list[str], heavy: set[str]) -> str:
     )
 
 
+QUICK = [["--help"], ["plan", QUICKSTART], ["plan", QUICKSTART, "--set", "mesh.pp=x"], ["explain"], ["schema"]]
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["plan", QUICKSTART], ["plan", QUICKSTART, "--set", "mesh.pp=x"], ["explain"], ["schema"]]
+    "arguments", [QUICK[1], *(pytest.param(words, marks=pytest.mark.slow) for words in (QUICK[0], *QUICK[2:]))]
 )
 def test_the_quick_commands_import_neither_torch_nor_ray_nor_boto3(arguments: list[str]) -> None:
     assert imported_by_command(arguments, {"torch", "ray", "boto3", "numpy"}) in ("0 []", "2 []")
@@ -63,3 +66,14 @@ def test_the_parts_that_know_only_bytes_import_neither_torch_nor_boto3() -> None
         "print([name for name in ('torch', 'boto3') if name in sys.modules])"
     )
     assert last_line(code) == "[]"
+
+
+def test_raypp_from_python_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, raypp\n"
+        "light = sorted({'torch', 'ray', 'boto3', 'numpy', 'pydantic'} & set(sys.modules))\n"
+        f"raypp.plan(raypp.load_job({QUICKSTART!r}))\n"
+        "raypp.submit, raypp.run, raypp.list_runs, raypp.Run\n"
+        "print(light, sorted({'torch', 'ray', 'rich'} & set(sys.modules)))"
+    )
+    assert last_line(code) == "[] []"

@@ -17,6 +17,8 @@ from raypp.planning.choose_lookahead import best_depth, depths
 from raypp.schedules.one_f_one_b import build
 from raypp.schedules.simulate import Simulator, StageTimes
 
+pytestmark = pytest.mark.slow
+
 LAYERS, MICROBATCHES = [2, 2, 2, 2], 16
 
 

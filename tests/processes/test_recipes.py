@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from recipes import SCHEDULE, job_text, python_in, tree_with_recipes
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -73,11 +73,13 @@ def test_a_second_user_writes_too_and_is_told_which_folder_of_the_first_is_priva
     assert {path.stat().st_mode & 0o777 for path in shared.glob(".raypp-incoming*")} == {0o700}
 
 
+@pytest.mark.slow
 def test_a_user_writes_where_root_was_first(shared: Path) -> None:
     DirectoryStore(shared).put("run/a", b"")
     assert len(act(shared, 65533, 65534)) == 3
 
 
+@pytest.mark.slow
 def test_a_file_that_is_private_is_named(shared: Path) -> None:
     (shared / "run").mkdir(mode=0o755)
     (shared / "run" / "a").write_bytes(b"")
@@ -93,12 +95,13 @@ DirectoryStore(Path(sys.argv[1])).get("run/a")
     assert f"let this user read and write {shared}/run/a" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_exist_is_told_as_such_beside_the_private_run_of_another(shared: Path) -> None:
     (shared / "theirs" / "attempts").mkdir(parents=True)
     (shared / "theirs" / "attempts").chmod(0o700)
     script = """
 import os, sys
-from raypp.cli.find_run import find_run
+from raypp.api.find_run import find_run
 os.environ["RAYPP_HOME"] = sys.argv[1] + "/home"
 os.seteuid(65534)
 find_run(sys.argv[1] + "/typo")

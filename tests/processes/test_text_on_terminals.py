@@ -11,6 +11,8 @@ from pathlib import Path
 import nasty_world as nasty
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COMMANDS = [
     ["logs", "a"],
     ["status", "a"],

@@ -65,7 +65,13 @@ def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is
     assert process_evidence.stacks_of(process.pid, str(log), "mine") == "the process is gone"
 
 
-@pytest.mark.parametrize(("signal", "name"), [(11, "SIGSEGV"), (7, "SIGBUS"), (6, "SIGABRT"), (8, "SIGFPE")])
+@pytest.mark.parametrize(
+    ("signal", "name"),
+    [
+        (11, "SIGSEGV"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((7, "SIGBUS"), (6, "SIGABRT"), (8, "SIGFPE"))),
+    ],
+)
 def test_a_signal_that_the_process_could_tell_of_is_named_with_the_place(signal: int, name: str) -> None:
     code = f"import faulthandler, os; faulthandler.enable()\ndef forward(): os.kill(os.getpid(), {signal})\nforward()"
     words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
@@ -119,6 +125,7 @@ def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crashed", [_WAITING_IN_RAY, _NATIVE], ids=["a signal from outside", "a native thread"])
 def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str, stack_of_rank: str) -> None:
     words = "\n".join(["Fatal Python error: Segmentation fault\n", _OTHER, stack_of_rank, crashed])
@@ -130,6 +137,7 @@ def test_where_no_python_of_its_own_crashed_the_ranks_place_is_told(crashed: str
     assert death.details.index("Current thread") < death.details.index("attention") and "idle" not in death.details
 
 
+@pytest.mark.slow
 def test_a_crash_in_rays_own_loop_without_a_rank_names_no_place() -> None:
     death = cause_of_death(7, RAY, DeathEvidence(f"Fatal Python error: Bus error\n\n{_OTHER}\n{_WAITING_IN_RAY}"))
     assert "ended by SIGBUS: " in death.cause

@@ -25,6 +25,8 @@ from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Coordinates, Event, RunState, StepReport
 from raypp.storage import open_store
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 RANKS = tuple(RankStatus(rank, Coordinates(pp=rank), "node-1", 100 + rank, "running") for rank in range(2))
 STATUS = RunStatus("watched", RunState.RUNNING, 20, 100, 2.5, 1e4, 1, mesh={"pp": 2}, ranks=RANKS)

@@ -25,6 +25,8 @@ from raypp.cli.init_command import TEMPLATES
 from raypp.cli.main import COMMANDS
 from raypp.ports import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 RUN = "quickstart"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 FIRST = (
+    "test_pairs_of_features.py",
     "test_experts.py",
     "test_generate.py",
     "test_replica_sums.py",

@@ -5,6 +5,7 @@ Processes come from a fork server that has torch imported, so a rank starts in t
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing
@@ -56,47 +57,104 @@ def start_fork_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-def _entry(connection: Any, function: Callable[..., Any], rank: int, world: int, port: int, arguments: tuple) -> None:
+def _serve(connection: Any, rank: int, world: int) -> None:
     # Each rank would start as many compiling processes as there are cores; each imports torch.
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCHINDUCTOR_COMPILE_THREADS="1")
     torch.set_num_threads(1)
     faulthandler.enable()  # A rank that a signal ends prints where it was.
-    try:
-        # Sends plain bytes: torch would share tensors through file descriptors that close when this
-        # process exits.
-        result = io.BytesIO()
-        torch.save(function(rank, world, port, *arguments), result)
-        connection.send((True, result.getvalue()))
-    except BaseException:  # noqa: BLE001 - any error of the rank belongs in the test's report
-        connection.send((False, traceback.format_exc()))
-    finally:
-        connection.close()
+    with contextlib.suppress(EOFError):  # the tests have closed this world
+        while True:
+            function, port, arguments = connection.recv()
+            try:
+                # Sends plain bytes: torch would share tensors through file descriptors that close
+                # when this process exits.
+                result = io.BytesIO()
+                torch.save(function(rank, world, port, *arguments), result)
+                connection.send((True, result.getvalue()))
+            except BaseException:  # noqa: BLE001 - any error of the rank belongs in the test's report
+                connection.send((False, traceback.format_exc()))
+                return
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls `function(rank, world, port, *arguments)` in `world` processes. Returns the results in
-    rank order.
+class World:
+    """Processes that are ranks 0 to `size - 1` of what they run, one function after another.
 
-    Fails with the first rank's traceback when one raises, dies or takes longer than `TIMEOUT_S`.
+    Args:
+        size: Number of ranks.
     """
-    start_fork_server()
-    port = ports.free_port()
-    pipes, processes = [], []
-    for rank in range(world):
-        here, there = _context.Pipe(duplex=False)
-        process = _context.Process(target=_entry, args=(there, function, rank, world, port, arguments), daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    try:
-        return _collect(pipes)
-    finally:
-        for process in processes:
+
+    def __init__(self, size: int) -> None:
+        start_fork_server()
+        self.size = size
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            here, there = _context.Pipe()
+            process = _context.Process(target=_serve, args=(there, rank, size), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls `function(rank, size, port, *arguments)` on all ranks. Returns the results in rank
+        order.
+
+        Fails with the first rank's traceback when one raises, dies or takes longer than
+        `TIMEOUT_S`. The world is then closed.
+        """
+        port = ports.free_port()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, port, arguments))
+            return _collect(self._pipes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return not self._processes
+
+    def close(self) -> None:
+        """Ends the processes: they leave, or are killed after 5 s."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._pipes, self._processes = [], []
+
+
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Runs a function once in a world of its own (`World.run`)."""
+    ranks = World(world)
+    try:
+        return ranks.run(function, *arguments)
+    finally:
+        ranks.close()
+
+
+_living: dict[int, tuple[Any, World]] = {}
+
+
+def run_in_living(size: int, alike: Any, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Like `run_ranks`, in the processes of the call before of this size if that had an equal
+    `alike`. To start and end processes costs as much as a small job.
+
+    Args:
+        size: Number of ranks.
+        alike: What calls have in common that may share processes.
+        function: As for `run_ranks`.
+        arguments: Likewise.
+    """
+    key, world = _living.get(size, (None, None))
+    if world is None or world.closed or key != alike:
+        if world is not None:
+            world.close()
+        _living[size] = alike, (world := World(size))
+    return world.run(function, *arguments)
 
 
 def run_in_turn(world: int, function: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:

@@ -27,7 +27,9 @@ def elastic_job(root: Path, steps: int, room: int) -> Sections:
     return job_document(reshaped(job, shape))
 
 
-@pytest.mark.parametrize(("room", "world"), [(3, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.gate
+@pytest.mark.parametrize(("room", "world"), [(3, 2), (1, 1)])
 def test_shrinking_and_growing_changes_neither_losses_nor_weights(tmp_path: Path, room: int, world: int) -> None:
     changed, undisturbed = tmp_path / "changed", tmp_path / "undisturbed"
     first, reference = run_in_turn(4, live, [(elastic_job(changed, 1, 4), 1), (elastic_job(undisturbed, 3, 4), 1)])

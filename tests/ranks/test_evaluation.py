@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import run_in_turn, run_ranks
+from harness import run_in_living, run_in_turn, run_ranks
 from test_mesh_does_not_change_numbers import document
 from training import seat_of, thinned
 
@@ -178,7 +178,6 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 SPREAD = [name for name, mesh in WITH_EXPERTS.items() if "ep" in mesh]
 QUIET = ("one", "fsdp", "cp", "pp and cp", *WITH_EXPERTS)
 """Runs that also run without evaluation."""
-SLOW = {"gpipe", "recomputed", "ulysses", "pp and dp_replicate", "experts, pp and ep over cp"}
 EXPERTS = {
     "kind": "qwen3_moe", "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
     "z_loss_weight": 0.01,
@@ -197,22 +196,12 @@ def world_of(source: dict[str, Any]) -> int:
 
 
 @cache
-def runs_on(world: int, slow: bool) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Runs all jobs of `world` ranks one after another in the same processes: those of slow tests,
-    or the others. Returns each rank's reports by name and cadence."""
-    names = [name for name in ("one", *PIPELINES, *REPLICAS, *WITH_EXPERTS) if (name in SLOW) is slow]
-    names = [name for name in names if world_of(source_of(name)) == world]
-    keys = [(name, every) for name in names for every in ((2, 0) if name in QUIET else (2,))]
-    with TemporaryDirectory() as folder:
-        sources = [
-            source_of(*key) | {"checkpoint": {"url": f"{folder}/{i}", "every_steps": 0}} for i, key in enumerate(keys)
-        ]
-        return dict(zip(keys, run_in_turn(world, live, [(source,) for source in sources]), strict=True))
-
-
 def run_of(name: str = "one", every: int = 2) -> dict[str, Any]:
     """Returns rank 0's reports of a complete run and the final weights."""
-    results = runs_on(world_of(source_of(name)), name in SLOW)[name, every]
+    source = source_of(name, every)
+    with TemporaryDirectory() as folder:
+        source["checkpoint"] = {"url": folder, "every_steps": 0}
+        results = run_in_living(world_of(source), ("evaluated", str(source["mesh"])), live, source)
     assert not any(result["evaluations"] for result in results[1:])
     assert all(("evaluate" in result["phases"]) == bool(every) for result in results)
     return results[0]
@@ -222,7 +211,7 @@ def losses(found: dict[str, Any]) -> list[tuple[int, float, int]]:
     return [(step, details["loss"], details["tokens"]) for step, details in found["evaluations"]]
 
 
-@pytest.mark.parametrize("name", thinned(QUIET, SLOW))
+@pytest.mark.parametrize("name", thinned(QUIET, ["one", "fsdp"], ["pp and cp", "experts, ep"]))
 def test_a_run_with_evaluation_has_the_bits_of_one_without(name: str) -> None:
     with_it, without = run_of(name), run_of(name, 0)
     assert [step for step, _, _ in losses(with_it)] == [2, 3] and not losses(without)
@@ -255,13 +244,15 @@ def reference_of(name: str) -> dict[str, Any]:
     return run_of("one with experts" if name in WITH_EXPERTS else "one")
 
 
-@pytest.mark.parametrize("name", thinned([*PIPELINES, "experts, pp"], SLOW))
+@pytest.mark.parametrize("name", thinned([*PIPELINES, "experts, pp"], ["V"], ["interleaved", "gpipe"]))
 def test_every_pipeline_finds_the_bits_of_one_process(name: str) -> None:
     assert losses(run_of(name)) == losses(reference_of(name))
     assert run_of(name)["numbers"] == reference_of(name)["numbers"]
 
 
-@pytest.mark.parametrize("name", thinned([*REPLICAS, *SPREAD], SLOW))
+@pytest.mark.parametrize(
+    "name", thinned([*REPLICAS, *SPREAD], ["fsdp", "cp"], ["pp and cp", "experts, ep", "experts, pp and ep"])
+)
 def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(name: str) -> None:
     for ours, theirs in zip(losses(run_of(name)), losses(reference_of(name)), strict=True):
         assert (ours[0], ours[2]) == (theirs[0], theirs[2])

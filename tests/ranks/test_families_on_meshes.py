@@ -28,21 +28,19 @@ def job(kind: str, **mesh: int) -> dict[str, Any]:
 
 WITHOUT_EXPERTS = [kind for kind in FAMILIES if not hasattr(small_options(kind), "num_experts")]
 """`test_experts.py` has meshes of the others."""
-SLOW = {
-    "llama", "qwen2", "mistral", "gemma2", "glm",  # other tests, or other families here, have every part of these
-    "olmo3", "phi3", "smollm3", "granite", "glm4", "stablelm",
-}  # fmt: skip
-ONE = Batch(1, {kind: job(kind) for kind in FAMILIES}, STEPS, slow=SLOW)
-PIPELINE = Batch(2, {kind: job(kind, pp=2) for kind in FAMILIES}, STEPS, slow=SLOW)
-SUMS_OF_ONE = InBothTypes(1, {kind: job(kind) for kind in WITHOUT_EXPERTS}, STEPS, slow=SLOW)
-SHARED = InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in WITHOUT_EXPERTS}, STEPS, slow=SLOW)
+QUICK = ["qwen3", "gemma3", "olmo2", "glm4", "starcoder2"]
+"""Each has a part of layers that no family of `test_pairs_of_features.py` has."""
+ONE = Batch(1, {kind: job(kind) for kind in FAMILIES}, STEPS)
+PIPELINE = Batch(2, {kind: job(kind, pp=2) for kind in FAMILIES}, STEPS)
+SUMS_OF_ONE = InBothTypes(1, {kind: job(kind) for kind in WITHOUT_EXPERTS}, STEPS)
+SHARED = InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in WITHOUT_EXPERTS}, STEPS)
 
 
-@pytest.mark.parametrize("kind", thinned(FAMILIES, SLOW))
+@pytest.mark.parametrize("kind", thinned(FAMILIES, QUICK, [kind for kind in FAMILIES if kind not in QUICK]))
 def test_a_pipeline_gives_the_bits_of_one_process(kind: str) -> None:
     assert_identical(PIPELINE[kind], ONE[kind])
 
 
-@pytest.mark.parametrize("kind", thinned(WITHOUT_EXPERTS, SLOW))
+@pytest.mark.parametrize("kind", thinned(WITHOUT_EXPERTS, [], ["gemma3", "olmo2"]))
 def test_shared_weights_and_rows_add_up_what_one_process_does(kind: str) -> None:
     assert_same_sums(SHARED.numbers(kind), SUMS_OF_ONE.numbers(kind))

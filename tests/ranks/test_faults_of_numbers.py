@@ -54,6 +54,8 @@ def test_a_rank_that_stays_slow_is_told_once(tmp_path: Path) -> None:
     assert slow.rank == 1 and "pp1 (rank 1) computes" in slow.message
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_gradients_that_break_once_are_told_as_an_error_of_the_machine_and_the_job_may_want_a_stop(
     tmp_path: Path,
 ) -> None:
@@ -64,6 +66,8 @@ def test_gradients_that_break_once_are_told_as_an_error_of_the_machine_and_the_j
         assert "did not recur" in error and "recovery.on_nonfinite: stop" in error
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_weights_that_an_update_broke_are_told_as_that(tmp_path: Path) -> None:
     told, _ = _live(tmp_path, _document(4, {"pp": 2}), "nan@optimizer:rank=1,step=2")
     assert sorted(told.errors) == [0, 1]

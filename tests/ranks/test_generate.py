@@ -102,7 +102,7 @@ def alone(place: Path) -> dict[float, Any]:
     }
 
 
-@pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), {(2, 1.5), (4, 0.0)}))
+@pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [(2, 1.5)]))
 def test_every_pipeline_generates_the_same_tokens(place: Path, alone: Any, pp: int, temperature: float) -> None:
     choice = {"temperature": temperature, "top_p": 0.9, "seed": 7} if temperature else {}
     assert generated(find_source(f"{place}/plain"), pp, **choice) == alone[temperature]
@@ -125,6 +125,7 @@ def test_other_seeds_draw_other_texts_and_other_batches_the_same(place: Path, al
     assert generated(source, 1, rows=7, temperature=1.5, top_p=0.9, seed=7) == alone[1.5]
 
 
+@pytest.mark.slow
 def test_an_older_step_can_be_named(place: Path, alone: Any) -> None:
     first = find_source(f"{place}/plain", 1)
     assert (first.step, find_source(f"{place}/plain/step-00000001").step, first.context) == (1, 1, 64)
@@ -145,6 +146,8 @@ def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, 
     assert tokens_of(run, 2, 3, prompts) == tokens_of(merged, 1, 3, prompts) != tokens_of(base, 1, 3, prompts)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
     source = find_source(f"{place}/chat")
     tokenizer, template = source.open_tokenizer(), source.open_template()

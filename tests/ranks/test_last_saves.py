@@ -13,6 +13,7 @@ from harness import run_ranks
 from lives import Lives, same
 from test_memory_tier import STEPS, document, shared_memory, undisturbed  # noqa: F401 - fixtures
 from told import Told
+from training import thinned
 
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.control.classify import kind_and_cause
@@ -38,7 +39,10 @@ def newest_in(folder: Path) -> int:
     return max((step for rank, step in left if {(0, step), (1, step)} <= left), default=0)
 
 
-@pytest.mark.parametrize("fault", ["disk_full@upload:rank=1", "disk_full@commit:rank=0"])
+FAULTS = ["disk_full@upload:rank=1", "disk_full@commit:rank=0"]
+
+
+@pytest.mark.parametrize("fault", thinned(FAULTS, FAULTS[:1], FAULTS[1:]))
 def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_is_in_memory(
     fault: str,
     tmp_path: Path,
@@ -62,6 +66,8 @@ def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_
     assert second.losses == losses and same(lives.final_state(), state)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_without_snapshots_the_next_attempt_trains_again_from_the_newest_checkpoint(
     tmp_path: Path,
     undisturbed: Any,  # noqa: F811
@@ -123,6 +129,8 @@ def life(tmp_path: Path, shared_memory: Any) -> Iterator[Any]:  # noqa: F811
     )
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(life: Any, tmp_path: Path) -> None:
     ends, newest, _ = life(1, 5, True, "disk_full@upload:rank=1")
     assert [kind for kind, _ in ends] == ["lost_peer", "disk_full"]

@@ -62,7 +62,7 @@ def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any
     return {"under_way": under_way, "gradients": gradients}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_blocks_sum_begins_within_the_last_backward_and_changes_no_bit(world: int) -> None:
     early, after = run_ranks(world, sharded_step, True), run_ranks(world, sharded_step, False)
     assert [one["under_way"] for one in early] == [BLOCKS] * world

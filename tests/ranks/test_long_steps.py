@@ -3,8 +3,6 @@ and NCCL counts from then."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,12 +16,9 @@ from raypp.train.process_group import allow_long_steps, joined
 
 pytestmark = pytest.mark.ranks
 
-LONGEST_S = 60.0
-"""Far more than the second that is set, and far less than the 300 and 1,800 s that groups have."""
 
-
-def waits(rank: int, world: int, port: int) -> list[float]:
-    """Returns how long this rank waits in each of its groups for a peer that does not come."""
+def waits(rank: int, world: int, port: int) -> list[str]:
+    """Returns what each of this rank's groups says of a peer that does not come."""
     job = parse_job(
         {
             "name": "long",
@@ -41,10 +36,9 @@ def waits(rank: int, world: int, port: int) -> list[float]:
         allow_long_steps(torch.device("cpu"), 0.5)
         if rank == 0:
             for group in (None, groups.backward):  # the world is also the group of activations
-                began = time.monotonic()
-                with pytest.raises(RuntimeError):
+                with pytest.raises(RuntimeError) as raised:
                     dist.all_reduce(torch.zeros(1), group=group)
-                found.append(time.monotonic() - began)
+                found.append(str(raised.value))
         store.set(f"done {rank}", "")
         store.wait([f"done {other}" for other in range(world)])
     return found
@@ -52,4 +46,4 @@ def waits(rank: int, world: int, port: int) -> list[float]:
 
 def test_every_group_waits_as_long_as_a_step_may_take_and_no_longer() -> None:
     found, _ = run_ranks(2, waits)
-    assert len(found) == 2 and all(1.0 <= seconds < LONGEST_S for seconds in found)
+    assert len(found) == 2 and all("1000ms" in error for error in found), found

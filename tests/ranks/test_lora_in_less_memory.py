@@ -31,7 +31,6 @@ def pure(way: str, schedule: str = "1f1b", **mesh: int) -> dict[str, Any]:
     return plain(kind=kind, schedule=schedule, mesh=mesh, pipeline=stages, train=PURE, model=model)
 
 
-SLOW = {("upper", "pp"), ("nf4, 8bit", "split"), ("all", "fsdp"), ("experts", "ep")}
 ONE = Batch(1, {way: pure(way) for way in ("all", "upper", "experts", "nf4, 8bit")}, STEPS)
 TWO = Batch(
     2,
@@ -45,16 +44,19 @@ TWO = Batch(
         ("experts", "ep"): pure("experts", fsdp=2, ep=2),
     },
     STEPS,
-    slow=SLOW,
 )
 
 
-@pytest.mark.parametrize(("model", "way"), thinned((case for case in TWO._jobs if case[1] in ("pp", "split")), SLOW))
+PIPELINES = [case for case in TWO.jobs if case[1] in ("pp", "split")]
+OTHERS = [case for case in TWO.jobs if case[1] in ("fsdp", "ep")]
+
+
+@pytest.mark.parametrize(("model", "way"), thinned(PIPELINES, [("nf4, 8bit", "split")]))
 def test_a_pipeline_of_bf16_adapters_gives_the_bits_of_one_process(model: str, way: str) -> None:
     assert_identical(TWO[model, way], ONE[model])
 
 
-@pytest.mark.parametrize(("model", "way"), thinned((case for case in TWO._jobs if case[1] in ("fsdp", "ep")), SLOW))
+@pytest.mark.parametrize(("model", "way"), thinned(OTHERS, [], [("nf4, 8bit", "fsdp")]))
 def test_on_data_parallel_meshes_the_loss_is_that_of_one_process(model: str, way: str) -> None:
     ours, theirs = TWO[model, way], ONE[model]
     assert ours["tokens"] == theirs["tokens"]
@@ -63,7 +65,7 @@ def test_on_data_parallel_meshes_the_loss_is_that_of_one_process(model: str, way
     assert ours["loss"][1:] == pytest.approx(theirs["loss"][1:], rel=1e-3)
 
 
-@pytest.mark.parametrize("way", ["all", "nf4, 8bit"])
+@pytest.mark.parametrize("way", thinned(["all", "nf4, 8bit"], ["nf4, 8bit"]))
 def test_all_weights_are_bf16_and_only_adapters_move(way: str) -> None:
     weights, again = ONE[way]["weights"], Batch(1, {"": pure(way)}, 1)[""]["weights"]
     assert {value.dtype for value in weights.values()} == {torch.bfloat16} | ({torch.uint8} if "nf4" in way else set())
@@ -89,16 +91,14 @@ def with_offload(job: dict[str, Any], offloaded: bool) -> dict[str, Any]:
     return found
 
 
-SLOW_OFFLOADED = {"bf16, a stage trains nothing", "bf16, nf4, fsdp"}
 OFFLOADED = Batch(
     2,
     {(name, on): with_offload(job, on) for name, job in offload_cases().items() for on in (False, True)},
     STEPS,
     train=in_small_blocks,
-    slow={(name, on) for name in SLOW_OFFLOADED for on in (False, True)},
 )
 
 
-@pytest.mark.parametrize("name", thinned(offload_cases(), SLOW_OFFLOADED))
+@pytest.mark.parametrize("name", thinned(offload_cases(), ["bf16_pure, 8bit, fsdp"], ["experts over ranks"]))
 def test_offloading_the_state_of_adapters_changes_no_bit(name: str) -> None:
     assert_identical(OFFLOADED[name, True], OFFLOADED[name, False])

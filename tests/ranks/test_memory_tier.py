@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lives import Fate, Lives, same
+from training import thinned
 
 from raypp.memory import peer, tier
 from raypp.memory.files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
@@ -75,7 +76,9 @@ def flip_a_byte(folder: Path, rank: int, step: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-@pytest.mark.parametrize("stay", [False, True], ids=["all processes new", "the survivor goes on in its process"])
+@pytest.mark.parametrize(
+    "stay", thinned([False, True], [True], [False]), ids=["all processes new", "the survivor goes on in its process"]
+)
 def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
     stay: bool, tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
@@ -114,6 +117,8 @@ def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
     assert third.losses == losses and same(lives.final_state(), state)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_the_store_is_used_when_nobody_holds_a_rank_s_snapshot(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
@@ -147,6 +152,8 @@ def test_a_node_that_loses_its_memory_gets_its_snapshot_back_from_its_partner(
     assert second.losses == losses and same(lives.final_state(), state)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_does_without_when_memory_is_short_and_says_so(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
@@ -158,6 +165,7 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
     assert told.losses == undisturbed[0] and not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_with_memory_for_four_snapshots_copies_survive_a_node_as_well(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
@@ -200,6 +208,8 @@ def deaf_node(rank: int, world: int, port: int) -> None:
     tier.MemoryTier.start, tier.MemoryTier.signals = started, signalled  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_with_memory_for_four_snapshots_a_deaf_partner_does_not_stop_them(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
@@ -216,6 +226,8 @@ def test_with_memory_for_four_snapshots_a_deaf_partner_does_not_stop_them(
     assert second.losses == losses and same(lives.final_state(), state_after)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared_memory: Any) -> None:
     """Four ranks, pp across the nodes and fsdp within them. Then both copies of one node are lost
     as well, and the run resumes from the store."""

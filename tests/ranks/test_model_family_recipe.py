@@ -72,6 +72,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_plan_counts_a_new_family(tree: Path) -> None:
     plan = json.loads(python_in(tree, "-m", "raypp", "plan", "job.yaml", "--json"))
     attention = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 32 + 2 * 16

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from fake_accelerator import NAME, NoWaiting, fake_rank, fake_tensors
-from harness import run_in_turn, run_ranks
+from harness import run_in_living, run_in_turn, run_ranks
 from small_models import small_options
 from torch import Tensor
 from training import thinned
@@ -214,28 +214,27 @@ CASES = {
 }
 
 
-SLOW = {"bf16_pure", "8bit", "bf16_pure, 8bit", "lora", "lora, bf16_pure", "qlora, int8", "bf16", "offloaded"}
-SLOW |= {"starcoder2", "stablelm"}
-"""The other cases have every feature of these, but for the norms of these two families."""
+QUICK = ["bf16_pure, 8bit, offloaded", "qlora", "full, tied", "ulysses", "interleaved"]
+GATE = ["selective", "replicated, weights freed", "int8 sums", "olmo3", "bf16, offloaded"]
+ALONE = ("bf16", "split", "held sums")
+"""Cases with other reductions."""
 
 
 @cache
-def results(slow: bool) -> dict[str, dict[str, int]]:
-    """Returns what `run_step` does for each case. Running it is the test that nothing waits."""
-    cases = {name: case for name, case in CASES.items() if (name in SLOW) is slow}
-    return {name: found for name, (found,) in zip(cases, run_in_turn(1, run_step, list(cases.values())), strict=True)}
+def reductions_of(name: str) -> dict[str, int]:
+    """Runs a case, which is the test that nothing waits. Returns the reductions that it began."""
+    (found,) = run_in_living(1, run_step, run_step, *CASES[name])
+    assert found["updated"] >= 10
+    return found["reductions"]
 
 
-@pytest.mark.parametrize("slow", thinned([False, True], {True}))
-def test_a_step_and_an_evaluation_never_wait_for_the_device(slow: bool) -> None:
-    assert all(found["updated"] >= 10 for found in results(slow).values())
+@pytest.mark.slow
+def test_a_step_and_an_evaluation_in_bf16_never_wait_for_the_device() -> None:
+    reductions_of("bf16")
 
 
-NOT_WITHIN = ("bf16", "split", "held sums")
-
-
-@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in NOT_WITHIN], SLOW))
-def test_gradients_are_reduced_within_the_last_backward_of_a_stage(name: str) -> None:
+@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in ALONE], QUICK, GATE))
+def test_nothing_waits_and_gradients_are_reduced_within_the_last_backward_of_a_stage(name: str) -> None:
     last = {
         "interleaved": {"1B1": 1, "3B1": 2},
         "bf16, offloaded": {"1B1": 1, "3B1": 2},
@@ -246,16 +245,15 @@ def test_gradients_are_reduced_within_the_last_backward_of_a_stage(name: str) ->
         },  # the stage's other weights are frozen
         "lora, bf16_pure": {"1B1": 1},
     }
-    found = results(name in SLOW)[name]["reductions"]
-    assert found == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
+    assert reductions_of(name) == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
 
 
 def test_backwards_in_two_halves_are_reduced_after_both() -> None:
-    assert set(results(False)["split"]["reductions"]) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
+    assert set(reductions_of("split")) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
 
 
 def test_sums_over_replicas_begin_when_the_last_gradient_has_left() -> None:
-    assert results(False)["held sums"]["reductions"] == {"sends": 2}, "the block, and the end of the model"
+    assert reductions_of("held sums") == {"sends": 2}, "the block, and the end of the model"
 
 
 def run_experts(rank: int, world: int, port: int, recompute: str, lora: dict[str, Any] | None) -> dict[str, Any]:

@@ -39,17 +39,20 @@ def one_process() -> dict[str, Any]:
     return merged(run_ranks(1, train_steps, job(), STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_selective_recomputation_gives_the_same_bits(schedule: str) -> None:
     source = job({"activation_checkpointing": "selective"}, pp=2, schedule=schedule)
     assert_identical(merged(run_ranks(2, train_steps, source, STEPS)), one_process())
 
 
+@pytest.mark.slow
 def test_full_recomputation_gives_the_same_bits_when_the_backward_is_split() -> None:
     source = job({"activation_checkpointing": "full"}, pp=2, schedule="interleaved_zero_bubble")
     assert_identical(merged(run_ranks(2, train_steps, source, STEPS)), one_process())
 
 
+@pytest.mark.slow
 def test_selective_recomputation_gives_the_same_bits_around_a_ring() -> None:
     found = []
     for extent in ("none", "selective"):
@@ -61,9 +64,8 @@ def test_selective_recomputation_gives_the_same_bits_around_a_ring() -> None:
 
 EXTENTS = ("none", "selective", "full")
 MATRIX = [(schedule, extent) for schedule in SCHEDULES.names() for extent in EXTENTS]
-QUICK = [("1f1b", "none"), ("interleaved_1f1b", "full"), ("zbv", "full"), ("fsdp", "none")]
-"""A schedule of each kind; each schedule with each extent is a slow test."""
-SLOW = {case for case in [*MATRIX, *(("fsdp", extent) for extent in EXTENTS)] if case not in QUICK} | {"selective"}
+GATE = [("1f1b", "none"), ("zbv", "full")]
+"""A whole backward, and one in two halves with recomputation."""
 
 
 def compiled(extent: str, **settings: Any) -> dict[str, Any]:
@@ -78,16 +80,14 @@ def on_two_ranks(schedule: str, extent: str) -> dict[str, Any]:
 
 
 # A process compiles a block once, whatever the schedule: all jobs of a batch share that.
-ALONE = Batch(
-    1, {"eager": {**compiled("none"), "train": job()["train"]}} | {e: compiled(e) for e in EXTENTS}, 2, slow=SLOW
-)
+ALONE = Batch(1, {"eager": {**compiled("none"), "train": job()["train"]}} | {e: compiled(e) for e in EXTENTS}, 2)
 PIPELINES = {case: on_two_ranks(*case) for case in MATRIX}
 SHARDED = {("fsdp", extent): compiled(extent, fsdp=2) for extent in EXTENTS}
-PAIRS = Batch(2, PIPELINES | SHARDED, 2, slow=SLOW)
+PAIRS = Batch(2, PIPELINES | SHARDED, 2)
 
 
 @needs_compiler
-@pytest.mark.parametrize("extent", thinned(EXTENTS, SLOW))
+@pytest.mark.parametrize("extent", thinned(EXTENTS, ["none"]))
 def test_compiled_blocks_take_any_length_and_stay_close(extent: str) -> None:
     found, reference = ALONE[extent], ALONE["eager"]
     assert_close(found, reference, COMPILED)
@@ -96,19 +96,19 @@ def test_compiled_blocks_take_any_length_and_stay_close(extent: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("extent", thinned(EXTENTS, SLOW))
+@pytest.mark.parametrize("extent", thinned(EXTENTS, [], ["full"]))
 def test_recomputation_changes_no_bit_of_compiled_blocks(extent: str) -> None:
     assert_identical(ALONE[extent], ALONE["none"])
 
 
 @needs_compiler
-@pytest.mark.parametrize(("schedule", "extent"), thinned(MATRIX, SLOW))
+@pytest.mark.parametrize(("schedule", "extent"), thinned(MATRIX, [], GATE))
 def test_a_compiled_pipeline_gives_the_bits_of_one_compiled_process(schedule: str, extent: str) -> None:
     assert_identical(PAIRS[schedule, extent], ALONE[extent])
 
 
 @needs_compiler
-@pytest.mark.parametrize("extent", thinned(EXTENTS, {extent for extent in EXTENTS if ("fsdp", extent) in SLOW}))
+@pytest.mark.parametrize("extent", thinned(EXTENTS, [], ["none"]))
 def test_compiled_sharded_blocks_add_up_what_one_compiled_process_does(extent: str) -> None:
     found, reference = PAIRS["fsdp", extent], ALONE[extent]
     assert found["loss"][0] == pytest.approx(reference["loss"][0], rel=FIRST_STEP, abs=0)
@@ -137,6 +137,7 @@ def test_compiled_blocks_leave_experts_and_the_way_to_other_ranks_alone(style: s
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"cp": 2, "ep": 2}, {"fsdp": 2, "ep": 2}], ids=str)
 def test_selective_recomputation_gives_the_same_bits_with_experts_over_ranks(mesh: dict[str, Any]) -> None:
     found = Batch(2, {e: experts(mesh=mesh, train={"activation_checkpointing": e}) for e in ("none", "selective")}, 1)

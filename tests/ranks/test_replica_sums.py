@@ -3,7 +3,6 @@ int8 keep replicas equal, lose nothing over many steps, and resume bit for bit."
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from harness import run_in_turn, run_ranks
 from lives import Fate, Lives, same
 from test_memory_tier import shared_memory as shared_memory
 from test_mesh_does_not_change_numbers import document
-from training import merged, seat_of, thinned, train_steps
+from training import Batch, merged, seat_of, thinned, train_steps
 
 from raypp.checkpoint.state import RESIDUAL
 from raypp.parallel import apply
@@ -43,9 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dp 2, fsdp 2, weights freed": document(dp_replicate=2, fsdp=2, microbatches=4),
     "pp 2, dp 2, bf16": document(pp=2, dp_replicate=2, microbatches=4, train={"precision": "bf16"}),
 }
-SLOW = {
-    "dp 4", "pp 2, dp 2, virtual stages", "dp 2, fsdp 2, weights freed", "pp 2, dp 2, tied", "pp 2, dp 2, bf16",
-}  # fmt: skip
+QUICK = ("pp 2, dp 2, zero bubble",)
 CASES["dp 2, fsdp 2, weights freed"]["mesh"]["reshard_after_forward"] = True
 CASES["pp 2, dp 2, tied"]["model"] = {**SQUARE["model"], "tie_embeddings": True}
 
@@ -70,7 +67,7 @@ def beside_after_and_by_fsdp(
     return found
 
 
-@pytest.mark.parametrize("name", thinned(CASES, SLOW))
+@pytest.mark.parametrize("name", thinned(CASES, QUICK, ["dp 2, fsdp 2"]))
 def test_exact_sums_beside_the_backward_have_the_bits_of_those_awaited_after_it(name: str) -> None:
     from raypp import ports
 
@@ -89,6 +86,7 @@ def test_a_microbatch_for_each_replica_gives_the_bits_of_one_process() -> None:
         assert_identical(rank, one)
 
 
+@pytest.mark.slow
 def test_a_pipeline_does_not_change_the_bits_of_two_replicas() -> None:
     flat = merged(run_ranks(2, train_steps, document(dp_replicate=2, microbatches=4), 2))
     assert_identical(merged(run_ranks(4, train_steps, SQUARE, 2)), flat)
@@ -135,19 +133,15 @@ INT8_CASES["pp 2, dp 2, adapters"] = {
 }  # fmt: skip
 
 
-@cache
-def trained(slow: bool) -> dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-    int8 = {name: job for name, job in INT8_CASES.items() if (name in SLOW) is slow}
-    names = list(int8)
-    exact = {name: {**job, "train": {**job["train"], "sync": {"kind": "exact"}}} for name, job in int8.items()}
-    cases = [(job, 3) for jobs in (int8, exact) for job in jobs.values()]
-    results = run_in_turn(4, train_steps, cases)
-    return {name: (results[i], results[i + len(names)]) for i, name in enumerate(names)}
+IN_INT8 = Batch(4, INT8_CASES, 3)
+EXACT = Batch(
+    4, {name: {**job, "train": {**job["train"], "sync": {"kind": "exact"}}} for name, job in INT8_CASES.items()}, 3
+)
 
 
-@pytest.mark.parametrize("name", thinned(INT8_CASES, SLOW))
+@pytest.mark.parametrize("name", thinned(INT8_CASES, QUICK, ["pp 2, dp 2, adapters"]))
 def test_replicas_stay_equal_to_the_bit_and_near_the_exact_sums(name: str) -> None:
-    int8, exact = trained(name in SLOW)[name]
+    int8, exact = IN_INT8.ranks(name), EXACT.ranks(name)
     weights: dict[str, torch.Tensor] = {}
     for one in int8:
         assert one["loss"] == int8[0]["loss"] and one["grad_norm"] == int8[0]["grad_norm"]
@@ -226,6 +220,7 @@ def places(rank: int, world: int, port: int, job: dict[str, Any]) -> list[tuple[
     return found
 
 
+@pytest.mark.slow
 def test_a_residual_lies_where_the_gradient_of_its_parameter_does() -> None:
     uneven = {**SQUARE["model"], "ffn_size": 51, "num_kv_heads": 1, "head_dim": 6, "lora": {"rank": 3, "base": "fp32"}}
     sharded = document(dp_replicate=2, fsdp=3, microbatches=2, train=INT8)
@@ -248,6 +243,8 @@ class Life:
         self.lives = Lives(made, root / "store", folders, [0] * 4, {VARIABLE: faults})
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_whose_save_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = Life(tmp_path / "straight").lives
     told = straight.attempt_once()
@@ -270,6 +267,7 @@ def test_a_run_whose_save_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
         lives.end()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_resumes_from_memory_bit_for_bit(tmp_path: Path, shared_memory: Any) -> None:
     job = document(pp=2, dp_replicate=2, microbatches=4, train={**INT8, "steps": 5})
     job["checkpoint"] = {"every_steps": 0}
@@ -285,6 +283,8 @@ def test_a_run_that_is_killed_resumes_from_memory_bit_for_bit(tmp_path: Path, sh
         lives.end()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_residuals_are_cut_anew_for_another_mesh_and_their_sum_stays(tmp_path: Path) -> None:
     job = document(dp_replicate=4, microbatches=2, train={**INT8, "steps": 2})
     first = Life(tmp_path, job=job).lives
@@ -330,6 +330,7 @@ def loaded_residuals(rank: int, world: int, port: int, job: dict[str, Any]) -> d
         return {"parts": parts, "remark": loaded.remark}
 
 
+@pytest.mark.slow
 def test_exact_sums_drop_the_residuals_and_say_so(tmp_path: Path) -> None:
     job = document(pp=2, dp_replicate=2, microbatches=4, train={**INT8, "steps": 2})
     first = Life(tmp_path, job=job).lives

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_in_turn, run_ranks
+from harness import run_in_living, run_ranks
 from test_evaluation import VIRTUAL, Listener, aborted
 from test_mesh_does_not_change_numbers import document
-from training import seat_of
+from training import seat_of, thinned
 
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.inference.source import find_source
@@ -77,29 +77,20 @@ def continued(whole: torch.nn.Module, job: Any) -> list[list[int]]:
 
 
 @cache
-def runs_on(world: int) -> dict[tuple[str, bool], list[dict[str, Any]]]:
-    keys = [
-        (name, samples)
-        for name in MESHES
-        for samples in (True, False)
-        if parse_job(source_of(name, samples)).mesh.world == world
-    ]
-    with TemporaryDirectory() as folder:
-        sources = [
-            source_of(*key) | {"checkpoint": {"url": f"{folder}/{i}", "every_steps": 0, "memory_tier": False}}
-            for i, key in enumerate(keys)
-        ]
-        return dict(zip(keys, run_in_turn(world, live, [(source,) for source in sources]), strict=True))
-
-
 def run_of(name: str, samples: bool = True) -> dict[str, Any]:
-    results = runs_on(parse_job(source_of(name, samples)).mesh.world)[name, samples]
+    source = source_of(name, samples)
+    with TemporaryDirectory() as folder:
+        source["checkpoint"] = {"url": folder, "every_steps": 0, "memory_tier": False}
+        results = run_in_living(parse_job(source).mesh.world, ("sampled", str(source["mesh"])), live, source)
     assert not any(result["samples"] for result in results[1:])
     assert all(("sample" in result["phases"]) == samples for result in results)
     return results[0]
 
 
-@pytest.mark.parametrize("name", MESHES)
+QUICK, GATE = ["one", "V", "fsdp"], ["interleaved"]
+
+
+@pytest.mark.parametrize("name", thinned(MESHES, QUICK, GATE))
 def test_a_run_with_samples_has_the_bits_of_one_without(name: str) -> None:
     with_them, without = run_of(name), run_of(name, False)
     assert [step for step, _ in with_them["samples"]] == [2, 3] and not without["samples"]
@@ -107,7 +98,7 @@ def test_a_run_with_samples_has_the_bits_of_one_without(name: str) -> None:
     assert all(torch.equal(with_them["weights"][name], value) for name, value in without["weights"].items())
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", thinned(MESHES, QUICK, GATE))
 def test_samples_are_what_the_weights_of_their_step_continue(name: str) -> None:
     found = run_of(name)
     last = found["samples"][-1][1]
@@ -116,7 +107,7 @@ def test_samples_are_what_the_weights_of_their_step_continue(name: str) -> None:
     assert [sample["text"] for sample in last] == [bytes(t).decode(errors="replace") for t in found["again"]]
 
 
-@pytest.mark.parametrize("name", [name for name in MESHES if "fsdp" not in name])
+@pytest.mark.parametrize("name", thinned([name for name in MESHES if "fsdp" not in name], ["V"], GATE))
 def test_every_pipeline_takes_the_same_samples(name: str) -> None:
     assert run_of(name)["samples"] == run_of("one")["samples"]
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lives import Fate, Lives, _Speaker, same
 from strangers import Address, Siege
 from test_memory_tier import document, shared_memory  # noqa: F401 - a fixture
+from training import thinned
 
 from raypp.memory import fetch
 
@@ -117,6 +118,8 @@ def documented(*opened: str) -> dict[str, str]:
     return {name: process for name, when, process, *_ in rows if when in opened}
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
     tmp_path: Path,
     shared_memory: Callable[[], Path],  # noqa: F811
@@ -208,7 +211,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, 
     yield Lives(document(memory_tier=False), root, [root, root], [0, 0]).attempt_once().losses
 
 
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize("name", thinned(LIES, ["other data"], ["sizes", "deep json"]))
 def test_a_partner_that_lies_is_not_believed_and_the_store_is_used(
     name: str,
     tmp_path: Path,

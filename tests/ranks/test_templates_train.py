@@ -10,14 +10,14 @@ import pytest
 from gallery import NAMES, small
 from training import Batch, thinned, train_steps
 
+from raypp.api.checked_job import load_checked_job
 from raypp.cli.init_command import TEMPLATES
-from raypp.cli.load_job import load_checked_job
 from raypp.spec.load import job_document
 
 pytestmark = pytest.mark.ranks
 STEPS = 8
-SLOW = {"continued-pretraining", "full-8b", "lora-8b", "qlora-70b", "seventy-b", "spot", "unequal-cards"}
-"""Their twins have the model, the mesh and the training of another one's."""
+QUICK = ["own-model", "finetune-hf"]
+GATE = ["quickstart", "experts", "long-context", "qlora-30b", "replicas"]
 
 
 def train_twin(rank: int, world: int, port: int, *arguments: Any) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def twins() -> dict[str, Batch]:
     found: dict[str, Batch] = {}
     for world in {job.mesh.world for job in jobs.values()}:
         own = {name: job_document(job) for name, job in jobs.items() if job.mesh.world == world}
-        found |= dict.fromkeys(own, Batch(world, own, STEPS, train=train_twin, slow=SLOW))
+        found |= dict.fromkeys(own, Batch(world, own, STEPS, train=train_twin))
     return found
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, SLOW))
+@pytest.mark.parametrize("name", thinned(NAMES, QUICK, GATE))
 def test_the_small_twin_of_a_job_trains(name: str, twins: dict[str, Batch]) -> None:
     ranks = twins[name].ranks(name)
     losses = ranks[0]["loss"]

@@ -13,7 +13,7 @@ from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
 from test_mesh_does_not_change_numbers import document
 from test_optimizers import train_on
-from training import InBothTypes, Numbers, merged, train_steps
+from training import InBothTypes, Numbers, merged, thinned, train_steps
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.ranged_reads import open_files
@@ -58,22 +58,28 @@ def sums_of_one_process() -> Numbers:
     return InBothTypes(1, {"": tied()}, STEPS).numbers("")
 
 
+CUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"pp": 2}),
+    (3, {"pp": 3, "schedule": "gpipe"}),
+    (2, {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": {"stages_per_rank": 2}}),
+    (2, {"pp": 2, "schedule": "zbv", "pipeline": {"stages_per_rank": 2}}),
+    (1, {"pp": 1, "schedule": "gpipe", "pipeline": {"stages_per_rank": 1}}),
+]
+
+
 @pytest.mark.parametrize(
     ("world", "settings"),
-    [
-        (2, {"pp": 2}),
-        (3, {"pp": 3, "schedule": "gpipe"}),
-        (2, {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": {"stages_per_rank": 2}}),
-        (2, {"pp": 2, "schedule": "zbv", "pipeline": {"stages_per_rank": 2}}),
-        (1, {"pp": 1, "schedule": "gpipe", "pipeline": {"stages_per_rank": 1}}),
-    ],
+    thinned(CUTS, CUTS[1:2], CUTS[3:4]),
     ids=["two ranks", "three ranks", "virtual stages", "both ends on one rank", "one stage"],
 )
 def test_both_ends_have_the_bits_of_one_process(world: int, settings: dict[str, Any]) -> None:
     assert_identical(trained(world, **settings), one_process())
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp_replicate": 2}], ids=str)
+MESHES = [{"fsdp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp_replicate": 2}]
+
+
+@pytest.mark.parametrize("mesh", thinned(MESHES, MESHES[:1], MESHES[1:2]), ids=str)
 def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None:
     found = InBothTypes(prod(mesh.values()), {"": tied(**mesh)}, STEPS)
     for dtype in (torch.float32, torch.float64):
@@ -81,6 +87,8 @@ def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None
     assert_same_sums(found.numbers(""), sums_of_one_process())
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_in_bf16_the_ends_of_a_pipeline_agree_with_one_process_within_the_rounding_of_a_gradient() -> None:
     # One process uses FSDP, where autograd adds the two gradients of a microbatch in bf16 (8 bits:
     # 4e-3) before they accumulate in fp32. A pipeline never adds them in bf16. Measured at the

@@ -94,7 +94,7 @@ def test_a_trace_of_two_pipeline_ranks(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "off/numbers/traces").exists()
     trace = trace_of(tmp_path / "on", FIRST, 2)
     check(trace, FIRST, TRACED)
-    assert trace[0].clock_error_s == 0 < trace[1].clock_error_s < 0.1
+    assert trace[0].clock_error_s == 0 < trace[1].clock_error_s
     assert any(span.kind == "save" and span.step == FIRST for span in trace[0].spans)
 
     store = open_store(str(tmp_path / "on"))
@@ -108,6 +108,8 @@ def test_a_trace_of_two_pipeline_ranks(tmp_path: Path, capsys: pytest.CaptureFix
     assert chrome_faults(json.loads(out.read_text()), trace[1].clock_error_s) == []
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_trace_shows_gathers_and_sums_and_ends_with_the_run(tmp_path: Path) -> None:
     ranks = run_ranks(4, live, job_in(tmp_path, fsdp=2), 50, [0, 0, 1, 1])
     assert ranks[0]["kinds"].count("traced") == 1

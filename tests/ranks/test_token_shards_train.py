@@ -73,6 +73,6 @@ def two(jobs: dict[str, dict[str, Any]]) -> Batch:
     return Batch(2, {name: document(data, pp=2) for name, data in jobs.items()}, STEPS)
 
 
-@pytest.mark.parametrize("name", ["chat", "mixture"])
+@pytest.mark.parametrize("name", [pytest.param("chat", marks=pytest.mark.slow), "mixture"])
 def test_shards_train_as_their_source(two: Batch, name: str) -> None:
     assert_identical(two[f"{name} in shards"], two[name])

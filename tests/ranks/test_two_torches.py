@@ -28,7 +28,7 @@ from raypp.schedules.catalogue import SCHEDULES
 # The first test waits for the numbers of all jobs with both torches.
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), needs_other_torch]
 STEPS = 3
-LIST = Path(__file__).parents[1] / "unit/names_since_torch_2_11.txt"
+LIST = Path(__file__).parents[1] / "lint/names_since_torch_2_11.txt"
 LOSS = 1e-6
 """Bound on the relative error of a loss in fp32 where the kernels of the two differ."""
 Run = Callable[..., list[list[Any]]]
@@ -156,7 +156,7 @@ def test_a_run_resumes_with_the_other_torch(first: str, second: str, tmp_path: P
 
 
 def test_the_list_of_names_that_the_older_one_lacks_is_complete() -> None:
-    """`tests/unit/test_oldest_torch.py` uses the list."""
+    """`tests/lint/test_oldest_torch.py` uses the list."""
     found = {}
     for run in BOTH.values():
         (((version, names),),) = run(1, torch_surface.surface, [()])

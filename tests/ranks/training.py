@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from harness import run_in_turn
+from harness import run_in_living
 
 from raypp.data.loader import Loader, Microbatch
 from raypp.measure.parity import train_some_steps, whole
@@ -113,29 +114,43 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def thinned(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
-    """Returns the cases of a parametrised test, of which some are slow tests.
+def thinned(cases: Iterable[Any], quick: Collection[Any], gate: Collection[Any] = ()) -> list[Any]:
+    """Returns the cases of a parametrised test. All but those of `quick` are slow tests, of which
+    `.ci/run` runs those of `gate`.
 
-    Those left should have every feature, schedule and axis once.
+    `test_pairs_of_features.py` trains each pair of features. A quick case shows what that does not.
     """
+    cases = list(cases)
+    unknown = [case for case in (*quick, *gate) if case not in cases]
+    assert not unknown, unknown
+    slow, also = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.gate)
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if case in slow else ())
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in quick else also if case in gate else slow,
+        )
         for case in cases
     ]
 
 
+_found: dict[str, list[dict[str, Any]]] = {}
+"""What each rank found, by the job and everything else that decides it: files share references."""
+
+
 class Batch:
-    """Jobs that the same processes train one after another, because starting four processes costs
-    as much as a small job.
+    """Jobs that are trained when their result is first requested.
+
+    Jobs of one mesh run in the same processes, one after another. Other meshes have separate ones:
+    for the life of a process, torch's DTensor remembers the names of the groups through which it
+    moved a tensor's shards, and a mesh of another shape has other names.
 
     Args:
         world: Ranks of every job.
-        jobs: Jobs by name. The first request runs them all.
+        jobs: Jobs by name.
         steps: Steps of every job.
         device_type: Device of the computation.
         blank: As for `train_steps`.
         train: Takes the arguments of `train_steps` and returns what it returns.
-        slow: Names of the jobs that slow tests ask for (`thinned`). They run apart from the others.
     """
 
     def __init__(
@@ -146,24 +161,22 @@ class Batch:
         device_type: str = "cpu",
         blank: tuple[int, ...] = (),
         train: Callable[..., dict[str, Any]] = train_steps,
-        slow: Container[Any] = (),
     ) -> None:
-        self._train, self._slow = train, slow
-        self._world, self._jobs, self._steps, self._device_type, self._blank = world, jobs, steps, device_type, blank
-        self._results: dict[Any, list[dict[str, Any]]] = {}
+        self.jobs = jobs
+        self._world, self._steps, self._device_type, self._blank, self._train = world, steps, device_type, blank, train
 
-    def _cases(self, jobs: Mapping[Any, dict[str, Any]]) -> dict[Any, tuple[Any, ...]]:
-        """Returns the arguments of `train_steps`, by the key that `ranks` takes."""
-        return {name: (job, self._steps, self._device_type, self._blank) for name, job in jobs.items()}
+    def _case(self, name: Any) -> tuple[Any, ...]:
+        """Returns the arguments of `train_steps`."""
+        return self.jobs[name], self._steps, self._device_type, self._blank
 
     def ranks(self, name: Any) -> list[dict[str, Any]]:
         """Returns what each rank found."""
-        for slow in (False, True):
-            cases = self._cases({one: job for one, job in self._jobs.items() if (one in self._slow) is slow})
-            if name in cases and name not in self._results:
-                results = run_in_turn(self._world, self._train, list(cases.values()))
-                self._results |= dict(zip(cases, results, strict=True))
-        return self._results[name]
+        case = self._case(name)
+        alike = self._train, json.dumps(case[0]["mesh"])
+        key = json.dumps([self._train.__module__, self._train.__qualname__, self._world, case], default=str)
+        if key not in _found:
+            _found[key] = run_in_living(self._world, alike, self._train, *case)
+        return _found[key]
 
     def __getitem__(self, name: Any) -> dict[str, Any]:
         """Returns the merged result of a job."""
@@ -180,13 +193,10 @@ class Numbers(NamedTuple):
 class InBothTypes(Batch):
     """Jobs that are trained in fp64 and, for one step, in fp32. `ranks` takes `(name, dtype)`."""
 
-    def _cases(self, jobs: Mapping[Any, dict[str, Any]]) -> dict[Any, tuple[Any, ...]]:
-        lengths = {torch.float64: self._steps, torch.float32: 1}
-        return {
-            (name, dtype): (job, steps, self._device_type, self._blank, dtype)
-            for name, job in jobs.items()
-            for dtype, steps in lengths.items()
-        }
+    def _case(self, name: Any) -> tuple[Any, ...]:
+        job, dtype = name
+        steps = {torch.float64: self._steps, torch.float32: 1}[dtype]
+        return self.jobs[job], steps, self._device_type, self._blank, dtype
 
     def numbers(self, name: Any) -> Numbers:
         return Numbers(self[name, torch.float64], self[name, torch.float32])

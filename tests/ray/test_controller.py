@@ -12,7 +12,7 @@ import psutil
 import pytest
 from held_back import held_back
 
-from raypp.cli.find_run import recorded_status
+from raypp.api.find_run import recorded_status
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -76,19 +76,6 @@ def test_what_a_rank_prints_is_kept_with_its_seat_native_output_too(start_run: S
     assert ("native words of pp1-fsdp1", "err") in [(line.text, line.stream) for line in lines]
 
 
-def test_a_killed_rank_leads_to_a_new_attempt_from_the_newest_commit(start_run: StartRun) -> None:
-    run = start_run("killed", steps=100)
-    run.wait_step(12)
-    victim = run.status()["ranks"][2]
-    os.kill(victim["pid"], signal.SIGKILL)
-    status = run.wait_end()
-    assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 100, 1, 2)
-    assert f"pid {victim['pid']}" in status["error"] and "pp1-fsdp0" in status["error"]
-    failed = next(event for event in run.reader.events() if event.kind == "rank_failed")
-    assert (failed.rank, failed.details["kind"], failed.details["pid"]) == (2, "killed", victim["pid"])
-    assert [row["step"] for row in run.reader.history()] == list(range(1, 101))
-
-
 @pytest.mark.slow
 def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) -> None:
     run = start_run("hopeless", every=0, fault="exit:3:2:99", recovery={"max_restarts": 1})
@@ -99,13 +86,8 @@ def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) ->
     run.assert_nothing_left()
 
 
-def test_an_exception_at_the_same_step_twice_is_not_tried_a_third_time(start_run: StartRun) -> None:
-    run = start_run("same", every=0, fault="raise:1:3:99")
-    status = run.wait_end()
-    assert (status["state"], status["restarts"]) == ("FAILED", 1)
-    assert "the sun is too bright" in status["error"] and "twice" in status["error"]
-
-
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(start_run: StartRun) -> None:
     run = start_run("data", fault="data:1:3:99")
     status = run.wait_end()
@@ -113,6 +95,8 @@ def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(sta
     assert run.exit_code() == 2
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_policy_of_the_users_own_decides_in_place_of_the_default_one(start_run: StartRun) -> None:
     run = start_run("own-policy", fault="raise:1:3:99", recovery={"policy": "own_policy:build"})
     status = run.wait_end()
@@ -142,6 +126,8 @@ def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: Sta
     assert run.status()["state"] != "STOPPED"
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_whose_last_save_fails_is_started_again_and_succeeds_once_it_is_saved(start_run: StartRun) -> None:
     run = start_run("unsaved", steps=8, every=5, fault="unsaved:-1:0:1")
     status = run.wait_end()
@@ -152,6 +138,7 @@ def test_a_run_whose_last_save_fails_is_started_again_and_succeeds_once_it_is_sa
     assert run.exit_code() == 0
 
 
+@pytest.mark.slow
 def test_a_stop_whose_save_fails_once_is_repeated_by_another_attempt(start_run: StartRun) -> None:
     run = start_run("stop-again", steps=4000, every=0, fault="unsaved:-1:0:1")
     run.wait_step(3)
@@ -163,6 +150,7 @@ def test_a_stop_whose_save_fails_once_is_repeated_by_another_attempt(start_run: 
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_stop_whose_save_never_succeeds_fails_the_run(start_run: StartRun) -> None:
     run = start_run("stop-in-vain", steps=4000, every=0, fault="unsaved:-1:0:99", recovery={"max_restarts": 1})
     run.wait_step(3)
@@ -175,6 +163,7 @@ def test_a_stop_whose_save_never_succeeds_fails_the_run(start_run: StartRun) -> 
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "kept"), [("unsaved:-1:0:99", True), ("raise:1:3:99", False)])
 def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_could_not_be_saved(
     start_run: StartRun, fault: str, kept: bool
@@ -189,6 +178,7 @@ def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_coul
         snapshot.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> None:
     run = start_run("stop", steps=4000, every=0)
     run.wait_step(3)
@@ -202,6 +192,8 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_of_the_same_name_in_another_store_is_left_alone(start_run: StartRun, tmp_path: Path) -> None:
     hers = start_run("twin", steps=100_000)
     hers.wait_step(3)
@@ -231,6 +223,7 @@ def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
     run = start_run("driver", steps=120)
     run.wait_step(5)
@@ -241,6 +234,7 @@ def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_driver_that_was_silent_when_the_run_ended_has_its_exit_code(start_run: StartRun) -> None:
     """The controller waits only briefly for a driver of which it has heard nothing."""
     run = start_run("silent-driver", steps=120)
@@ -255,6 +249,8 @@ def test_a_driver_that_was_silent_when_the_run_ended_has_its_exit_code(start_run
     assert run.exit_code() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     start_run: StartRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,22 +275,8 @@ def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     assert "of-mine" not in run.cluster.dashboard.job_logs(run.submission_id)
 
 
-def test_a_pause_of_all_processes_is_not_taken_for_a_hang(start_run: StartRun) -> None:
-    """As when a machine, or the container of a cluster, is paused and goes on."""
-    run = start_run("paused", steps=100_000, every=0, recovery={"hang_timeout_s": 3})
-    run.wait_step(3)
-    controller = next(int(one["pid"]) for one in run.actors() if one["name"] == "raypp/paused" and one["pid"])
-    pids = [controller, *run.pids()]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(10)  # more than the 3 s, and the 5 s that a report may be late
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    run.wait_step(run.status()["step"] + 100)
-    assert run.stop()["state"] == "STOPPED"
-    assert "rank_failed" not in run.kinds() and run.status()["attempt"] == 1
-
-
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,6 @@ def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure
         at = time.time()
         with held_back(run.pids()):  # the command may take longer than these steps
             _drain(cluster, victim, 120)
-        drained = time.time()
         run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
         assert {rank["node"] for rank in run.status()["ranks"]} == {node.address for node in three} - {victim.address}
         victim.kill()  # as the cloud does at the deadline
@@ -54,7 +53,6 @@ def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure
         failed = next(event for event in events if event.kind == "rank_failed")
         assert notice.node == victim.address and "drains" in notice.message
         assert failed.details["kind"] == "preempted" and f"a checkpoint at step {saved.step}" in failed.message
-        assert notice.time - drained < 30
         second = [step for attempt, step in run.taken() if attempt == 2]
         assert second == list(range(saved.step + 1, 901)), "the next attempt went on behind the save"
         run.assert_nothing_left()

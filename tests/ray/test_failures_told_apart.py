@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from raypp.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -21,6 +22,8 @@ def _failure(run: Started) -> tuple[str, str, str]:
     return event.details["kind"], event.details["cause"], event.details["evidence"]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_segfault_is_named_with_its_signal_and_the_run_goes_on(start_run: StartRun) -> None:
     run = start_run("segfault", steps=20, fault="segfault:1:7:1")
     assert run.wait_end()["state"] == "SUCCEEDED"
@@ -37,6 +40,8 @@ def test_a_full_disk_is_named_with_its_place(start_run: StartRun) -> None:
     assert kind == "disk_full" and "/mnt/full is full" in cause
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_rank_that_is_told_to_end_is_saved_first_and_that_counts_for_no_failure(start_run: StartRun) -> None:
     run = start_run("notice", steps=200, every=0, recovery={"max_restarts": 0})
     run.wait_step(5)
@@ -50,13 +55,11 @@ def test_a_rank_that_is_told_to_end_is_saved_first_and_that_counts_for_no_failur
     assert [row["step"] for row in run.reader.history()] == list(range(1, 201))
 
 
-def test_the_cluster_takes_no_job_without_its_token(start_run: StartRun) -> None:
-    run = start_run("token", steps=2)
-    run.wait_end()
+def test_the_cluster_takes_no_job_without_its_token(cluster: Cluster) -> None:
     for path, body in (("/api/jobs/", b'{"entrypoint": "id"}'), ("/api/jobs/", None), ("/api/v0/actors", None)):
         for token in ("", "Bearer wrong"):
             headers = {"Authorization": token} if token else {}
-            request = urllib.request.Request(run.cluster.address + path, data=body, headers=headers)
+            request = urllib.request.Request(cluster.address + path, data=body, headers=headers)
             with pytest.raises(urllib.error.HTTPError) as refused:
                 urllib.request.urlopen(request, timeout=30)
             assert refused.value.code in (401, 403)

@@ -90,6 +90,7 @@ def _trains_on(run: Started, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     nodes: ExtraNodes, start_run: StartRun
 ) -> None:

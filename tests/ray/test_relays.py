@@ -59,6 +59,8 @@ def _assert_lines_are_written(run: Started) -> None:
         assert not missing, f"lines of rank {rank} are missing: {missing}"
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_when_the_relay_is_killed_nothing_is_lost_and_the_run_leaves_nothing_behind(start_run: StartRun) -> None:
     run = start_run(
         "relayed", rank_function="teller:run_rank", relays_from_ranks=FROM_RANKS, recovery={"standby": False}

@@ -67,6 +67,8 @@ def status_code(status: dict[str, Any]) -> int:
     return {"FAILED": 2, "STOPPED": int(not saved)}.get(status["state"], 0)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) -> None:
     run = start_run("waiting", steps=STEPS)
     os.kill(_freeze_and_run_out(run), signal.SIGKILL)
@@ -93,7 +95,8 @@ def test_when_a_rank_is_gone_checkpoints_tell_of_the_last_steps(start_run: Start
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGCONT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGCONT, marks=pytest.mark.gate), signal.SIGKILL])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
     """The controller dies before the ranks learn of the stop request: some cases keep the ranks
     running, others end them too."""

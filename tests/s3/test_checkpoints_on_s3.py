@@ -76,6 +76,8 @@ class Layers(nn.Module):
         self.layers = nn.ModuleDict({str(number): nn.Linear(700, 700 + number) for number in numbers})
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_what_two_stages_wrote_one_stage_reads_and_back(store: S3Store, run: str) -> None:
     attempt, together, told = claim_next_attempt(store, run), Together(), Told()
     stages, savers = [Layers(0, 1), Layers(2)], []

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,12 +14,12 @@ from fault_proxy import FaultProxy
 from rclone import RcloneServer, find_rclone, rclone
 from saving import OneRank, committed, newest
 from seaweed import BUCKET
+from stand_in_clock import StandInClock
 
 from raypp.checkpoint.commit import claim_attempt, claim_next_attempt
 from raypp.clusters.seaweed import SeaweedServer
-from raypp.storage import AlreadyExists
-from raypp.storage.s3 import S3Store
-from raypp.storage.s3_conditional import BIDS, create_by_bids
+from raypp.storage import AlreadyExists, s3
+from raypp.storage.s3 import BIDS, S3Store, create_by_bids
 
 pytestmark = pytest.mark.s3
 
@@ -73,6 +72,8 @@ def test_a_server_that_ignores_the_condition_is_found_out_and_told_once(
     assert sum("ignores If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_server_that_refuses_the_header_gets_bids_too(
     proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
 ) -> None:
@@ -97,18 +98,23 @@ def test_of_writers_racing_by_bids_exactly_one_wins_and_no_bid_is_left(ignoring:
 
 
 @pytest.mark.slow
-def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(ignoring: RcloneServer, run: str) -> None:
+@pytest.mark.gate
+def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(
+    ignoring: RcloneServer, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = StandInClock()
+    monkeypatch.setattr(s3, "time", clock)
     store = ignoring.store(BUCKET, run)
     folder = f"{BIDS}/{hashlib.sha256(b'x/COMMIT').hexdigest()[:24]}"
     store.put(f"{folder}/000000000000000000000000", b"x/COMMIT")
     assert list(store.list()) == []
-    began = time.monotonic()
     create_by_bids(store, "x/COMMIT", b"mine", dead_bid_s=2.0)
-    assert 2.0 <= time.monotonic() - began < 10.0
+    assert 2.0 <= clock.now < 10.0
     assert store.get("x/COMMIT") == b"mine"
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_saves_attempts_and_zombies_are_safe_on_a_server_that_ignores_the_condition(
     ignoring: RcloneServer, run: str
 ) -> None:

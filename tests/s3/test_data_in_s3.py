@@ -38,6 +38,8 @@ def test_text_objects_below_a_prefix_are_read_in_order_of_key() -> None:
     assert documents(kind="text", path=f"s3://{BUCKET}/texts/b.txt") == [[66, 256]]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_compressed_objects_are_read_as_what_they_hold() -> None:
     store = open_store(f"s3://{BUCKET}/packed")
     store.put("a.txt.gz", gzip.compress(b"A\n\nAA"))
@@ -59,6 +61,8 @@ def test_a_token_object_is_fetched_once_to_be_mapped(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("raypp.data.source_files.SourceFile.chunks", None)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_hugging_face_datasets_are_read_from_a_prefix(tmp_path: Path) -> None:
     """As `save_to_disk` writes them, and as they are on the hub, larger than one range."""
     many = [f"{number} " * 400 for number in range(3000)]
@@ -87,6 +91,8 @@ def test_hugging_face_datasets_are_read_from_a_prefix(tmp_path: Path) -> None:
         documents(kind="hf", path=damaged)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_what_is_not_there_is_named() -> None:
     with pytest.raises(DataError, match=r"^data\.path: no object at s3://.*/none"):
         documents(kind="text", path=f"s3://{BUCKET}/none")
@@ -94,6 +100,8 @@ def test_what_is_not_there_is_named() -> None:
         documents(kind="text", path="s3://no-such-bucket/x")
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     open_store(f"s3://{BUCKET}/there").put("a.txt", b"A")
     parts = [{"kind": "text", "path": f"s3://{BUCKET}/{name}"} for name in ("there", "none")]
@@ -105,6 +113,8 @@ def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     assert "no object at" in found[0].what and "no-such-bucket" in found[1].what
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_refused_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(UnreachableError, match=r"^data\.path: "):

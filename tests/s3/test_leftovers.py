@@ -53,6 +53,8 @@ def test_unfinished_uploads_and_uncommitted_objects_of_older_attempts_go_and_not
     assert newest(store, run) == (1, [])
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_an_attempt_removes_at_its_start_what_the_ones_before_left(store: S3Store, run: str) -> None:
     """Objects that the previous attempt may be about to commit stay until the next attempt."""
     claim_next_attempt(store, run)

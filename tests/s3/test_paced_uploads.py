@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,15 @@ import numpy as np
 import pytest
 from saving import PART
 from seaweed import BUCKET, seaweed
+from stand_in_clock import StandInClock
 
+from raypp.storage import rate_limit
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.directory import DirectoryStore
 from raypp.storage.other_traffic import OtherTraffic
 from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
 from raypp.storage.s3 import S3Store
-from raypp.storage.s3_parts import low_priority_options
+from raypp.storage.s3_upload import low_priority_options
 from raypp.storage.store import ObjectStore
 
 pytestmark = pytest.mark.s3
@@ -62,53 +62,49 @@ def test_what_comes_from_memory_arrives_whole(store: S3Store, size: int) -> None
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[DirectoryStore]:
-    """A directory in memory if there is one, because a busy disk syncs slower than the cap."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        yield DirectoryStore(Path(folder))
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
+    """The clock of the cap: it advances only while bytes wait for their turn."""
+    clock = StandInClock()
+    monkeypatch.setattr(rate_limit, "time", clock)
+    return clock
 
 
 @pytest.mark.parametrize("kind", ["s3, one request", "s3, parts", "directory"])
-def test_the_cap_holds_within_a_tenth(store: S3Store, directory: DirectoryStore, kind: str) -> None:
+def test_the_cap_holds_for_every_byte(store: S3Store, tmp_path: Path, clock: StandInClock, kind: str) -> None:
     size = 4 << 20 if kind == "s3, one request" else 11 << 20
-    cap = size / 1.5
-    place: ObjectStore = directory if kind == "directory" else store
-    data, rates = random_bytes(size), []
-    for _ in range(60):  # a server that is slow for a moment does not violate the cap, a fast one does
-        started = time.monotonic()
-        place.put_stream("paced", source_of(data, Pace(cap)), size)
-        rates.append(size / (time.monotonic() - started) / cap)
-        assert rates[-1] < 1.1
-        if rates[-1] > 0.9:
-            break
-    assert rates[-1] > 0.9, rates
+    place: ObjectStore = DirectoryStore(tmp_path) if kind == "directory" else store
+    data, pace = random_bytes(size), Pace(1e6)
+    place.put_stream("paced", source_of(data, pace), size)
+    assert pace.sent == size
+    # Without the last piece, after which nothing waits.
+    assert size - pace.piece_bytes <= clock.now * 1e6 + 1 and clock.now * 1e6 <= size
     assert place.get("paced") == bytes(data)
 
 
-def test_the_bytes_go_out_evenly_and_not_in_bursts() -> None:
-    pace, begun, sent = Pace(1e6), time.monotonic(), []
-    threads = [threading.Thread(target=lambda: [take(pace, sent) for _ in range(6)]) for _ in range(4)]
+def test_the_bytes_go_out_evenly_and_not_in_bursts(clock: StandInClock) -> None:
+    pace, sent = Pace(1e6), []
+
+    def take() -> None:
+        for _ in range(6):
+            pace.take(pace.piece_bytes)
+            sent.append(clock.now)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for moment, total in zip(sorted(sent), range(pace.piece_bytes, 10**9, pace.piece_bytes), strict=False):
-        assert total <= (moment - begun) * 1e6 + pace.piece_bytes, "ahead of the cap by more than a piece"
-
-
-def take(pace: Pace, sent: list[float]) -> None:
-    pace.take(pace.piece_bytes)
-    sent.append(time.monotonic())
+    for moment, total in zip(sorted(sent), range(0, 10**9, pace.piece_bytes), strict=False):
+        assert total <= moment * 1e6 + 1, "ahead of the cap by more than a piece"
 
 
 @pytest.mark.parametrize("others", ["idle", "always under way"])
-def test_an_upload_gives_way_to_messages_but_not_to_itself(store: S3Store, others: str) -> None:
+def test_an_upload_gives_way_to_messages_but_not_to_itself(store: S3Store, clock: StandInClock, others: str) -> None:
     """The server is on loopback, so loopback counts here: the upload's own connections must not."""
     size = 3 * PART
-    data, cap = random_bytes(size), size / 1.0
+    data = random_bytes(size)
     traffic = OtherTraffic(is_here=lambda own, peer: False)
-    pace = Pace(cap, gives_way=traffic.is_under_way)
+    pace = Pace(1e6, gives_way=traffic.is_under_way)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         with socket.create_connection(listener.getsockname()) as training:
@@ -118,20 +114,19 @@ def test_an_upload_gives_way_to_messages_but_not_to_itself(store: S3Store, other
                     training.send(bytes(PART))
             store.put_stream("gives-way", source_of(data, pace), size)
     assert store.get("gives-way") == bytes(data)
+    times_as_long = clock.now * 1e6 / size
     if others == "idle":
-        assert pace.yielded_s == 0
+        assert times_as_long <= 1
     else:
-        assert pace.yielded_s > 0.8 * YIELDED * size / cap
+        assert 0.9 * (1 + YIELDED) < times_as_long < 1.1 * (1 + YIELDED)
 
 
-def test_an_upload_that_is_given_up_ends_at_once_and_leaves_nothing(store: S3Store) -> None:
-    stop = threading.Event()
-    threading.Timer(0.3, stop.set).start()
-    started = time.monotonic()
+def test_an_upload_that_is_given_up_ends_at_once_and_leaves_nothing(store: S3Store, clock: StandInClock) -> None:
     size = 3 * PART
+    pace = Pace(1e6, lambda: pace.sent > PART)
     with pytest.raises(Abandoned):
-        store.put_stream("given-up", source_of(random_bytes(size), Pace(size / 60, stop.is_set)), size)
-    assert time.monotonic() - started < 30
+        store.put_stream("given-up", source_of(random_bytes(size), pace), size)
+    assert pace.sent < 2 * PART
     assert store.head("given-up") is None
     assert list(store.unfinished("given-up")) == []
 

@@ -56,6 +56,8 @@ def test_the_endpoint_comes_from_a_variable_and_buckets_are_addressed_by_path(
     assert isinstance(store, S3Store) and store.endpoint == proxy.endpoint
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_profile_gives_endpoint_keys_region_and_style(
     proxy: FaultProxy, seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -71,6 +73,8 @@ def test_a_profile_gives_endpoint_keys_region_and_style(
     assert all("/eu-central-1/s3/" in request.headers["authorization"] for request in proxy.seen)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.usefixtures("keys")
 def test_aws_region_counts_and_is_what_requests_are_signed_for(
     proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +104,8 @@ def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.usefixtures("keys", "names_below_localhost")
 def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     port = proxy.endpoint.rpartition(":")[2]
@@ -115,6 +121,8 @@ def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeyp
     assert proxy.seen[-1].target == "/virtual/a/b"
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.usefixtures("names_below_localhost")
 def test_virtual_host_style_works_on_a_server_that_knows_its_domain(
     server: Any, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +136,8 @@ def test_virtual_host_style_works_on_a_server_that_knows_its_domain(
     assert works(open_store(f"s3://{BUCKET}/virtual"))
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.usefixtures("keys")
 def test_the_requester_says_that_he_pays_with_every_request(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
@@ -139,6 +149,8 @@ def test_the_requester_says_that_he_pays_with_every_request(proxy: FaultProxy, m
     assert all(request.headers.get("x-amz-request-payer") == "requester" for request in proxy.seen)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize("value", ["when_supported", "when_required"])
 @pytest.mark.usefixtures("keys")
 def test_botos_checksums_are_off_for_servers_that_are_not_aws_unless_they_are_asked_for(
@@ -175,6 +187,8 @@ def test_a_setting_that_cannot_be_used_is_named(
         open_store("s3://bucket/x")
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("endpoint", "ignored", "style"),
     [
@@ -194,6 +208,8 @@ def test_what_counts_is_the_server_that_boto3_will_ask_not_the_variable(
     assert config.request_checksum_calculation == ("when_required" if style else "when_supported")
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.usefixtures("keys")
 def test_a_second_client_reads_no_description_of_services_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")

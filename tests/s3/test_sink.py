@@ -19,7 +19,7 @@ from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3 import S3Store
 from raypp.storage.store import StoreError
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
 _PREFIXES = (f"sink-{number}" for number in itertools.count())
 
 

@@ -31,6 +31,8 @@ def rows(**data: Any) -> list[Any]:
     return [(row.tokens.tolist(), row.labels.tolist()) for row in found]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_reads_shards_by_ranges_and_keeps_only_what_it_read(tmp_path: Path) -> None:
     source = tmp_path / "source.txt"
     source.write_text("\n\n".join(f"paragraph {number} " * (1 + number % 50) for number in range(20_000)))
@@ -47,6 +49,7 @@ def test_a_run_reads_shards_by_ranges_and_keeps_only_what_it_read(tmp_path: Path
     assert 0 < blocks < 2 * manifest.tokens
 
 
+@pytest.mark.slow
 def test_loss_masks_are_read_by_ranges_too(tmp_path: Path) -> None:
     source = tmp_path / "pairs.jsonl"
     with source.open("w") as file:

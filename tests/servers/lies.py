@@ -213,11 +213,6 @@ def _error(code: str, message: str = "told") -> bytes:
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
 
-def _huge_error(client: socket.socket, _request: Request, _real: Answer) -> None:
-    answer(client, 400, {}, b"<Error><Code>Bad</Code><Message>", "")
-    _endlessly(client, b"m" * (1 << 20))
-
-
 _BOMB = (
     b'<?xml version="1.0"?><!DOCTYPE b [<!ENTITY a0 "aaaaaaaaaa">'
     + b"".join(
@@ -274,7 +269,6 @@ LIES: dict[str, tuple[Wanted, Lie]] = {
     "listings that are a bomb": (_is_list, _document(_BOMB)),
     "listings that are a bomb in UTF-16": (_is_list, _document(_BOMB.decode().encode("utf-16"))),
     "listings that are deep": (_is_list, _document(_DEEP)),
-    "listings without end": (_is_list, _endless),
     "listings a byte at a time": (_is_list, _trickled_body),
     "heads of sizes below 0": (_is_head, _headers(content_length="-5")),
     "heads of sizes of 30 digits": (_is_head, _headers(content_length="9" * 30)),
@@ -315,7 +309,6 @@ LIES: dict[str, tuple[Wanted, Lie]] = {
     "503 for ever": (_any, _document(_error("SlowDown"), 503)),
     "429 for ever": (_any, _document(b"", 429)),
     "403 for ever": (_any, _document(_error("AccessDenied", "\x1b]0;owned\x07"), 403)),
-    "errors without end": (_any, _huge_error),
     "errors that are a bomb": (_any, _document(_BOMB, 400)),
     "errors that are deep": (_any, _document(_DEEP_ERROR, 400)),
     "errors with control characters": (_any, _document(_error("Bad&#x9b;", "&#x85;m&#x202e;[bold]"), 400)),

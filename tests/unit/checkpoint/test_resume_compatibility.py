@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypp.checkpoint.compatibility import check_resume
+from raypp.checkpoint.compatibility import check_resume, rate_jump
 from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
 from raypp.errors import CheckpointError
 from raypp.spec.job import Job
@@ -120,3 +120,29 @@ def test_a_run_from_before_there_was_a_choice_goes_on_with_moments_in_fp32() -> 
     before = json.loads(json.dumps(OLD))
     del before["train"]["optimizer"]["state"]
     assert check_resume(before, changed()) == []
+
+
+def of_steps(steps: int, schedule: dict[str, Any] | None = None, lr: float = 1e-2) -> Job:
+    return changed(train={"steps": steps, "optimizer": {"kind": "adamw", "lr": lr}, "lr_schedule": schedule or COSINE})
+
+
+COSINE = {"kind": "cosine", "warmup_steps": 10, "min_ratio": 0.1}
+
+
+def test_more_steps_under_a_schedule_that_falls_to_the_last_one_let_the_rate_jump_with_a_word() -> None:
+    said = rate_jump(written(of_steps(200)), of_steps(1000), 200)
+    assert said is not None and said.startswith(
+        "the learning rate jumps from 0.001 at step 200 to 0.0092 at step 201: train.steps is 1000, was 200, and "
+        "cosine falls to the last step. To keep 0.001, set train.optimizer.lr=0.001, "
+    )
+    linear = COSINE | {"kind": "linear", "min_ratio": 0.0}
+    assert "To choose it, set" in (rate_jump(written(of_steps(20, linear)), of_steps(40, linear), 20) or "")
+
+
+def test_a_rate_that_goes_on_or_that_the_job_sets_is_no_jump() -> None:
+    constant = {"kind": "constant", "warmup_steps": 10}
+    assert rate_jump(written(of_steps(200)), of_steps(200), 150) is None
+    assert rate_jump(written(of_steps(200)), of_steps(1000), 5) is None, "still in the warm-up"
+    assert rate_jump(written(of_steps(200, constant)), of_steps(1000, constant), 200) is None
+    assert rate_jump(written(of_steps(200)), of_steps(1000, lr=2e-2), 200) is None
+    assert rate_jump({"train": {"steps": "many"}}, of_steps(1000), 200) is None

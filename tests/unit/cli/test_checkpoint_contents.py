@@ -167,8 +167,8 @@ def test_plan_takes_the_sizes_from_the_model_that_is_named(tmp_path: Path, capsy
     path.write_text("name: tune\nmodel:\n  from_hf: hf\ndata: {kind: synthetic}\nmesh: {pp: 2}\n")
     assert run(["plan", str(path), "--json"]) == 0
     assert [rank["layers"] for rank in told(capsys)["ranks"]] == [[[0, 0]], [[1, 1]]]
-    assert run(["plan", str(path), "--set", "model.vocab_size=301"]) == 2
-    assert "--set model.vocab_size=301: is 301, but" in capsys.readouterr().err
+    assert run(["plan", str(path), "--set", "model.vocab_size=299"]) == 2
+    assert "--set model.vocab_size=299: is 299, but" in capsys.readouterr().err
     assert run(["plan", str(path), "--set", "model.from_hf=nowhere"]) == 2
     assert "--set model.from_hf=nowhere: there is no" in capsys.readouterr().err
     assert run(["plan", str(path), "--set", "mesh.pp=4"]) == 2

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from raypp.api import run as api_run
+from raypp.api.job_watch import JobWatch
+from raypp.api.run import Run
 from raypp.cli import run_commands
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster
@@ -47,21 +50,23 @@ def ended(kind: str, code: int) -> Event:
     ],
 )
 def test_submit_exits_with_the_code_of_the_run_s_last_end(state: str, events: list[Event], code: int) -> None:
-    watch = run_commands._JobWatch(Cluster(NOBODY, Dashboard(NOBODY)), PLACE)
+    watch = JobWatch(Cluster(NOBODY, Dashboard(NOBODY)), PLACE)
     watch._ended = 0.0
-    assert watch.exit_code({"state": state}, Records(*events, state=state)) == code  # type: ignore[arg-type]
+    assert watch.exit_code({"state": state}, Records(*events, state=state), print) == code  # type: ignore[arg-type]
 
 
 def test_stop_is_an_error_when_the_last_checkpoint_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     answer: dict[str, Any] = {"found": True, "state": "STOPPED", "step": 8, "checkpoint": "s3://b/mine/step-00000008"}
     cluster = Cluster(NOBODY, Dashboard(NOBODY))
-    monkeypatch.setattr(run_commands.client, "command_run", lambda *_: answer)
+    monkeypatch.setattr(api_run.client, "command_run", lambda *_: answer)
+    monkeypatch.setattr(api_run.known_runs, "cluster_of", lambda *_: cluster)
+    run = Run(PLACE, Records(state=RunState.RUNNING))  # type: ignore[arg-type]
     answer |= {"exit_code": 0, "reason": ""}
-    told = run_commands._stop(PLACE, Records(), cluster)  # type: ignore[arg-type]
+    told = run_commands._stop(run)
     assert told == "mine: STOPPED at step 8; newest checkpoint: s3://b/mine/step-00000008"
     answer |= {"state": "FAILED", "checkpoint": None, "exit_code": 1, "reason": LACKS}
     with pytest.raises(
         RunFailedError, match="FAILED at step 8; newest checkpoint: none: stopped without its last"
     ) as it:
-        run_commands._stop(PLACE, Records(), cluster)  # type: ignore[arg-type]
+        run_commands._stop(run)
     assert it.value.exit_code == 1 and "raypp events mine" in str(it.value)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from gallery import NAMES
 
+from raypp.api.checked_job import load_checked_job
 from raypp.cli import init_command
 from raypp.cli.init_command import TEMPLATES, files_of, summary
-from raypp.cli.load_job import load_checked_job
 from raypp.cli.main import run
 
 

@@ -1,11 +1,9 @@
-"""Commands print by `output.py` and `console.py` only, and these show whatever they are given."""
+"""`output.py` and `console.py` show whatever they are given."""
 
 from __future__ import annotations
 
-import ast
 import io
 import json
-from pathlib import Path
 
 import nasty_world as nasty
 import pytest
@@ -14,57 +12,10 @@ from rich.cells import cell_len
 from rich.console import Group
 from rich.padding import Padding
 
-import raypp.cli
 from raypp.cli.console import LONGEST_CELL, Console, Lines, Table, Text
 from raypp.cli.error_view import show_error
 from raypp.cli.output import echo, echo_json, echo_lines, styled
 from raypp.errors import JobError, Problem
-
-FOLDER = Path(raypp.cli.__file__).parent
-OWN = {"output.py", "console.py"}
-FORBIDDEN = {
-    "click.echo", "click.secho", "click.style", "click.echo_via_pager", "click.prompt", "click.confirm", "print",
-    "sys.stdout.write", "sys.stderr.write", "traceback.print_exc", "traceback.print_exception",
-}  # fmt: skip
-FORBIDDEN_IMPORTS = {
-    "rich.print", "rich.get_console", "rich.console.Console", "rich.text", "rich.text.Text", "rich.table",
-    "rich.table.Table", "rich.markup", "rich.pretty", "rich.traceback", "rich.logging", "pprint",
-}  # fmt: skip
-
-
-def other_ways(source: str) -> list[str]:
-    """Returns what prints past the two modules in a source."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            if name in FORBIDDEN:
-                found.append(name)
-            # Without a console these two print to Rich's own.
-            if name in ("Live", "Progress", "Status") and "console" not in {one.arg for one in node.keywords}:
-                found.append(f"{name} without console=")
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
-            found += sorted(names & FORBIDDEN_IMPORTS)
-        elif isinstance(node, ast.Import):
-            found += sorted({one.name for one in node.names} & (FORBIDDEN_IMPORTS | {"rich"}))
-    return found
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_a_command_prints_by_the_two_modules(path: Path) -> None:
-    if path.name not in OWN:
-        assert other_ways(path.read_text()) == []
-
-
-def test_other_ways_are_found() -> None:
-    source = (
-        "import click, rich\nfrom rich.console import Console\nfrom rich.text import Text\n"
-        "click.echo('a')\nprint('b')\nLive('c')\n"
-    )
-    assert sorted(other_ways(source)) == sorted(
-        ["rich", "rich.console.Console", "rich.text", "rich.text.Text", "click.echo", "print", "Live without console="]
-    )
 
 
 def drawn(*things: object, width: int = 100, **options: object) -> str:

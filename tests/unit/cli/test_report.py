@@ -14,9 +14,9 @@ import nasty_world as nasty
 import pytest
 from traces import two_ranks
 
+from raypp.api.report.charts import COLUMNS, means, number, thinned, ticks
+from raypp.api.report.html import Html, joined, tag, text
 from raypp.cli.main import run
-from raypp.cli.report.charts import COLUMNS, means, number, thinned, ticks
-from raypp.cli.report.html import Html, joined, tag, text
 from raypp.observe.json_lines import document, step_line
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus

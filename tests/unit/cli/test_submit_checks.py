@@ -15,11 +15,14 @@ from zipfile import ZipFile
 import nasty_world as nasty
 import pytest
 
+from raypp.api import submission
+from raypp.api.find_run import find_run
+from raypp.api.job_watch import JobWatch
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
-from raypp.cli.find_run import find_run
 from raypp.cli.live import LiveView
+from raypp.cli.output import say
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
@@ -68,8 +71,8 @@ def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
 
     def start(at_upload: Callable[[], None], accepts: bool = False, url: str = "http://127.0.0.1:1") -> RunPlace:
         dashboard = _AtUpload(at_upload, accepts, url)
-        place, _ = run_commands._submit(load_job(path), store, Cluster(dashboard.url, dashboard), resume=False)
-        return place
+        cluster = Cluster(dashboard.url, dashboard)
+        return submission.start(submission.Prepared(load_job(path), store, cluster, False, "cpu", {}), say)
 
     return start
 
@@ -206,10 +209,10 @@ def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
     write_spec(store, "mine", job_document(file.job))
     store.put(commit_key("mine", 20), b"")
     if fits:
-        run_commands._check_name(file, store, resume=True)
+        submission._check_name(file, store, True, say)
         return
     with pytest.raises(JobError, match=r"train\.steps: is 19, but the run is at step 20"):
-        run_commands._check_name(file, store, resume=True)
+        submission._check_name(file, store, True, say)
 
 
 class _JobFailed(Dashboard):
@@ -229,9 +232,9 @@ def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
             recorder.event(end_event(Finish(RunState.FAILED, "wrong", 2), 1, 3))
             recorder.status(RunStatus("a", RunState.FAILED, 3, error="wrong"))
     dashboard = _JobFailed("http://127.0.0.1:1")
-    watch = run_commands._JobWatch(Cluster(dashboard.url, dashboard), RunPlace(store.url, "a", dashboard.url, "job"))
+    watch = JobWatch(Cluster(dashboard.url, dashboard), RunPlace(store.url, "a", dashboard.url, "job"))
     shown = RunStatus("a", RunState.FAILED).as_dict()
-    assert watch.exit_code(shown, RunReader(store, "a")) == code
+    assert watch.exit_code(shown, RunReader(store, "a"), say) == code
     assert ("the words of the driver" in capsys.readouterr().err) is not recorded
 
 
@@ -301,9 +304,9 @@ def test_a_name_of_a_run_of_another_store_in_the_cluster_is_refused(store: Direc
         cluster_with([("01", HERS, "RUNNING")], [("ALIVE", "01")]) as cluster,
         pytest.raises(JobError, match=r"(?s)another run named 'mine', of s3://hers/runs, is active.*--set name="),
     ):
-        run_commands._check_not_running(job, store, cluster)
+        submission._check_not_running(job, store, cluster)
     with cluster_with([("01", HERS, "SUCCEEDED")]) as cluster:
-        run_commands._check_not_running(job, store, cluster)
+        submission._check_not_running(job, store, cluster)
 
 
 def test_a_run_of_which_the_cluster_does_not_say_whether_it_is_active_is_not_submitted(store: DirectoryStore) -> None:
@@ -311,7 +314,7 @@ def test_a_run_of_which_the_cluster_does_not_say_whether_it_is_active_is_not_sub
         cluster_with(status=500) as cluster,
         pytest.raises(UnreachableError, match="does not say whether the run 'mine' is active"),
     ):
-        run_commands._check_not_running(parse_job({"name": "mine"}), store, cluster)
+        submission._check_not_running(parse_job({"name": "mine"}), store, cluster)
 
 
 def test_a_url_is_compared_in_the_form_of_its_store(tmp_path: Path, store: DirectoryStore) -> None:

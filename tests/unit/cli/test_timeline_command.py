@@ -10,14 +10,14 @@ import pytest
 from traces import chrome_faults, two_ranks
 
 from raypp.cli.main import run
-from raypp.cli.timeline_command import _parts_of, measured_cards, measured_links, newest_trace
+from raypp.cli.timeline_command import _parts_of
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
-from raypp.observe.trace import RankTrace, TracePlace
-from raypp.observe.trace_analysis import analyse
+from raypp.observe.trace import RankTrace, TracePlace, newest_trace
+from raypp.observe.trace_analysis import analyse, measured_cards, measured_links
 from raypp.records import Event, RunState
 from raypp.storage import ObjectStore, open_store
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.cli.find_run import find_run
+from raypp.api.find_run import find_run
 from raypp.clusters import find, known_runs, local
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster, lend_store_settings
@@ -76,7 +76,9 @@ def embedded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalCluster:
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
     me = OwnProcess.of(os.getpid())
     s3 = SeaweedServer("http://127.0.0.1:8333", "K", "S", me.pid, me.started, (8333,), str(tmp_path))
-    cluster = LocalCluster("http://127.0.0.1:8265", "127.0.0.1:6379", 8, me, s3, "token", "/tmp/raypp-x", "python")
+    token = str(tmp_path / "token")
+    write_private(Path(token), "secret")
+    cluster = LocalCluster("http://127.0.0.1:8265", "127.0.0.1:6379", 8, me, s3, token, "/tmp/raypp-x", "python")
     write_private(local.directory() / "state.json", json.dumps(asdict(cluster)))
     assert local.find() == cluster
     return cluster
@@ -85,9 +87,22 @@ def embedded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalCluster:
 def test_the_store_of_the_embedded_cluster_is_lent_to_commands_that_use_it(
     embedded: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAYPP_ADDRESS", "127.0.0.1:8265")
+    monkeypatch.setenv("RAYPP_ADDRESS", "http://localhost:8265/#/jobs")
     assert lend_store_settings() == embedded.s3.endpoint
     assert collect_secrets() == {"AWS_ACCESS_KEY_ID": "K", "AWS_SECRET_ACCESS_KEY": "S"}
+
+
+@pytest.mark.parametrize("address", [None, "http://127.0.0.1:8265/#/jobs", "localhost", "[::1]:8265", "auto"])
+def test_the_embedded_cluster_s_token_is_sent_to_it_by_any_of_its_names(
+    embedded: LocalCluster, address: str | None
+) -> None:
+    assert find.find_cluster(address).embedded == embedded
+
+
+def test_auto_is_the_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
+    found = find.find_cluster("auto")
+    assert (found.address, found.embedded) == ("http://127.0.0.1:8265", None)
 
 
 @pytest.mark.parametrize("address", ["http://10.0.0.1:8265", "ray://no-dashboard"])

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 import time
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -96,6 +97,17 @@ def test_a_closed_loader_goes_on_where_it_was() -> None:
         assert as_lists(rows_of([loader.next_step()])) == as_lists(rows_of([other.next_step()]))
         loader.close()
     other.close()
+
+
+def test_what_a_loader_has_prepared_is_dropped_when_it_is_sent_elsewhere() -> None:
+    share = Share(0, 1, 2, 1)
+    with closing(made([9] * 40, share)) as loader, closing(made([9] * 40, share)) as other:
+        start = loader.position()
+        first = as_lists(rows_of([loader.next_step()]))
+        loader.next_step()
+        loader.seek(start)
+        assert as_lists(rows_of([loader.next_step()])) == first == as_lists(rows_of([other.next_step()]))
+        assert loader.position() == other.position()
 
 
 def test_a_position_of_other_data_is_refused() -> None:

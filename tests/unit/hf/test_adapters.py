@@ -30,6 +30,7 @@ from raypp.hf.from_hf import hf_options
 from raypp.hf.import_model import import_hf
 from raypp.hf.initial_weights import load_from_hf
 from raypp.hf.model_files import HfFiles
+from raypp.inference.source import find_source
 from raypp.models.documents import PackedDocuments
 from raypp.models.initial_values import initialise
 from raypp.models.stage import build_stage
@@ -308,3 +309,21 @@ def test_peft_computes_the_logits_of_some_adapters_of_layers_with_experts(
     expected = our_logits(stage)
     assert (expected - their_logits(loaded(folder))).abs().max() > 1e-3, "the adapters change nothing"
     torch.testing.assert_close(their_logits(adapted), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grown", [0, 4])
+def test_a_merged_export_has_the_config_of_its_base_and_peft_is_told_of_rows_that_its_base_lacks(
+    grown: int, tmp_path: Path
+) -> None:
+    base = folder_of("llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"max_position_embeddings": 4096, "max_window_layers": 9}
+    (base / "config.json").write_text(json.dumps(config))
+    rows = config["vocab_size"] + grown
+    options = hf_options(DecoderOptions(from_hf=str(base), lora=LoraOptions(**LORA), vocab_size=rows))
+    store, commit = saved(whole(options), options, tmp_path / "store")
+    export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
+    assert json.loads((tmp_path / "merged" / "config.json").read_text()) == {**config, "vocab_size": rows}
+    contexts = {find_source(str(place)).context for place in (tmp_path / "store" / "run", tmp_path / "merged", base)}
+    assert contexts == {4096}
+    remarks = export_adapter(store, commit, DirectoryStore(tmp_path / "adapter")).remarks
+    assert any("4 more rows than" in remark for remark in remarks) == bool(grown)

@@ -110,7 +110,7 @@ def test_an_exported_model_continues_texts(tmp_path: Path) -> None:
     assert not remarks
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (256, 256)
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == ([2, 256], None)
     tokenizer.padding_side = "left"
     alone = [continued(model, tokenizer, [text])[0] for text in ("In the beginning", "é")]
     assert continued(model, tokenizer, ["In the beginning", "é"]) == alone
@@ -144,7 +144,7 @@ def test_a_tokenizer_file_is_copied_with_the_files_beside_it(tmp_path: Path) -> 
     assert all(content == (source.parent / name).read_bytes() for name, content in copied.items())
     # Documents of training ended with 3, turns of a chat end with 4.
     generation = json.loads(files.files["generation_config.json"])
-    assert generation == {"eos_token_id": [4, 3], "top_p": 0.8, "pad_token_id": 5} and files.eos_id == 3
+    assert generation == {"eos_token_id": [4, 3], "top_p": 0.8, "pad_token_id": 5} and files.ids["eos_id"] == 3
     again = transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path / "out"))
     assert (again.eos_token, again.model_max_length) == ("<|im_end|>", 77)
     turns = [{"role": "user", "content": "in the beginning"}]
@@ -217,4 +217,5 @@ def test_special_files_beside_a_tokenizer_are_left_alone(tmp_path: Path) -> None
 def test_another_tokenizer_can_be_named(tmp_path: Path) -> None:
     out, remarks = exported(tmp_path, tokenizer="bytes")
     assert not remarks and transformers.AutoTokenizer.from_pretrained(out)("a")["input_ids"] == [97]
-    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 256
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 256]

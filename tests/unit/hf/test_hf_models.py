@@ -78,7 +78,7 @@ def test_bf16_export_rounds_as_torch_does(tmp_path: Path) -> None:
     export_hf(store, read_commit(store, "run", 0), DirectoryStore(tmp_path / "out"), dtype="BF16")
     before, after = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "out")
     assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_conversions_are_those_of_torch_for_every_kind_of_number() -> None:

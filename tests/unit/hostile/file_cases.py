@@ -31,7 +31,6 @@ from raypp.hf.names import model_tensors
 from raypp.hf.tokenizer_files import tokenizer_files
 from raypp.planning.costs import Costs, Part, read_costs, write_costs
 from raypp.planning.machines import read_machines
-from raypp.schedules.slow_starts import SlowStart
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
@@ -335,7 +334,7 @@ def costs_document() -> dict[str, Any]:
     """Returns what `raypp plan --measure` writes."""
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"raypp-costs-{os.getpid()}.json"
     try:
-        costs = Costs(Part(1, 2), Part(0, 1), Part(1, 2), slow_starts=(SlowStart(0.05, 0.4, 0.02),))
+        costs = Costs(Part(1, 2), Part(0, 1), Part(1, 2))
         write_costs(path, costs, job(kind="synthetic"), "a device", "today")
         found: dict[str, Any] = json.loads(path.read_text())
         return found

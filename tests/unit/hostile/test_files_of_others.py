@@ -220,5 +220,5 @@ def test_a_damaged_cache_entry_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [None, [], "text", {"tokenizer": 3}, {"tokenizer": "/dev/zero"}, {"seq_len": "x"}])
 def test_the_tokenizer_of_a_strange_job_is_left_out_and_told(data: Any) -> None:
     found = run_tokenizer({"data": data}, None, DecoderOptions())
-    assert found.files == {} and found.eos_id is None
+    assert found.files == {} and found.ids["eos_id"] is None
     assert found.remarks and all("exported" in remark for remark in found.remarks)

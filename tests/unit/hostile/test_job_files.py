@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from raypp.cli.load_job import load_checked_job
+from raypp.api.checked_job import load_checked_job
 from raypp.cli.main import cli
 from raypp.errors import JobError, RayppError
 from raypp.planning.check import check_plan, divisors

@@ -17,7 +17,6 @@ from raypp.observe.trace_analysis import analyse, messages_of
 from raypp.records import Coordinates, Event
 from raypp.schedules.catalogue import build_program
 from raypp.schedules.simulate import simulate
-from raypp.schedules.slow_starts import SlowStart, SlowStarts
 from raypp.storage import open_store
 
 
@@ -134,22 +133,3 @@ def test_messages_stay_within_a_replica() -> None:
     below, above = two_ranks()
     elsewhere = replace(above, coordinates=Coordinates(1, fsdp=1))
     assert list(messages_of([below, elsewhere])) == []
-
-
-def slow_after_waits(steps: int) -> list[RankTrace]:
-    """Returns a trace in which passes after waits take 15 ms longer."""
-    return two_ranks(steps, replace(TIMES, slow_starts=SlowStarts([SlowStart(0.001, 0.5, 0.015)])))
-
-
-def test_passes_after_waits_are_slow_in_the_prediction_if_they_were_in_the_trace() -> None:
-    prediction = analyse(two_ranks(4), [0.005]).prediction
-    assert prediction is not None and prediction.times.slow_starts is None
-    trace = slow_after_waits(4)
-    found = analyse(trace, [0.005])
-    assert found.prediction is not None and found.prediction.times.slow_starts is not None
-    assert all(one.lost_s == pytest.approx(0.015) for one in found.prediction.times.slow_starts.known)
-    assert found.prediction.times.forward == pytest.approx(TIMES.forward)
-    assert found.prediction.timeline.makespan == pytest.approx(found.pipeline_s[0], rel=0.02)
-    assert found.prediction.timeline.makespan > prediction.timeline.makespan + 0.02
-    gpu = analyse([replace(one, device="cuda") for one in trace], [0.005]).prediction
-    assert gpu is not None and gpu.times.slow_starts is None

@@ -78,11 +78,12 @@ def test_every_rank_hears_how_long_each_computed(with_snapshots: bool) -> None:
     assert all(plan.snapshots == state for plan in plans)
 
 
-def test_ranks_of_one_replica_that_read_different_rows_are_told_so_alike() -> None:
-    said = [(0, proposal([8], 1, 5)), (1, proposal([8], 1, 6)), (1, proposal([8], 1, 7))]
+@pytest.mark.parametrize("torn", [0, 1])
+def test_ranks_of_one_replica_that_read_different_rows_are_told_so_alike(torn: int) -> None:
+    said = [(1 - torn, proposal([8], 1, 5)), (torn, proposal([8], 1, 6)), (torn, proposal([8], 1, 7))]
     vectors = torch.stack([pack(one, replica, 2) for replica, one in said]).amax(0)
     for replica, one in said:
-        with pytest.raises(DataError, match="the ranks of replica 1 read different rows"):
+        with pytest.raises(DataError, match=f"the ranks of replica {torn} read different rows"):
             unpack(vectors, one, replica, 2)
 
 

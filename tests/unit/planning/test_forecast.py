@@ -17,7 +17,6 @@ from raypp.planning.predict import Grounds, predict
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.search import advice, search
 from raypp.planning.sizes import sizes_of
-from raypp.schedules.slow_starts import SlowStart
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
 
@@ -234,17 +233,13 @@ def test_costs_are_read_back_and_hold_for_one_model_only(tmp_path):
 
 def test_what_an_older_file_of_costs_lacks_is_told(tmp_path):
     path, job = tmp_path / "costs.json", pipeline()
-    waits = (SlowStart(0.01, 0.02, 0.001), SlowStart(0.05, 0.44, 0.02))
-    later = {"input_share": 0.75, "weight_share": 0.5, "gather_s": 1e-9, "sum_s": 2e-9, "slow_starts": waits}
+    later = {"input_share": 0.75, "weight_share": 0.5, "gather_s": 1e-9, "sum_s": 2e-9}
     write_costs(path, replace(UNIT, **later), job, "a core", "today")
     found = read_costs(path, job)
     assert {name: getattr(found, name) for name in later} == later and "without" not in found.source
-    assert "after a wait of 50 ms a pass takes 1.44 × as long" in found.source
     document = {key: value for key, value in json.loads(path.read_text()).items() if key not in later}
     path.write_text(json.dumps(document))
-    older = read_costs(path, job)
-    source = older.source
-    assert older.slow_starts == () and "without passes after waits" in source and "after a wait of" not in source
+    source = read_costs(path, job).source
     assert "without the split of a backward into halves" in source and "without FSDP's copies on CPUs" in source
 
 
@@ -258,20 +253,6 @@ def test_costs_of_a_gpu_are_planned_as_a_gpus(tmp_path):
     del document["kind"]
     path.write_text(json.dumps(document))
     assert Grounds(costs=read_costs(path, job)).devices_for(job) == [DEVICES["cpu"]], "older files were mostly a CPU's"
-
-
-def test_passes_after_waits_are_as_slow_as_measured():
-    """Forward 2, backward 4 per stage, a message 2. Rank 1 waits 4, then never again; rank 0 waits
-    9.5 for its first gradient and 0.5 for its second."""
-    job = pipeline(lookahead=0, microbatches=2)
-    machines = Machines.alike(2, 1, message_bytes(job) * 8 / 1e9 / 2)
-    asleep = replace(UNIT, slow_starts=(SlowStart(2.0, 0.25, 1.0), SlowStart(4.0, 0.5, 1.5)))
-    usual, slow = (forecast(job, machines, costs) for costs in (UNIT, asleep))
-    assert usual.parts["pipeline"] == pytest.approx(22)
-    assert slow.parts["pipeline"] == pytest.approx(13.5 + (4 + 1.5) + 0.5 + (4 + 0.25))
-    alone = job_with(model={"num_layers": 4}, mesh={"pp": 1}, pipeline={"microbatches": 2})
-    single = [forecast(alone, Machines.alike(1, 1, None), costs).step_s for costs in (UNIT, asleep)]
-    assert single[0] == single[1]
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,13 @@ def test_a_frozen_rank_is_blamed_although_it_told_last_that_it_moved() -> None:
     assert blame.rank == 1 and "has not reported for 66 s" in blame.cause
 
 
+def test_a_rank_that_froze_in_a_collective_is_not_in_it() -> None:
+    for phase, name in (("step agree", "the agreement on the step"), ("step sum", "the sum of loss and norms")):
+        blame = find_culprit(ranks(phase, phase, still=(70, 66), silent=(1,)), STAGES)
+        assert blame.rank == 1
+        assert blame.cause.startswith(f"pp0 (rank 0, node node-0, pid 100) waits for {name} with pp1")
+
+
 def test_ranks_that_wait_for_each_other_are_told_as_a_ring() -> None:
     blame = find_culprit(ranks("step 0B3 waits", "step 1F4 waits", still=(70, 90)), STAGES)
     assert blame.ring and blame.rank == 1

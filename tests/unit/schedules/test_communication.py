@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from deadlock import Rule, find_hangs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from raypp.mesh.stage_placement import place_stages
 from raypp.schedules.action import Action, Program
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, size_problems
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by
-from raypp.schedules.deadlock import Rule, find_hangs
 from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.schedules.simulate import StageTimes, simulate
@@ -243,3 +243,16 @@ def test_channels_are_connected_neighbours_first() -> None:
     assert channels_of([0, 1, 2, 3]) == [(0, 1), (2, 1), (2, 3), (1, 0), (1, 2), (3, 2)]
     assert channels_of([0, 0]) == []
     assert set(channels_of([0, 1, 2, 0, 1, 2])) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
+
+
+def test_a_message_that_is_needed_first_and_sent_last_is_posted_with_all_before_it() -> None:
+    """A user's own schedule may take microbatches in another order than they are sent."""
+    microbatches = range(6)
+    program = {
+        0: [Action(0, "F", m) for m in microbatches] + [Action(0, "B", m) for m in reversed(microbatches)],
+        1: [Action(1, kind, m) for m in reversed(microbatches) for kind in ("F", "B")],
+    }
+    lines = with_messages(program, [0, 1], "ahead")
+    received = [Receive(Message("F", 0, m)) for m in microbatches]
+    assert lines[1][: len(received) + 1] == [*received, Action(1, "F", 5)]
+    assert_nothing_waits(lines, [0, 1], ("gloo",))

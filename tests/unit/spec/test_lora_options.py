@@ -8,7 +8,7 @@ import pytest
 
 from raypp.planning.check import check_plan
 from raypp.spec.checks import check_spec
-from raypp.spec.load import parse_job
+from raypp.spec.load import job_document, parse_job
 from raypp.spec.lora import layer_adapters, model_adapters, trains
 
 
@@ -22,10 +22,19 @@ def found(lora: dict[str, Any], model: dict[str, Any] | None = None, **sections:
 BF16 = {"train": {"precision": "bf16"}}
 
 
-def test_defaults_need_bf16() -> None:
-    assert found({}, **BF16) == {}
-    assert found({"base": "fp32"}) == {}
-    assert found({}) == {
+@pytest.mark.parametrize(("precision", "base"), [("fp32", "fp32"), ("bf16", "bf16"), ("bf16_pure", "bf16")])
+def test_the_frozen_weights_are_by_default_in_what_training_computes_in(precision: str, base: str) -> None:
+    for lora in ({"rank": 8}, {"rank": 8, "targets": "all-linear", "base": "auto"}):
+        assert found(lora, train={"precision": precision}) == {}
+        job = parse_job({"name": "a", "model": {"lora": lora}, "train": {"precision": precision}})
+        assert job.model.lora is not None and job.model.lora.base == base
+        assert job.model.lora.targets == ("all-linear",)
+        assert parse_job(job_document(job)) == job
+
+
+def test_a_base_of_bf16_needs_products_in_bf16() -> None:
+    assert found({"base": "fp32"}) == found({"base": "bf16"}, **BF16) == {}
+    assert found({"base": "bf16"}) == {
         "model.lora.base": "bf16 weights cannot be used with train.precision: fp32 | "
         "use train.precision: bf16, or base: fp32"
     }

@@ -8,7 +8,7 @@ import pytest
 
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.rate_limit import Pace
-from raypp.storage.s3_parts import PartBody
+from raypp.storage.s3_upload import PartBody
 
 SIZE = 64 << 20
 FIRST = Pace().piece_bytes

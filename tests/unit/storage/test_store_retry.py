@@ -1,15 +1,11 @@
-"""Budgets of commands, and reads that bring next to nothing."""
+"""Budgets of commands."""
 
 from __future__ import annotations
-
-import threading
-import time
 
 import pytest
 
 from raypp.storage import store_retry
 from raypp.storage.store_retry import Budget, bounded_command, patience_from_environment
-from raypp.storage.watched import TooSlow, arrived, watched
 
 
 def test_requests_that_fail_at_the_same_time_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,35 +38,3 @@ def test_only_a_command_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     with bounded_command():
         patience = patience_from_environment()
         assert patience.budget is not None and patience.budget.total_s == 300.0
-
-
-def test_a_watched_read_returns_and_raises_what_it_did() -> None:
-    assert watched(lambda: 7, 60.0) == 7
-    with pytest.raises(ZeroDivisionError):
-        watched(lambda: 1 // 0, 60.0)
-
-
-def test_a_watched_read_may_take_as_long_as_it_brings_something() -> None:
-    def read() -> str:
-        for _ in range(10):
-            time.sleep(0.05)
-            arrived()
-        return "all"
-
-    assert watched(read, 5.0) == "all"
-
-
-def test_a_watched_read_that_brings_nothing_is_given_up_and_ends_when_something_comes() -> None:
-    go_on, ended = threading.Event(), threading.Event()
-
-    def read() -> None:
-        go_on.wait(60)
-        try:
-            arrived()
-        except TooSlow:
-            ended.set()
-
-    with pytest.raises(TooSlow, match=r"in 0\.1 s"):
-        watched(read, 0.1)
-    go_on.set()
-    assert ended.wait(60)

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from raypp.errors import JobError
+from raypp.storage import open_store
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3 import S3Store
-from raypp.storage.s3_parts import PartBody
+from raypp.storage.s3_upload import PartBody
 
 DATA = memoryview(bytes(range(256)) * (40 << 10))
 PART_BYTES = 5 << 20
@@ -77,3 +79,8 @@ def test_of_small_objects_boto3_makes_the_sum() -> None:
     store.put("x", b"small")
     (request,) = recorder.requests
     assert request.headers["x-amz-trailer"] in ("x-amz-checksum-crc32", b"x-amz-checksum-crc32")
+
+
+def test_a_directory_bucket_is_refused_by_its_name() -> None:
+    with pytest.raises(JobError, match="S3 Express"):
+        open_store("s3://runs--use1-az4--x-s3/prefix")

@@ -56,6 +56,13 @@ def test_memory_limits_the_depth_and_it_is_said() -> None:
     assert choose(pipeline_of(pp=4, microbatches=32), figures(4, 0.2, room=7)).best.lookahead == 1
 
 
+def test_the_plan_limits_the_depth_as_it_does_before_the_run() -> None:
+    pipeline = pipeline_of(pp=4, microbatches=32)
+    assert choose(pipeline, figures(4, 0.5)).best.lookahead == 2
+    choice = choose(pipeline, figures(4, 0.5), lambda one: one is not pipeline.simulator(2))
+    assert choice.best.lookahead == 1 and choice.words().endswith("2 needs more memory")
+
+
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), [("gpipe", 1), ("looped_bfs", 2)])
 def test_schedules_without_a_deeper_warmup_say_so(schedule: str, stages_per_rank: int) -> None:
     choice = choose(pipeline_of(schedule=schedule, stages_per_rank=stages_per_rank), figures(2 * stages_per_rank, 0.3))

@@ -8,7 +8,7 @@ import torch
 from raypp.models.loss import token_loss_sum
 from raypp.spec.job import LrSchedule, OptimizerOptions, TrainSection
 from raypp.train.lost_peer import lost_peer
-from raypp.train.optimizer import build_optimizer, learning_rate
+from raypp.train.optimizer import build_optimizer
 from raypp.train.reduce import coefficient
 
 
@@ -55,7 +55,7 @@ def test_the_learning_rate_warms_up_and_falls_to_its_minimum(kind: str, step: in
         optimizer=OptimizerOptions(lr=1.0),
         lr_schedule=LrSchedule(kind=kind, warmup_steps=10, min_ratio=0.1),  # type: ignore[arg-type]
     )
-    assert learning_rate(step, train) == pytest.approx(expected)
+    assert train.learning_rate(step) == pytest.approx(expected)
 
 
 def test_weight_decay_leaves_norms_and_biases_alone() -> None:

@@ -1,0 +1,1 @@
+"""raypp from Python, and what the commands do besides printing."""

@@ -1,0 +1,103 @@
+"""Loads a job, and runs every check that needs no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from raypp.errors import JobError, Problem, RayppError
+from raypp.kinds import SOURCES
+from raypp.planning.check import check_plan
+from raypp.recovery.policy import check_policy
+from raypp.spec.checks import check_spec
+from raypp.spec.job import Job
+from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
+from raypp.spec.paths import is_remote
+
+
+def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
+    """Loads a job file and checks the job, its mesh, its cut, its schedule and its recovery policy.
+
+    Looks at the first rows of local data, if their source can check them.
+
+    Raises:
+        JobError: All problems, each with its location (`job.yaml:14`, `--set mesh.pp=4`).
+    """
+    try:
+        return checked(load_job(path, overrides))
+    except IncompleteJobError as error:
+        if error.rest is None:
+            raise
+        return checked(error.rest, error.problems)
+
+
+def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
+    """Runs the checks of `load_checked_job` on a job that is loaded already.
+
+    Args:
+        file: The job.
+        before: Problems of its file that are known.
+
+    Raises:
+        JobError: All problems, those that are known among them.
+    """
+    problems = list(before)
+    try:
+        file = sized(file)
+    except RayppError as error:
+        # Without sizes there is no plan, and whether the data fit the model is unknown.
+        problems += [found for found in _spec_problems(file, problems) if found.key.partition(".")[0] != "model"]
+        if not problems and not isinstance(error, JobError):
+            raise
+        raise JobError(in_order([*map(file.locate, problems), *error.problems])) from error
+    problems += _spec_problems(file, problems)
+    reported = {problem.key for problem in problems}
+    # Report each problem once: skip plan problems that follow from one (a schedule that cannot be
+    # imported).
+    problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
+    problems = problems or _row_problems(file.job)
+    if problems:
+        raise JobError(in_order(file.locate(problem) for problem in problems))
+    return file
+
+
+def _spec_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:
+    """Returns the problems of the job on its own, without those of keys that have one already."""
+    reported = {problem.key for problem in before}
+    found = [problem for problem in check_spec(file.job, file.directory) if problem.key not in reported]
+    reported |= {problem.key for problem in found}
+    return found + [problem for problem in check_policy(file.job.recovery) if problem.key not in reported]
+
+
+def _row_problems(job: Job) -> list[Problem]:
+    """Returns the problems of the first rows of local data."""
+    source, parts = SOURCES.get(job.data.kind), job.data.parts or []
+    if source.mixes and all(part.epochs is not None or part.tokens is not None for part in parts):
+        from raypp.data.loader import check_budgets
+
+        return check_budgets(job)
+    if not source.check and not any(SOURCES.get(part.kind).check for part in parts):
+        return []
+    from raypp.data.sources import check_data
+
+    return check_data(job)
+
+
+def sized(file: JobFile) -> JobFile:
+    """Returns the job with the sizes of the model that `model.from_hf` names, if it is set."""
+    if file.job.model.from_hf is None:
+        return file
+    from raypp.hf.from_hf import with_hf_sizes
+
+    if is_remote(file.job.model.from_hf):
+        from raypp.clusters.find import lend_store_settings
+
+        lend_store_settings()
+    return with_hf_sizes(file)
+
+
+def _plan_problems(file: JobFile) -> list[Problem]:
+    try:
+        return check_plan(file.job)
+    except JobError as error:
+        return list(error.problems)

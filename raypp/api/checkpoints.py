@@ -1,0 +1,158 @@
+"""Finds the checkpoint that an argument refers to, and exports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from raypp.api.submission import Say
+from raypp.checkpoint.commit import Commit, list_checkpoints
+from raypp.checkpoint.layout import split_location
+from raypp.checkpoint.run_spec import read_spec
+from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.clusters import known_runs
+from raypp.clusters.find import lend_store_settings
+from raypp.errors import CheckpointError, JobError, Problem
+from raypp.hf.export_adapter import export_adapter
+from raypp.hf.export_model import export_hf
+from raypp.hf.original import saved_options
+from raypp.inference.source import newest_checkpoint
+from raypp.spec.models import LoraOptions
+from raypp.storage import ObjectStore, open_for_others, open_store
+from raypp.untrusted.text import visible
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_SHOWN = 5
+
+
+def open_run(argument: str) -> tuple[ObjectStore, str, int | None]:
+    """Returns the store, the run and the step of `RUN`, `URL/NAME` or `URL/NAME/step-N`.
+
+    Raises:
+        JobError: The store contains nothing of that run.
+    """
+    url, name, step = split_location(argument)
+    place = known_runs.locate_run(name if url is None else f"{url}/{name}")
+    store = open_store(place.url)
+    if next(store.list(f"{name}/"), None) is None:
+        raise JobError(
+            Problem("RUN", f"there is no run {name!r} below {store.url}", "use the checkpoint.url of the run's job")
+        )
+    return store, name, step
+
+
+def committed_steps(store: ObjectStore, name: str, only: int | None) -> list[int]:
+    """Returns the committed steps of a run, or only the requested one.
+
+    Raises:
+        JobError: The requested step is not committed.
+    """
+    steps = [checkpoint.step for checkpoint in list_checkpoints(store, name)]
+    if only is None:
+        return steps
+    if only not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise JobError(Problem("RUN", f"step {only} of {name} is not committed", f"committed steps: {there}"))
+    return [only]
+
+
+def open_checkpoint(argument: str, say: Say) -> tuple[ObjectStore, Commit, SavedTensors]:
+    """Returns the checkpoint that an argument refers to.
+
+    Without a step, the newest one of which COMMIT and all headers can be read; `say` gets which
+    ones cannot.
+
+    Raises:
+        JobError: There is no such run, or no such step.
+        CheckpointError: The run has no checkpoint, or none can be read.
+    """
+    store, name, step = open_run(argument)
+    commit, tensors, unusable = newest_checkpoint(store, name, step)
+    if unusable:
+        told = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
+        say(f"step {commit.step} is used, because newer checkpoints cannot be read:\n{told}")
+    return store, commit, tensors
+
+
+def nothing_committed(store: ObjectStore, name: str) -> CheckpointError:
+    place = f"{store.url}/{name}"
+    return CheckpointError(Problem(place, "has no committed checkpoint", "wait for the run's first save"))
+
+
+def export(
+    run: str,
+    target: str,
+    *,
+    dtype: str | None = None,
+    shard_gb: float = 5.0,
+    adapter: bool = False,
+    merged: bool = False,
+    tokenizer: str | None = None,
+    progress: Callable[[int], None] = lambda _bytes: None,
+    say: Say = lambda _remark: None,
+) -> dict[str, Any]:
+    """Writes a checkpoint as a Hugging Face model.
+
+    Args:
+        run: RUN, URL/NAME or URL/NAME/step-N.
+        target: A directory or a store's URL.
+        dtype: Of the exported tensors, fp32, bf16 or fp16; None: as saved.
+        shard_gb: Largest size of a file.
+        adapter, merged: Of a run with adapters: these in PEFT's format, or the whole model.
+        tokenizer: The tokenizer to write; None: that of the run's data.
+        progress: Gets the bytes of each part that is written.
+        say: Gets remarks.
+
+    Returns:
+        What `raypp checkpoints export --json` prints.
+
+    Raises:
+        JobError: There is no such run or step, or the target holds a model already.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    store, commit, _ = open_checkpoint(run, say)
+    _check_form(saved_options(store, commit).lora, commit, adapter, merged, dtype)
+    lend_store_settings()
+    with open_for_others(target) as there:
+        _check_empty(there)
+        try:
+            job = read_spec(store, commit.run)
+        except CheckpointError:
+            job = None
+        if adapter:
+            done = export_adapter(store, commit, there, job=job, tokenizer=tokenizer, progress=progress)
+        else:
+            done = export_hf(
+                store,
+                commit,
+                there,
+                dtype=DTYPES[dtype] if dtype else None,
+                shard_bytes=max(1, int(shard_gb * 1e9)),
+                job=job,
+                tokenizer=tokenizer,
+                progress=progress,
+            )
+    for remark in done.remarks:
+        say(f"note: {remark}")
+    return {"run": commit.run, "step": commit.step, "target": there.url, **asdict(done)}
+
+
+def _check_form(lora: LoraOptions | None, commit: Commit, adapter: bool, merged: bool, dtype: str | None) -> None:
+    """Checks that the options fit what the run trained."""
+    if lora is None and (adapter or merged):
+        flag = "--adapter" if adapter else "--merged"
+        raise JobError(Problem(flag, f"{commit.run} trained all weights and has no adapters", f"leave out {flag}"))
+    if lora is not None and adapter == merged:
+        what = f"{commit.run} trained adapters (model.lora)" + (": it cannot be both" if merged else "")
+        fix = "use --adapter for PEFT, or --merged for a whole model"
+        raise JobError(Problem("--adapter", what, fix))
+    if adapter and dtype:
+        raise JobError(Problem("--dtype", "adapters are exported in fp32", "leave it out"))
+
+
+def _check_empty(target: ObjectStore) -> None:
+    for info in target.list():
+        if "/" not in info.key and (info.key == "config.json" or info.key.endswith((".safetensors", ".index.json"))):
+            what = f"{target.url} already contains a model ({info.key})"
+            raise JobError(Problem("DIR_OR_URL", what, "use another place, or remove the model first"))

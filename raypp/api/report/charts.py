@@ -1,0 +1,294 @@
+"""Curves over the steps of one or two runs, with axes in HTML so that text keeps its size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from raypp.api.report.collect import RunData
+from raypp.api.report.html import Html, Whole, joined, tag
+from raypp.records import StepReport
+
+COLUMNS = 600
+"""Columns of a curve. With more steps, each column shows its smallest and its largest value."""
+_MEANS = 120
+"""Columns of the line of means. A curve with more than twice as many steps gets this line."""
+
+Points = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve.
+
+    Attributes:
+        label: What the legend says.
+        style: Class of the curve: `a` and `b` for runs; `eval` adds dots.
+        points: Steps and values, ascending; values may be NaN or infinite.
+        means: The line of means over them.
+    """
+
+    label: str
+    style: str
+    points: Points
+    means: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The steps that all charts of a page span."""
+
+    first: int
+    last: int
+
+    def share(self, step: float) -> float:
+        """Returns where a step is, in percent of the width."""
+        where = 100 * (step - self.first) / max(1, self.last - self.first)
+        return min(100.0, max(0.0, where))
+
+
+def axis_of(runs: Sequence[RunData]) -> Axis:
+    steps = [timed.report.step for run in runs for timed in (*run.steps[:1], *run.steps[-1:])]
+    return Axis(min(steps, default=0), max(steps, default=1))
+
+
+def thinned(points: Points, columns: int = COLUMNS) -> list[tuple[int, float]]:
+    """Returns the finite points, at most the smallest and the largest of each column."""
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    if len(finite) <= 2 * columns:
+        return finite
+    first, width = finite[0][0], (finite[-1][0] - finite[0][0] + 1) / columns
+    kept: list[tuple[int, float]] = []
+    column: list[tuple[int, float]] = []
+    number = 0
+    for point in finite:
+        if (at := int((point[0] - first) / width)) != number:
+            kept += _ends(column)
+            column, number = [], at
+        column.append(point)
+    return kept + _ends(column)
+
+
+def means(points: Points) -> list[tuple[float, float]]:
+    """Returns the mean step and value of each of 120 columns; nothing for a short curve."""
+    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    if len(finite) <= 2 * _MEANS:
+        return []
+    first, width = finite[0][0], (finite[-1][0] - finite[0][0] + 1) / _MEANS
+    columns: dict[int, list[tuple[int, float]]] = {}
+    for point in finite:
+        columns.setdefault(int((point[0] - first) / width), []).append(point)
+    # The curve's own ends, so that the line begins and ends where the curve does.
+    inner = [(fmean(s for s, _ in column), fmean(v for _, v in column)) for column in columns.values()]
+    return [(finite[0][0], inner[0][1]), *inner, (finite[-1][0], inner[-1][1])]
+
+
+def _ends(column: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    if not column:
+        return []
+    low, high = min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])
+    return sorted({low, high})
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Returns round numbers between two values."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    scale = 10.0 ** math.floor(math.log10(raw))
+    width = next(unit * scale for unit in (1, 2, 2.5, 5, 10) if unit * scale >= raw * 0.999)
+    first = math.ceil(low / width - 1e-9)
+    found: list[float] = []
+    while (tick := first * width) <= high + 1e-9 * width and len(found) < 4 * count:
+        found.append(tick)
+        first += 1
+    return found
+
+
+def number(value: float) -> str:
+    """Formats a value of an axis: 1.2k, 0.003, 3e-05."""
+    size = abs(value)
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if limit <= size < 1e15:
+            return f"{value / limit:.4g}{unit}"
+    return "0" if size < 1e-300 else f"{value:.4g}"
+
+
+def chart(
+    name: str, unit: str, series: Sequence[Series], axis: Axis, marks: Sequence[int], *, named: bool = False
+) -> Html | None:
+    """Draws the curves of one quantity.
+
+    Args:
+        name: The quantity.
+        unit: Its unit; may be empty.
+        series: The curves.
+        axis: The steps.
+        marks: Steps at which attempts begin.
+        named: Whether the chart has a legend.
+
+    Returns:
+        None if there is nothing to draw.
+    """
+    shown = [
+        Series(one.label, one.style, points, means(one.points)) for one in series if (points := thinned(one.points))
+    ]
+    if not shown:
+        return None
+    values = [value for one in shown for _, value in one.points]
+    low, high = min(values), max(values)
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    if not math.isfinite(room):
+        return None
+    low, high = (0.0 if 0 <= low < 0.35 * high else low - room), high + room
+    marked = ticks(low, high)
+
+    def top(value: float) -> float:
+        return 100 * (high - value) / (high - low)
+
+    grid = [tag("line", x1=0, x2=1000, y1=round(10 * top(v), 1), y2=round(10 * top(v), 1), cls="grid") for v in marked]
+    begins = [tag("line", y1=0, y2=1000, x1=(x := round(10 * axis.share(s), 1)), x2=x, cls="begin") for s in marks]
+    curves = [_curve(one, axis, top) for one in shown]
+    box = {"viewBox": "0 0 1000 1000", "preserveAspectRatio": "none", "aria_hidden": "true"}
+    plot = tag(
+        "div",
+        *(tag("span", number(v), cls="y", style=f"top:{top(v):.2f}%") for v in marked),
+        tag("svg", *grid, *begins, *curves, **box),
+        tag("i", cls="hair"),
+        cls="plot",
+    )
+    several = len(shown) > 1 or "b" in shown[0].style
+    names = [
+        tag(
+            "span",
+            tag("b", cls=f"key {one.style}") if several else None,
+            one.label if named else None,
+            tag("output"),
+            title=one.label,
+        )
+        for one in shown
+    ]
+    legend = tag("span", *names, cls="legend")
+    head = tag("figcaption", tag("strong", name), tag("small", f" {unit}" if unit else ""), legend)
+    return tag("figure", head, plot, step_axis(axis), cls="chart", data_low=axis.first, data_high=axis.last)
+
+
+def _curve(one: Series, axis: Axis, top: Callable[[float], float]) -> Html:
+    at = [(round(10 * axis.share(step), 1), round(10 * top(value), 1)) for step, value in one.points]
+    line = "M" + "L".join(f"{x:g} {y:g}" for x, y in at)
+    told = " ".join(f"{step}:{value:.6g}" for step, value in one.points)
+    pale = " pale" if one.means else ""
+    curve = tag("path", d=Whole(line), cls=f"curve {one.style}{pale}", data_points=Whole(told))
+    if one.means:
+        middle = "L".join(f"{10 * axis.share(step):.1f} {10 * top(value):.1f}" for step, value in one.means)
+        curve = joined(curve, tag("path", d=Whole(f"M{middle}"), cls=f"mean {one.style}"))
+    if "eval" not in one.style and len(at) > 1:
+        return curve
+    dots = "".join(f"M{x:g} {y:g}h0" for x, y in at)
+    return joined(curve, tag("path", d=Whole(dots), cls=f"dots {one.style}"))
+
+
+def step_axis(axis: Axis) -> Html:
+    """Returns the labels below a chart."""
+    marked = [round(tick) for tick in ticks(axis.first, axis.last, 5) if abs(tick - round(tick)) < 1e-6]
+    names = [
+        tag(
+            "span",
+            number_of_step(step),
+            style=f"left:{(share := axis.share(step)):.2f}%",
+            cls="end" if share > 96 else None,
+        )
+        for step in marked
+    ]
+    return tag("div", *names, cls="x", aria_hidden="true")
+
+
+def number_of_step(step: int) -> str:
+    return f"{step:,}" if step < 100_000 else number(step)
+
+
+_QUANTITIES: Sequence[tuple[str, str, Callable[[StepReport], float]]] = (
+    ("Loss", "per token", lambda r: r.loss),
+    ("Gradient norm", "before clipping", lambda r: r.grad_norm),
+    ("Learning rate", "", lambda r: r.lr),
+    ("Throughput", "tokens/s", lambda r: r.tokens_per_s),
+    ("Step time", "s", lambda r: r.step_s),
+    ("Longest row", "tokens", lambda r: float(r.seq_len)),
+)
+_MEMORY = ("Memory", "GB, peak of a rank so far")
+_MOST_EXTRAS = 12
+_EXTRAS = {"aux_loss": ("Balance loss", "aux_loss, unweighted"), "z_loss": ("Router z-loss", "z_loss, unweighted")}
+
+
+def charts(runs: Sequence[RunData], axis: Axis) -> list[Html]:
+    """Draws all quantities that the runs recorded."""
+    marks = attempt_begins(runs[0]) if len(runs) == 1 else []
+    extras = sorted({name for run in runs for timed in run.steps for name in timed.report.extras})[:_MOST_EXTRAS]
+    found = []
+    for name, unit, read in _QUANTITIES:
+        series = [_series(run, style, read, runs) for style, run in zip("ab", runs, strict=False)]
+        if name == "Loss":
+            series += [_held_out(run, style, runs) for style, run in zip("ab", runs, strict=False)]
+        if name == "Longest row" and len({value for one in series for _, value in one.points}) < 2:
+            continue
+        found.append(chart(name, unit, series, axis, marks, named=name == "Loss" and len(runs) == 1))
+    found.append(chart(*_MEMORY, _memory(runs), axis, marks, named=len(runs) == 1))
+    for name in extras:
+        series = [
+            Series(_label(run, runs), style, [(t.report.step, t.report.extras.get(name, math.nan)) for t in run.steps])
+            for style, run in zip("ab", runs, strict=False)
+        ]
+        found.append(chart(*_EXTRAS.get(name, (name, "")), series, axis, marks))
+    return [one for one in found if one is not None]
+
+
+def _memory(runs: Sequence[RunData]) -> list[Series]:
+    """Returns the curve of the fullest pipeline rank of each run; for one run also of the
+    emptiest."""
+    found = []
+    for style, run in zip("ab", runs, strict=False):
+        peaks = [(timed.report.step, timed.report.peak_bytes) for timed in run.steps if timed.report.peak_bytes]
+        if not peaks:
+            continue
+        last = peaks[-1][1]
+        fullest, emptiest = last.index(max(last)), last.index(min(last))
+        ranks = [(style, fullest)] + ([("b", emptiest)] if len(runs) == 1 and emptiest != fullest else [])
+        for look, rank in ranks:
+            points = [(step, there[rank] / 1e9) for step, there in peaks if rank < len(there)]
+            label = f"{run.title}, fullest stage" if len(runs) > 1 else f"pp{rank}"
+            found.append(Series(label, look, points))
+    return found
+
+
+def legend(runs: Sequence[RunData]) -> Html | None:
+    """Names the curves of two runs, once for all charts."""
+    if len(runs) < 2:
+        return None
+    held = [_held_out(run, style, runs) for style, run in zip("ab", runs, strict=False) if run.evaluations]
+    all_ = [*(Series(run.title, style, ()) for style, run in zip("ab", runs, strict=False)), *held]
+    return tag("p", *(tag("span", tag("b", cls=f"key {one.style}"), one.label) for one in all_), cls="legend")
+
+
+def _label(run: RunData, runs: Sequence[RunData]) -> str:
+    return run.title if len(runs) > 1 else "training"
+
+
+def _series(run: RunData, style: str, read: Callable[[StepReport], float], runs: Sequence[RunData]) -> Series:
+    return Series(_label(run, runs), style, [(timed.report.step, read(timed.report)) for timed in run.steps])
+
+
+def _held_out(run: RunData, style: str, runs: Sequence[RunData]) -> Series:
+    points = [(one["step"], one["loss"]) for one in run.evaluations if isinstance(one["loss"], float)]
+    return Series(f"{run.title}, held out" if len(runs) > 1 else "held out", f"{style} eval", points)
+
+
+def attempt_begins(run: RunData) -> list[int]:
+    """Returns the first step of every attempt but the first."""
+    found, last = [], None
+    for timed in run.steps:
+        if last is not None and timed.report.attempt != last:
+            found.append(timed.report.step)
+        last = timed.report.attempt
+    return found[:200]

@@ -1,0 +1,279 @@
+"""A run from Python: `raypp.submit` and `raypp.run` return one."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypp.api.find_run import find_run, open_reader, present_status
+from raypp.clusters import known_runs
+from raypp.clusters.find import Cluster
+from raypp.clusters.known_runs import RunPlace
+from raypp.control import client
+from raypp.errors import CheckpointError, JobError, Problem, RunFailedError
+from raypp.observe.in_words import loss_text, mesh_text, quantity
+from raypp.observe.json_lines import LogLine
+from raypp.observe.reader import RunReader
+from raypp.observe.status import STATUS_KEYS, is_final
+from raypp.records import Event, RunState
+from raypp.untrusted.text import shell_word
+
+POLL_S = 0.5
+
+
+class Run:
+    """A run: its records, and commands to it.
+
+    Every method raises `StoreError` if the store does not answer. The dictionaries are those of the
+    commands' `--json`.
+
+    Args:
+        place: Where it is stored, and where it runs.
+        reader: Its records.
+    """
+
+    def __init__(self, place: RunPlace, reader: RunReader | None = None) -> None:
+        self.place = place
+        self._reader = reader or open_reader(place)
+
+    @classmethod
+    def find(cls, name: str) -> Run:
+        """Returns the run of a name, or of URL/NAME.
+
+        Raises:
+            JobError: There is no such run. The message suggests close names.
+        """
+        return cls(*find_run(name))
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    def __repr__(self) -> str:
+        return f"Run({self.place.url}/{self.name})"
+
+    def status(self) -> dict[str, Any]:
+        """Returns state, step, loss, speed, mesh and ranks, as `raypp status --json`."""
+        status = present_status(self.place, self._reader)
+        return {key: status[key] for key in STATUS_KEYS}
+
+    def history(self) -> list[dict[str, Any]]:
+        """Returns a row per step, oldest first; a step that was repeated after a restart once."""
+        return self._reader.history()
+
+    def events(self) -> list[dict[str, Any]]:
+        """Returns what happened, oldest first, as `raypp events --json`."""
+        return [event_json(event) for event in self._reader.events()]
+
+    def logs(self, rank: int | None = None) -> list[str]:
+        """Returns the ranks' output so far, each line behind its rank's coordinates.
+
+        Args:
+            rank: Only this rank's lines.
+        """
+        return [f"{label_of(line)} | {line.text}" for line in open_reader(self.place).logs(rank)]
+
+    def follow(self) -> Iterator[dict[str, Any]]:
+        """Yields the rows of `history` as they come, those that exist first, until the run ends.
+
+        A step that a restart repeats comes again. Ctrl-C leaves the run running.
+        """
+        seen: set[tuple[int, int]] = set()
+        while True:
+            # The status is read first: if the run has ended by then, all its rows are there.
+            ended = is_final(present_status(self.place, self._reader))
+            for row in self._reader.history():
+                if (key := (row["attempt"], row["step"])) not in seen:
+                    seen.add(key)
+                    yield row
+            if ended:
+                return
+            time.sleep(POLL_S)
+
+    def wait(self) -> dict[str, Any]:
+        """Waits for the run's end and returns its status.
+
+        Raises:
+            RunFailedError: The run has failed.
+        """
+        while not is_final(status := present_status(self.place, self._reader)):
+            time.sleep(POLL_S)
+        if status["state"] == RunState.FAILED:
+            fix = f"see `raypp events {shell_word(self.name)}`"
+            raise RunFailedError(Problem("RUN", f"{self.name} failed: {status['error']}", fix))
+        return {key: status[key] for key in STATUS_KEYS}
+
+    def save(self, on_wait: client.Waiting = lambda: None) -> dict[str, Any]:
+        """Saves a checkpoint now; returns when it is committed.
+
+        Args:
+            on_wait: Called once if that takes longer than a minute.
+
+        Returns:
+            `{"step", "what"}`: the committed step, and in which way.
+
+        Raises:
+            JobError: The run has ended.
+            CheckpointError: The save failed.
+        """
+        answer = client.save_run(self._active(), self.place, on_wait)
+        if not answer["found"]:
+            raise self._not_active(answer)
+        if answer["committed"] is None:
+            fix = f"see `raypp events {shell_word(self.name)}` for the cause"
+            raise CheckpointError(Problem("RUN", answer["what"], fix))
+        return {"step": answer["committed"], "what": answer["what"]}
+
+    def stop(self, save: bool = True, on_wait: client.Waiting = lambda: None) -> dict[str, Any]:
+        """Stops the run; returns when it has ended.
+
+        Args:
+            save: Whether a last checkpoint is saved.
+            on_wait: Called once if that takes longer than a minute.
+
+        Returns:
+            `{"state", "step", "checkpoint"}` at its end.
+
+        Raises:
+            JobError: It has ended already.
+            RunFailedError: It ended otherwise than by being stopped.
+        """
+        answer = client.stop_run(self._active(), self.place, self._reader, save=save, on_wait=on_wait)
+        if not answer["found"]:
+            raise self._not_active(answer)
+        if answer.get("exit_code"):
+            what = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
+            raise RunFailedError(Problem("RUN", what, f"see `raypp events {shell_word(self.name)}`"))
+        return {key: answer[key] for key in ("state", "step", "checkpoint")}
+
+    def report(self, path: str | Path) -> Path:
+        """Writes the page of `raypp report`."""
+        from raypp.api.report.collect import collect
+        from raypp.api.report.page import page
+
+        path = Path(path)
+        path.write_bytes(page([collect(self.place, self._reader)]).encode("utf-8", "replace"))
+        return path
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        step: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        pp: int = 1,
+        batch_size: int = 8,
+    ) -> list[dict[str, Any]]:
+        """Continues prompts with a checkpoint of the run, on this machine.
+
+        Args:
+            prompts: Texts.
+            step: Step of the checkpoint; None: the newest.
+            max_new_tokens, temperature, top_p, seed, pp, batch_size: As the options of `raypp
+                generate`.
+
+        Returns:
+            For each prompt `{"prompt", "text", "tokens", "finish"}`.
+        """
+        from raypp.api.generation import complete, row
+        from raypp.inference.prompts import Answer, encode_prompts
+        from raypp.inference.source import find_source
+
+        source = find_source(f"{self.place.url}/{self.name}", step)
+        tokenizer = source.open_tokenizer()
+        answers = [Answer(prompt) for prompt in encode_prompts(source, tokenizer, list(prompts), max_new_tokens)]
+        complete(source, pp, tokenizer, answers, batch_size, temperature=temperature, top_p=top_p, seed=seed)
+        return [row(answer, tokenizer) for answer in answers]
+
+    def export(self, path: str | Path, *, dtype: str | None = None, **options: Any) -> dict[str, Any]:
+        """Writes the newest checkpoint as a Hugging Face model.
+
+        Args:
+            path: A directory, or a store's URL.
+            dtype: fp32, bf16 or fp16; None: as saved.
+            options: `adapter`, `merged`, `shard_gb`, `tokenizer`: as `raypp checkpoints export`.
+
+        Returns:
+            What `raypp checkpoints export --json` prints.
+        """
+        from raypp.api.checkpoints import export
+
+        return export(f"{self.place.url}/{self.name}", str(path), dtype=dtype, **options)
+
+    def _repr_html_(self) -> str:
+        """Shows the run in a notebook: state, figures, mesh and the curve of its loss."""
+        status, rows = self.status(), self.history()
+        figures = [
+            ("state", status["state"]),
+            ("step", f"{status['step']} of {status['steps']}"),
+            ("loss", loss_text(status["loss"])),
+            ("tokens/s", quantity(status["tokens_per_s"])),
+            ("mesh", mesh_text(status["mesh"])),
+            ("checkpoint", status["checkpoint"] or "none"),
+        ]
+        if status["error"]:
+            figures.append(("error", status["error"]))
+        cells = "".join(f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in figures)
+        return f"<b>{html.escape(self.name)}</b><table>{cells}</table>{_curve(rows)}"
+
+    def _active(self) -> Cluster:
+        """Returns the run's cluster.
+
+        Raises:
+            JobError: The run has ended.
+        """
+        if is_final(self._reader.status()):
+            raise self._not_active()
+        return known_runs.cluster_of(self.place)
+
+    def _not_active(self, answer: dict[str, Any] | None = None) -> JobError:
+        state = present_status(self.place, self._reader)["state"]
+        words = state if RunState(state).final else f"{state} according to its records"
+        return client.no_such_controller(self.name, words, answer)
+
+
+def list_runs() -> list[Run]:
+    """Returns the runs that were submitted from here or that the cluster knows, newest first."""
+    places = known_runs.known_runs()
+    return [Run(place) for place in places]
+
+
+def end_in_words(end: dict[str, Any]) -> str:
+    """Returns what `Run.stop` returned in words."""
+    return f"{end['state']} at step {end['step']}; newest checkpoint: {end['checkpoint'] or 'none'}"
+
+
+def event_json(event: Event) -> dict[str, Any]:
+    """Returns an event as `raypp events --json` shows it."""
+    shown = ("time", "kind", "message", "attempt", "step", "rank", "node")
+    return {
+        **{name: getattr(event, name) for name in shown},
+        "cause": event.details.get("cause"),
+        "details": event.details,
+    }
+
+
+def label_of(line: LogLine) -> str:
+    """Returns who wrote a line: a rank's coordinates, or the controller."""
+    return line.label or ("controller" if line.rank is None else f"rank{line.rank}")
+
+
+def _curve(rows: Sequence[dict[str, Any]], width: int = 480, height: int = 120) -> str:
+    """Draws the loss over the steps as SVG; "" with fewer than two finite losses."""
+    points = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None and abs(row["loss"]) < 1e30]
+    if len(points) < 2:
+        return ""
+    points = points[:: max(1, len(points) // width)]
+    steps, losses = [step for step, _ in points], [loss for _, loss in points]
+    wide, high = max(1, max(steps) - min(steps)), (max(losses) - min(losses)) or 1.0
+    place = " ".join(
+        f"{(step - min(steps)) / wide * width:.1f},{(max(losses) - loss) / high * height:.1f}" for step, loss in points
+    )
+    box = f'width="{width}" height="{height}" viewBox="-2 -2 {width + 4} {height + 4}"'
+    return f'<svg {box}><polyline fill="none" stroke="currentColor" points="{place}"/></svg>'

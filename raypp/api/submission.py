@@ -1,0 +1,199 @@
+"""Submits a job: every check that a cluster and a store allow, then the submission itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raypp.api.find_run import runs_below
+from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.compatibility import check_resume, check_steps, rate_jump
+from raypp.checkpoint.run_spec import add_spec, name_taken, read_spec, write_spec
+from raypp.clusters import known_runs
+from raypp.clusters.dashboard import NoAnswerError
+from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.clusters.known_runs import RunPlace
+from raypp.control import client
+from raypp.errors import JobError, Problem, RayppError, UnreachableError
+from raypp.kinds import store_kind
+from raypp.observe.reader import RunReader
+from raypp.observe.status import is_final
+from raypp.spec.job import Job
+from raypp.spec.load import JobFile, job_document
+from raypp.storage import AlreadyExists, ObjectStore, open_store
+from raypp.untrusted.text import shell_word
+
+_JOB_END_WAIT_S = 30.0
+_JOB_END_POLL_S = 0.3
+_ASK_S = 20.0
+
+Say = Callable[[str], None]
+"""Takes a remark for the user."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that may be submitted.
+
+    Attributes:
+        file: The job, checked.
+        store: The store of its checkpoints and records.
+        cluster: Where it will run.
+        resume: Whether it resumes the run of its name.
+        device: What its ranks compute on: cpu or cuda.
+        versions: The cluster's versions of Ray and Python.
+    """
+
+    file: JobFile
+    store: ObjectStore
+    cluster: Cluster
+    resume: bool
+    device: str
+    versions: dict[str, str]
+
+
+def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepared:
+    """Checks weights, cluster, store, name and resources. Starts nothing.
+
+    Args:
+        file: The job, which `load_checked_job` or `checked` found right.
+        address: URL of the cluster's dashboard; None: RAYPP_ADDRESS, then the embedded cluster.
+        resume: Whether the run of this name is to be resumed.
+        say: Gets what the user should know, as soon as it is known.
+
+    Raises:
+        JobError: The job cannot run there, or its name is taken.
+        UnreachableError: The cluster does not answer.
+        StoreError: The store does not.
+        ResourcesError: The cluster has not enough devices.
+    """
+    if not resume and file.job.model.from_hf is not None:
+        from raypp.hf.from_hf import check_hf_weights
+
+        check_hf_weights(file.job)
+    cluster = find_cluster(address)
+    try:
+        client.check_trackers(file.job, cluster)
+    except JobError as error:
+        raise JobError(file.locate(problem) for problem in error.problems) from None
+    lent = lend_store_settings(cluster.embedded)
+    if lent and store_kind(file.job.checkpoint.url).embedded:
+        say(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)")
+    versions = cluster.dashboard.check_versions()
+    store = open_store(file.job.checkpoint.url)
+    store.probe()
+    for limit in store.limitations():
+        say(f"warning: {limit}")
+    _check_name(file, store, resume, say)
+    _check_not_running(file.job, store, cluster)
+    return Prepared(file, store, cluster, resume, client.check_resources(file.job, cluster), versions)
+
+
+def start(prepared: Prepared, say: Say) -> RunPlace:
+    """Submits the run and remembers it on this machine.
+
+    A new run's name is taken at the last moment: whoever interrupts the upload before can submit
+    the job again. It is free again if the cluster does not accept the run. It stays taken if nobody
+    knows whether the cluster has it.
+
+    Raises:
+        UnreachableError: The cluster refuses the run, or does not answer.
+        JobError: Another submission of this name was quicker.
+        KeyboardInterrupt: With a note, if the cluster may have the run.
+    """
+    job, store, asked = prepared.file.job, prepared.store, False
+
+    def write() -> None:
+        nonlocal asked
+        try:
+            (add_spec if prepared.resume else write_spec)(store, job.name, job_document(job))
+        except AlreadyExists as error:  # another submission was quicker
+            raise JobError(map(prepared.file.locate, error.problems)) from None
+        asked = True
+
+    try:
+        submission = client.submit_run(job, prepared.cluster, store.url, before=write)
+    except NoAnswerError as error:
+        if not asked:
+            raise
+        raise UnreachableError([*error.problems, _perhaps_accepted(job)]) from None
+    except KeyboardInterrupt as interrupt:
+        if asked:
+            perhaps = _perhaps_accepted(job)
+            interrupt.add_note(f"{perhaps.what}: {perhaps.fix}")
+        raise
+    except RayppError:
+        if asked and not prepared.resume:
+            store.delete([f"{job.name}/spec.json"])
+        raise
+    place = RunPlace(store.url, job.name, prepared.cluster.address, submission.submission_id, time.time())
+    try:
+        known_runs.remember_run(place)
+    except JobError as error:  # the run has been accepted
+        what = error.problems[0].what
+        say(f"warning: this machine does not remember the run: {what}; name it as {place.url}/{place.name}")
+    return place
+
+
+def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> None:
+    """Checks that a new run's name is free, or that a resumed run's checkpoints fit the job."""
+    name = file.job.name
+    exists = store.head(f"{name}/spec.json") is not None
+    if exists and not resume:
+        raise JobError(file.locate(name_taken(store, name)))
+    if resume and not exists:
+        hint = known_runs.hint_of_names(name, [shell_word(one) for one in runs_below(store)], "`--set name={}`")
+        fix = "leave out --resume to start a new run" + (f"; {hint}" if hint else "")
+        problem = Problem("name", f"there is no run named {name!r} at {store.url} to resume", fix)
+        raise JobError(file.locate(problem))
+    # Before the first checkpoint a change to the job cannot make anything unusable, so mistakes can
+    # be corrected.
+    if resume and (saved := list_checkpoints(store, name)):
+        before = read_spec(store, name)
+        problems = check_resume(before, file.job) + check_steps(saved[-1].step, file.job.train.steps)
+        if problems:
+            raise JobError(map(file.locate, problems))
+        if jump := rate_jump(before, file.job, saved[-1].step):
+            say(f"warning: {jump}")
+
+
+def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
+    """Refuses a name whose run is still active, also if it is another store's.
+
+    Waits a little for the Ray job of a run that has ended.
+
+    The run's driver and Ray notice the end of a run with a delay.
+    """
+    place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
+    known_runs.check_namesakes(cluster.dashboard, place)
+    end = time.monotonic() + _JOB_END_WAIT_S
+    while is_final(reader.status()):
+        jobs = known_runs.living_jobs(cluster.dashboard, place)
+        if not jobs:
+            return  # its controller may linger; the next submission ends it
+        if time.monotonic() > end:
+            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
+            fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {shell_word(jobs[0])}`"
+            raise JobError(Problem("name", what, fix))
+        time.sleep(_JOB_END_POLL_S)
+    alive = known_runs.controller_alive(place, _ASK_S)
+    if alive is None:
+        what = f"the cluster at {cluster.address} does not say whether the run {job.name!r} is active"
+        raise UnreachableError(Problem("address", what, "submit it again when the cluster answers"))
+    if alive:
+        raise JobError(
+            Problem(
+                "name",
+                f"a run named {job.name!r} is active in this cluster",
+                f"follow it with `raypp status {job.name} --watch`, stop it with `raypp stop {job.name}`, "
+                "or choose another name",
+            )
+        )
+
+
+def _perhaps_accepted(job: Job) -> Problem:
+    """Returns the problem of a run of which nobody knows whether the cluster has it."""
+    name = shell_word(job.name)
+    fix = f"`raypp status {name}` tells; if there is no such run, submit it again with --resume"
+    return Problem("name", f"the cluster may have accepted the run {job.name!r}", fix)

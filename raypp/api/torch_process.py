@@ -1,0 +1,104 @@
+"""Runs code that needs torch in a separate process, because the command line never imports it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from tempfile import TemporaryFile
+from typing import Any
+
+from raypp.environment import need
+from raypp.errors import (
+    EXIT_RESOURCES,
+    EXIT_UNREACHABLE,
+    EXIT_USAGE,
+    JobError,
+    Problem,
+    RayppError,
+    ResourcesError,
+    RunFailedError,
+    UnreachableError,
+)
+from raypp.untrusted.text import visible_lines
+
+_QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+"""Turns off libraries' progress bars: standard error is shown only at the end."""
+_KINDS: dict[int, type[RayppError]] = {
+    EXIT_USAGE: JobError,
+    EXIT_UNREACHABLE: UnreachableError,
+    EXIT_RESOURCES: ResourcesError,
+}
+
+
+def ask(
+    module: str,
+    request: dict[str, Any],
+    name: str,
+    progress: Callable[[Mapping[str, Any]], None] = lambda _report: None,
+) -> dict[str, Any]:
+    """Calls a module's `main` in a new process and returns its answer.
+
+    `main` reads one JSON object and prints another as its last line. An answer with `error`, or
+    with `problems` and `exit_code`, is an error.
+
+    Args:
+        module: For example `raypp.measure.parity`.
+        request: The object it reads.
+        name: Name of its task in error messages: "the comparison".
+        progress: Called with the value of each line `{"progress": {…}}` when it is printed.
+
+    Raises:
+        JobError: torch is not installed here.
+        RayppError: It reported an error, or ended without an answer.
+    """
+    need("torch", "node", name)
+    # -P: do not import from the working directory. Not -m: the ranks' processes would run the
+    # module twice.
+    program = f"import sys; from raypp.quick_import import quick_import; sys.exit(quick_import({module!r}).main())"
+    command = [sys.executable, "-P", "-c", program]
+    last = ""
+    with (
+        TemporaryFile("w+", errors="replace") as said,
+        subprocess.Popen(
+            command,
+            env=os.environ | _QUIET,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            with suppress(BrokenPipeError):  # it has ended; its output says why
+                process.stdin.write(json.dumps(request))
+                process.stdin.close()
+            for line in process.stdout:
+                if line.startswith('{"progress": '):
+                    progress(json.loads(line)["progress"])
+                elif line.strip():
+                    last = line
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        said.seek(0)
+        sys.stderr.write(visible_lines(said.read()))
+    if not last:
+        raise RunFailedError(f"{name} ended with exit code {code} and without a result")
+    answer: dict[str, Any] = json.loads(last)
+    if "problems" in answer:
+        raise error_of(answer)
+    if "error" in answer:
+        raise RunFailedError(answer["error"])
+    return answer
+
+
+def error_of(answer: Mapping[str, Any]) -> RayppError:
+    """Returns the error of an answer with `problems` and `exit_code`."""
+    return _KINDS.get(answer["exit_code"], RunFailedError)(Problem(**one) for one in answer["problems"])

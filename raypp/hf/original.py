@@ -1,0 +1,180 @@
+"""What a run keeps of the model that it began with, and what its export takes from that.
+
+config.json and generation_config.json are kept as texts in the `model:` section (`model.original`),
+so they are in the run's job and in every COMMIT.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypp.checkpoint.commit import Commit
+from raypp.checkpoint.run_spec import read_spec
+from raypp.errors import CheckpointError, JobError, Problem
+from raypp.hf.model_files import HfFiles
+from raypp.spec.families import family_of
+from raypp.spec.limits import TEXT
+from raypp.spec.load import parse_job
+from raypp.spec.models import DecoderOptions, OriginalFiles
+from raypp.spec.rope import CONTEXT_FIXING
+from raypp.storage import ObjectStore
+from raypp.untrusted.documents import Bounds, parse_json
+
+_BOUNDS = Bounds(size=4 << 20)
+_FIX = "download the model again"
+_CONTEXT = 2048
+"""The context of a model that names none."""
+_CONTEXT_KEY = "max_position_embeddings"
+_MOST_IDS = 1000
+
+
+def with_original(options: DecoderOptions, files: HfFiles, config: Mapping[str, Any]) -> DecoderOptions:
+    """Returns the `model:` section with the files that an export keeps.
+
+    Files that are longer than a value of a job may be are not kept, except for the context.
+
+    Raises:
+        JobError: generation_config.json is not JSON, or is too large.
+    """
+    generation = files.generation_config()
+    kept = OriginalFiles(config=_text(config), generation_config=None if generation is None else _text(generation))
+    if max(len(kept.config), len(kept.generation_config or "")) > TEXT:
+        fixed = options.rope is not None and options.rope.kind in CONTEXT_FIXING
+        context = options.max_context if fixed else options.max_context or _length(config)
+        return options.model_copy(update={"original": None, "max_context": context})
+    return options.model_copy(update={"original": kept})
+
+
+def saved_options(store: ObjectStore, commit: Commit) -> DecoderOptions:
+    """Returns the `model:` section of the job that wrote a checkpoint.
+
+    A run that was imported, and resumed with a job that names no model, has the original's files in
+    its first job.
+
+    Raises:
+        JobError: COMMIT has no such section.
+    """
+    model = commit.job.get("model")
+    if not isinstance(model, dict):
+        raise JobError(Problem(f"step {commit.step} of {commit.run}", "its COMMIT does not name the model"))
+    if model.get("original") is None:
+        try:
+            first = read_spec(store, commit.run, 1).get("model") or {}
+        except CheckpointError:
+            first = {}
+        model = {**model, "original": first.get("original")}
+    return parse_job({"name": commit.run, "model": model}).model
+
+
+def trained_length(job: Mapping[str, Any]) -> int:
+    """Returns the length of the rows that a run trained on; 0 if its job does not say."""
+    data = job.get("data")
+    length = data.get("seq_len") if isinstance(data, Mapping) else None
+    return length if isinstance(length, int) and length > 0 else 0
+
+
+def model_context(options: DecoderOptions, trained: int = 0) -> int:
+    """Returns the tokens that a model takes: what its export declares, and generation allows.
+
+    Args:
+        options: The `model:` section.
+        trained: Length of the rows that it was trained on since; 0: none.
+    """
+    original = _config(options)
+    kept = None if original is None else _length(original)
+    rope = options.rope
+    if rope is not None and rope.kind in CONTEXT_FIXING and rope.original_context:
+        extended = round(rope.original_context * (rope.factor or 1.0))
+        return max(extended, kept or 0)
+    context = max(options.max_context or kept or 0, trained) or _CONTEXT
+    if rope is not None and rope.kind == "llama3" and kept is None and rope.original_context:
+        context = max(context, round(rope.original_context * (rope.factor or 1.0)))
+    return context
+
+
+def exported_config(options: DecoderOptions, ours: dict[str, Any], context: int) -> dict[str, Any]:
+    """Returns the config.json of an export: the original's, with what training changed.
+
+    Args:
+        options: The `model:` section.
+        ours: What raypp writes for a model without an original.
+        context: Tokens that the model takes.
+    """
+    original = _config(options)
+    family = family_of(options)
+    if original is None or family is None:
+        return ours
+    found = {key: value for key, value in original.items() if key != "quantization_config"}
+    found["architectures"] = ours["architectures"]
+    names = [key for key in ("dtype", "torch_dtype") if key in original] or ["torch_dtype"]
+    found |= dict.fromkeys(names, ours["torch_dtype"])
+    found[family.hf.sizes["vocab_size"]] = options.vocab_size
+    tied = family.hf.settings["tie_embeddings"]
+    if found.get(tied, family.hf.defaults.get("tie_embeddings")) != options.tie_embeddings:
+        found[tied] = options.tie_embeddings
+    fixed = options.rope is not None and options.rope.kind in CONTEXT_FIXING
+    if not fixed and context != _length(original):
+        found[_CONTEXT_KEY] = context
+    return found
+
+
+def added_rows(options: DecoderOptions) -> int:
+    """Returns how many ids the model has more than the original."""
+    rows = (_config(options) or {}).get("vocab_size")
+    return options.vocab_size - rows if isinstance(rows, int) else 0
+
+
+def original_generation(options: DecoderOptions) -> dict[str, Any] | None:
+    """Returns the original's generation_config.json; None if there is none."""
+    text = None if options.original is None else options.original.generation_config
+    return None if text is None else _object(text.encode(), "model.original.generation_config")
+
+
+def default_generation(options: DecoderOptions) -> dict[str, Any]:
+    """Returns the ids that transformers takes from the original's config.json for generation."""
+    config = _config(options) or {}
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def end_ids(generation: Mapping[str, Any] | None, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the ids that end a text, as transformers' `generate` takes them.
+
+    Args:
+        generation: The content of generation_config.json; None if there is none.
+        config: The content of config.json.
+    """
+    found = (generation or {}).get("eos_token_id")
+    found = config.get("eos_token_id") if found is None else found
+    ids: Sequence[Any] = found if isinstance(found, list) else [found]
+    return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool))
+
+
+def original_ends(options: DecoderOptions) -> tuple[int, ...]:
+    """Returns the ids that end a text of the original; empty if there is none."""
+    return end_ids(original_generation(options), _config(options) or {})
+
+
+def _config(options: DecoderOptions) -> dict[str, Any] | None:
+    if options.original is None:
+        return None
+    return _object(options.original.config.encode(), "model.original.config")
+
+
+def _length(config: Mapping[str, Any]) -> int:
+    length = config.get(_CONTEXT_KEY)
+    return int(length) if isinstance(length, int | float) and length > 0 else _CONTEXT
+
+
+def _object(text: bytes, place: str) -> dict[str, Any]:
+    found = parse_json(text, place, _BOUNDS, JobError, _FIX, constants=True)
+    if not isinstance(found, dict):
+        raise JobError(Problem(place, "is not a JSON object", _FIX))
+    return found
+
+
+def _text(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, indent=2)
+    return text if len(text) <= TEXT else json.dumps(document, separators=(",", ":"))

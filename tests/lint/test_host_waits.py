@@ -1,0 +1,135 @@
+"""No file on the path of a step makes the host wait for a device, except where it says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from host_waits import host_waits
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
+_OF_TRAIN = (
+    "adamw",
+    "adamw_by_rows",
+    "bf16_weights",
+    "evaluate",
+    "muon",
+    "nonfinite",
+    "optimizer",
+    "optimizer_offload",
+    "quantised_moments",
+    "reduce",
+    "router_losses",
+    "sample",
+    "sgd",
+    "step",
+    "stochastic_rounding",
+    "stragglers",
+    "tune_lookahead",
+    "warm_up",
+)
+FILES = (
+    *(f"raypp/train/{name}.py" for name in _OF_TRAIN),
+    "raypp/checkpoint/snapshot.py",
+    "raypp/memory/rank_slots.py",
+    "raypp/memory/tier.py",
+)
+
+_COUNT = "the number of repeats is an int: the result's size does not depend on values"
+_HOST = "a tensor on the CPU, which never was on the device"
+_SAVER = "a thread that waits for the copy of a snapshot, not the one that computes"
+_DECODE = "decoding, between two steps: tokens are chosen, and rows end, on the host"
+ALLOWED = {
+    ("raypp.models.kv_cache.KeyValueCache.prompts", "tensor(device=)"): _DECODE,
+    ("raypp.models.kv_cache.KeyValueCache.next_token", "tensor(device=)"): _DECODE,
+    ("raypp.pipeline.decode.PipelineDecoder._take", "tolist"): _DECODE,
+    ("raypp.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
+    ("raypp.pipeline.next_token.next_tokens", "numpy"): _DECODE,
+    ("raypp.pipeline.next_token.next_tokens", "tolist"): _DECODE,
+    ("raypp.train.sample.Sampler.__init__", "tolist"): "token ids of prompts, which a tokenizer made on the host",
+    ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
+    (
+        "raypp.train.optimizer_offload.OffloadedOptimizer.to_host",
+        "cpu",
+    ): "loads a checkpoint, before the first step of an attempt",
+    ("raypp.train.nonfinite.FiniteGuard._what", "tolist"): _HOST + ", of a step that is not finite",
+    ("raypp.train.nonfinite._gathered", "tolist"): _HOST + ", of a step that is not finite",
+    ("raypp.checkpoint.snapshot.Snapshot.data", "numpy"): _HOST + ": the bytes of a snapshot",
+    ("raypp.checkpoint.snapshot.SnapshotBuffer._copy_on_stream.rest", "synchronize"): _SAVER,
+    ("raypp.checkpoint.snapshot._DeviceCopy.wait", "synchronize"): _SAVER,
+    ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
+    ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
+    ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
+    ("raypp.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
+    ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
+    ("raypp.parallel.attention_blocks._per_query_head", "repeat_interleave"): _COUNT,
+    ("raypp.parallel.ulysses.ulysses_attention", "repeat_interleave"): _COUNT,
+    (
+        "raypp.models.experts.StackedExperts.forward",
+        "tolist",
+    ): "the loop of the reference: one read per layer and forward",
+    ("raypp.models.adapter_dropout.AdapterDropout.__init__", "tensor(device=)"): _HOST + "; when a stage is built",
+    ("raypp.models.quantised_rows._table", "tensor(device=)"): "16 numbers, once per device",
+    ("raypp.models.clamped_experts.ClampedExperts.forward", "tolist"): "as in StackedExperts",
+    (
+        "raypp.parallel.expert.ExpertExchange._agree",
+        "tolist",
+    ): "NCCL takes the sizes of an exchange from the host: one read per layer and forward",
+}
+"""Why each place may wait, or does not wait although it looks like it."""
+
+
+def found() -> dict[tuple[str, str], int]:
+    """Returns the places that wait on the path of a step, and their lines."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+    places = {}
+    for path in [*paths, *(ROOT / file for file in FILES)]:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        places |= {(wait.where, wait.what): wait.line for wait in host_waits(module, path.read_text())}
+    return places
+
+
+def test_nothing_on_the_path_of_a_step_waits_for_the_device_unless_the_list_says_why() -> None:
+    unknown = [
+        f"{where}, line {line}: {what}" for (where, what), line in found().items() if (where, what) not in ALLOWED
+    ]
+    assert not unknown, "keep the value on the device, or say here why the host must have it"
+
+
+def test_the_list_names_no_place_that_is_gone() -> None:
+    assert not ALLOWED.keys() - found().keys()
+
+
+def test_planted_waits_are_found() -> None:
+    planted = [
+        ("x.sum().item()", "item"),
+        ("counts.tolist()", "tolist"),
+        ("x.cpu()", "cpu"),
+        ("torch.nonzero(x)", "nonzero"),
+        ("x.nonzero()", "nonzero"),
+        ("torch.bincount(x, minlength=3)", "bincount"),
+        ("x.repeat_interleave(n)", "repeat_interleave"),
+        ("torch.repeat_interleave(n)", "repeat_interleave"),
+        ("torch.tensor([1, 2], device=x.device)", "tensor(device=)"),
+        ("torch.where(x > 0)", "where"),
+        ("torch.cuda.synchronize()", "synchronize"),
+        ("x[x > 0]", "mask"),
+        ("x[:, ~kept]", "mask"),
+        ("x[label_mask]", "mask"),
+    ]
+    for text, what in planted:
+        waits = host_waits("raypp.models.planted", f"class A:\n    def f(self, x, n):\n        return {text}")
+        assert [(wait.where, wait.what, wait.line) for wait in waits] == [("raypp.models.planted.A.f", what, 3)]
+
+
+def test_what_does_not_wait_is_left_alone() -> None:
+    planted = [
+        "x.repeat_interleave(n, output_size=8)",
+        "torch.where(x > 0, x, 0)",
+        "torch.tensor([1, 2])",
+        "torch.full((1,), 3, device=x.device)",
+        "x[1:, None]",
+        "x[order]",
+        "item(x)",
+    ]
+    assert not [wait for text in planted for wait in host_waits("raypp.models.planted", text)]

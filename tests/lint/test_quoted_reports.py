@@ -1,0 +1,55 @@
+"""Reports and messages that pages quote are what raypp says: each is made here, as a run would make
+it."""
+
+from __future__ import annotations
+
+from markdown_pages import REPOSITORY
+
+from raypp.checkpoint.compatibility import check_resume
+from raypp.records import Coordinates
+from raypp.recovery.hang_analysis import Blame, RankActivity, find_culprit
+from raypp.spec.load import job_document, load_job
+
+PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="utf-8")
+
+
+def blame(first: str, second: str, still: tuple[float, float], inside: str = "", silent: bool = False) -> Blame:
+    """Returns what follows for ranks 1 and 2 of a pipeline; rank 1 may be inside a collective, or
+    silent."""
+    one = RankActivity(1, "pp1", Coordinates(1), first, still[0], "10.0.0.1", 811, silent, inside)
+    two = RankActivity(2, "pp2", Coordinates(2), second, still[1], "10.0.0.2", 812)
+    return find_culprit([one, two], (0, 1, 2))
+
+
+def test_the_chain_of_the_page_is_what_raypp_says() -> None:
+    found = blame("step 1F5", "step 2F7 waits", (41, 70), inside="all_gather")
+    assert f" {found.cause} (allowed: 60 s) " in " ".join(PAGE.split())
+
+
+CASES = [
+    blame("step 1F5", "step 2F7 waits", (80, 80)),
+    blame("step 1F5", "step 2F7 waits", (41, 70), inside="all_gather"),
+    blame("step 12 read", "step agree", (61, 61)),
+    blame("save upload", "step agree", (700, 700)),
+    blame("step 1F5", "step 2F7 waits", (66, 61), silent=True),
+]
+
+
+def test_the_ends_of_a_chain_that_the_page_explains_are_what_raypp_says() -> None:
+    ends = [case.cause.rpartition(", which ")[2] for case in CASES]
+    assert not [end for end in ends if f"| {end} |" not in PAGE]
+
+
+def test_the_ring_that_the_page_explains_is_what_raypp_says() -> None:
+    ring = blame("step 1B3 waits", "step 2F4 waits", (90, 70))
+    assert ring.ring and f"| {ring.cause.partition(':')[0]}: … |" in PAGE
+
+
+RESUMED = (REPOSITORY / "docs" / "tasks" / "resume_elsewhere.md").read_text(encoding="utf-8")
+
+
+def test_changes_that_a_resume_refuses_are_refused_as_the_page_says() -> None:
+    old = job_document(load_job(REPOSITORY / "jobs" / "quickstart.yaml").job)
+    for section, key, value in (("pipeline", "microbatches", 16), ("train", "seed", 1)):
+        problems = check_resume(old, {**old, section: {**old[section], key: value}})
+        assert [f"--set {one.key}={value}: {one.what}" in RESUMED for one in problems] == [True]

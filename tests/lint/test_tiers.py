@@ -1,0 +1,44 @@
+"""`make test` and `make lint` run every folder of tests, each in one tier."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_folder_of_tests_belongs_to_one_tier_that_make_runs() -> None:
+    makefile = (TESTS.parent / "Makefile").read_text()
+    tiers = dict(re.findall(r"^([A-Z0-9]+) := (tests/.+)$", makefile, re.MULTILINE))
+    folders = [Path(folder).name for tier in tiers.values() for folder in tier.split()]
+    with_tests = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+    assert sorted(folders) == sorted(with_tests)
+    (rule,) = re.findall(r"^test: (test-.+(?:\n\t.+)+)$", makefile, re.MULTILINE)
+    first, *recipe = rule.split("\n")
+    (lint,) = re.findall(r"^lint: venv\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    assert "pytest -q $(LINT)\n" in lint
+    del tiers["LINT"]
+    for target in [*first.split(), *recipe[-1].partition("SIDE_BY_SIDE=1")[2].split()]:
+        (command,) = re.findall(rf"^{target}: venv\n\t(.+)$", makefile, re.MULTILINE)
+        for tier in re.findall(r"\$\(([A-Z0-9]+)\)", command):
+            tiers.pop(tier, None)
+    assert not tiers, "in no target of `make test`"
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports a file of tests by its name alone; `make test-slow` collects all folders."""
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_ci_runs_the_slow_tests_of_every_tier_that_are_marked_gate() -> None:
+    commands = (TESTS.parent / ".ci/run").read_text().splitlines()
+    assert {
+        "part make test",
+        "part make test-unit GATE=1",
+        "part make test-ranks GATE=1",
+        "part make -j 3 --output-sync=target SIDE_BY_SIDE=1 test-s3 test-ray test-e2e GATE=1 "
+        'E2E="tests/e2e tests/chaos"',
+    } <= {*commands}

@@ -1,0 +1,633 @@
+"""The faults, and the tests that meet each module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEETS = {
+    "raypp/control/machine.py": (
+        ["tests/unit/control/test_machine.py"],
+        ["tests/ray/test_controller.py", "tests/ray/test_unled_ends.py", "tests/e2e/test_stop_and_resume.py"],
+    ),
+    "raypp/checkpoint/commit.py": (
+        ["tests/unit/checkpoint/test_commit_protocol.py", "tests/unit/checkpoint/test_two_attempts.py"],
+        ["tests/s3/test_attempts_race.py", "tests/s3/test_conditional_writes.py", "tests/ranks/test_last_saves.py"],
+    ),
+    "raypp/pipeline/agreement.py": (
+        ["tests/unit/pipeline/test_agreement.py"],
+        [
+            "tests/ranks/test_plan_mismatch.py",
+            "tests/ranks/test_mesh_does_not_change_numbers.py",
+            "tests/ranks/test_saves_in_training.py",
+            "tests/ranks/test_memory_tier.py",
+        ],
+    ),
+    "raypp/pipeline/runtime.py": (
+        ["tests/unit/pipeline/test_runtime.py"],
+        [
+            "tests/ranks/test_mesh_does_not_change_numbers.py",
+            "tests/ranks/test_evaluation.py",
+            "tests/ranks/test_replica_sums.py",
+            "tests/ranks/test_late_sums.py",
+            "tests/ranks/test_long_steps.py",
+            "tests/ranks/test_lookahead_and_wire.py",
+            "tests/ranks/test_waiting_sends.py",
+            "tests/ranks/test_measured_costs.py",
+            "tests/ranks/test_activation_offload.py",
+        ],
+    ),
+    "raypp/schedules/posting.py": (
+        ["tests/unit/schedules/test_communication.py"],
+        ["tests/ranks/test_waiting_for_all_posted.py", "tests/ranks/test_waiting_sends.py"],
+    ),
+    "raypp/recovery/": (
+        ["tests/unit/recovery"],
+        ["tests/processes/test_failure_recipes.py", "tests/ray/test_failures_told_apart.py"],
+    ),
+    "raypp/parallel/apply.py": (
+        ["tests/unit/parallel/test_prepared_stages.py"],
+        [
+            "tests/ranks/test_mesh_does_not_change_numbers.py",
+            "tests/ranks/test_low_memory.py",
+            "tests/ranks/test_recompute_and_compile.py",
+            "tests/ranks/test_quantised_base.py",
+            "tests/ranks/test_experts.py",
+            "tests/ranks/test_late_sums.py",
+        ],
+    ),
+    "raypp/data/loader.py": (
+        ["tests/unit/data/test_loader.py", "tests/unit/data/test_mixture.py"],
+        ["tests/ranks/test_evaluation.py", "tests/ranks/test_leaving_and_coming_back.py"],
+    ),
+}
+"""By the beginning of a file's name: its unit tests, then its others, the most likely first. Unit
+tests that import the module follow the unit tests."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wrong place.
+
+    Attributes:
+        name: What is wrong.
+        file: The file.
+        old: The text that is replaced; it is there once.
+        new: The wrong text.
+        met: What a user would meet.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    met: str
+
+
+_MACHINE = "raypp/control/machine.py"
+_COMMIT = "raypp/checkpoint/commit.py"
+_AGREE = "raypp/pipeline/agreement.py"
+_RUNTIME = "raypp/pipeline/runtime.py"
+_POSTING = "raypp/schedules/posting.py"
+_DEFAULT = "raypp/recovery/policies/default.py"
+_POLICY = "raypp/recovery/policy.py"
+_DEATH = "raypp/recovery/cause_of_death.py"
+_SHAPE = "raypp/recovery/elastic_shape.py"
+_HANG = "raypp/recovery/hang_analysis.py"
+_APPLY = "raypp/parallel/apply.py"
+_LOADER = "raypp/data/loader.py"
+
+FAULTS = [
+    # The state machine.
+    Fault(
+        "machine-acts-after-the-end", _MACHINE,
+        "    if machine.phase is RunPhase.DONE:\n        return machine, ()\n",
+        "",
+        "a stop after the end changes the state of a run that succeeded",
+    ),
+    Fault(
+        "machine-late-claim-counts", _MACHINE,
+        "case Claimed() if machine.phase is RunPhase.LAUNCHING:",
+        "case Claimed():",
+        "an event that comes too late changes the number of the attempt that runs",
+    ),
+    Fault(
+        "machine-commit-goes-back", _MACHINE,
+        "max(machine.committed_step, event.step)",
+        "event.step",
+        "status shows an older checkpoint than there is",
+    ),
+    Fault(
+        "machine-restarts-not-counted", _MACHINE,
+        "phase=RunPhase.LAUNCHING, restarts=machine.restarts + 1), (Launch(),)",
+        "phase=RunPhase.LAUNCHING), (Launch(),)",
+        "status shows no restarts",
+    ),
+    Fault(
+        "machine-forgets-history-with-its-controller", _MACHINE,
+        "        history=event.history,\n",
+        "",
+        "restarts go on for ever when the controller dies as well",
+    ),
+    Fault(
+        "machine-no-room-is-a-plain-failure", _MACHINE,
+        "event.reason, exit_code=4)",
+        "event.reason, exit_code=1)",
+        "a script cannot tell a full cluster from a failed run",
+    ),
+    Fault(
+        "machine-growth-outlives-a-stop", _MACHINE,
+        "return not machine.stop and (machine.reshaping or machine.adopted)",
+        "return machine.reshaping or machine.adopted",
+        "a run that was told to stop while it grew starts again",
+    ),
+    Fault(
+        "machine-grows-without-progress", _MACHINE,
+        "committed > machine.grown_at",
+        "committed >= machine.grown_at",
+        "a run grows and shrinks without training",
+    ),
+    Fault(
+        "machine-ends-an-attempt-twice", _MACHINE,
+        "    if machine.phase is RunPhase.ENDING:\n        return machine, ()\n    keep",
+        "    keep",
+        "the second failure of an attempt ends processes that were to be kept",
+    ),
+    Fault(
+        "machine-keeps-processes-of-another-mesh", _MACHINE,
+        "keep = not machine.stop and not machine.reshaping",
+        "keep = not machine.stop",
+        "a process of the old mesh is seated in the new one",
+    ),
+    Fault(
+        "machine-old-failures-stay", _MACHINE,
+        "history=(*machine.history, end), failures=())",
+        "history=(*machine.history, end))",
+        "the second failure is explained by the first one's cause",
+    ),
+    Fault(
+        "machine-failed-save-is-a-stop", _MACHINE,
+        "if machine.stop and not machine.failures:",
+        "if machine.stop:",
+        "a stop whose last save failed exits with 0",
+    ),
+    Fault(
+        "machine-stop-in-a-pause-hangs", _MACHINE,
+        "if machine.phase in (RunPhase.IDLE, RunPhase.WAITING):",
+        "if machine.phase is RunPhase.IDLE:",
+        "a stop between two attempts waits for an attempt that does not exist",
+    ),
+    Fault(
+        "machine-saved-nothing-new", _MACHINE,
+        "event.step <= (machine.history[-1].committed_step or 0)",
+        "event.step < (machine.history[-1].committed_step or 0)",
+        "a stop says it saved although the state was lost",
+    ),
+    # COMMIT.
+    Fault(
+        "commit-of-a-stale-attempt", _COMMIT,
+        "    _check_newest(store, commit)\n    key = ",
+        "    key = ",
+        "an attempt that was given up commits over its successor",
+    ),
+    Fault(
+        "commit-fence-off-by-one", _COMMIT,
+        "if newest > commit.attempt:",
+        "if newest > commit.attempt + 1:",
+        "the attempt before the current one can still commit",
+    ),
+    Fault(
+        "commit-no-second-look-before-deleting", _COMMIT,
+        "        _check_newest(store, commit)  # again: what is deleted here may be a newer attempt's by now\n",
+        "",
+        "a slow old attempt deletes the checkpoint of a newer one",
+    ),
+    Fault(
+        "commit-replaces-its-equal", _COMMIT,
+        "there.attempt >= commit.attempt",
+        "there.attempt > commit.attempt",
+        "two processes of one attempt commit different states of one step",
+    ),
+    Fault(
+        "commit-lost-answer-is-a-failure", _COMMIT,
+        "        if there is not None and there.nonce == commit.nonce:\n"
+        "            return  # an earlier try succeeded, and its response was lost\n",
+        "",
+        "a save that succeeded is reported as failed after a lost response",
+    ),
+    Fault(
+        "commit-attempt-claimed-twice", _COMMIT,
+        "json.dumps(claim).encode(), if_absent=True)",
+        "json.dumps(claim).encode(), if_absent=False)",
+        "two controllers run the same attempt",
+    ),
+    Fault(
+        "commit-overwrites", _COMMIT,
+        "    try:\n        store.put(key, commit.to_bytes(), if_absent=True)",
+        "    try:\n        store.put(key, commit.to_bytes(), if_absent=False)",
+        "a commit replaces one of another attempt unseen",
+    ),
+    Fault(
+        "commit-second-write-unconditional", _COMMIT,
+        "        store.delete([key])\n        store.put(key, commit.to_bytes(), if_absent=True)",
+        "        store.delete([key])\n        store.put(key, commit.to_bytes(), if_absent=False)",
+        "a newer attempt's commit is overwritten between delete and write",
+    ),
+    Fault(
+        "commit-unfinished-saves-are-listed", _COMMIT,
+        "if step is not None and info.key == commit_key(run, step):",
+        "if step is not None:",
+        "`checkpoints list` shows a save that was interrupted",
+    ),
+    Fault(
+        "commit-one-rank-twice", _COMMIT,
+        "elif record.rank in ranks:",
+        "elif False:",
+        "a damaged COMMIT with two objects of one rank is read",
+    ),
+    Fault(
+        "commit-newer-format-is-read", _COMMIT,
+        "            raise\n        _check_format(data, key)\n",
+        "            raise\n",
+        "a checkpoint of a newer raypp is read by the old rules",
+    ),
+    Fault(
+        "commit-of-another-run", _COMMIT,
+        "if (commit.run, commit.step) != (run, step):",
+        "if commit.step != step:",
+        "a copied folder resumes as the run it was copied from",
+    ),
+    # The agreement on a step.
+    Fault(
+        "agree-always-saves-before-a-stop", _AGREE,
+        "asked.stop and asked.save_before_stop",
+        "asked.save_before_stop",
+        "`stop --no-save` saves, because ranks that were not asked say so",
+    ),
+    Fault(
+        "agree-first-replica-unchecked", _AGREE,
+        "for r in range(replicas) if",
+        "for r in range(1, replicas) if",
+        "nodes with different data train on without an error",
+    ),
+    Fault(
+        "agree-tokens-of-one-replica", _AGREE,
+        "global_tokens=int(table[:, count].sum())",
+        "global_tokens=int(table[replica, count])",
+        "gradients are divided by the wrong number",
+    ),
+    Fault(
+        "agree-lengths-of-the-first-replica", _AGREE,
+        "for length in table[replica, :count]",
+        "for length in table[0, :count]",
+        "receives have the wrong shape where lengths differ between replicas",
+    ),
+    Fault(
+        "agree-arrived-too-early", _AGREE,
+        "SnapshotState(every, -own, -arrived,",
+        "SnapshotState(every, -own, -own,",
+        "a snapshot counts as copied to another node before it is",
+    ),
+    Fault(
+        "agree-own-save-only", _AGREE,
+        "saving=bool(saving)",
+        "saving=proposal.saving",
+        "ranks disagree on whether a save is in progress, and hang",
+    ),
+    Fault(
+        "agree-times-and-peaks-mixed", _AGREE,
+        "compute_us=tuple(rest[peaks:])",
+        "compute_us=tuple(rest[len(proposal.compute_us) :])",
+        "the times of ranks in history are wrong when peaks are sent as well",
+    ),
+    Fault(
+        "agree-cp-shares-not-equal", _AGREE,
+        "return math.ceil(math.ceil(tokens / cp) / multiple) * multiple * cp",
+        "return math.ceil(tokens / multiple) * multiple",
+        "a sequence cannot be cut for context parallelism",
+    ),
+    # The runtime.
+    Fault(
+        "runtime-loses-the-last-weights-action", _RUNTIME,
+        "return [*found, *rest]",
+        "return found",
+        "gradients of the last microbatch's stage are not summed over ranks",
+    ),
+    Fault(
+        "runtime-proof-by-any-peer", _RUNTIME,
+        "if entry[0] == peer and used_at[entry] < sent]",
+        "if used_at[entry] < sent]",
+        "a rank waits for a send that its peer has not taken yet",
+    ),
+    Fault(
+        "runtime-no-proof-by-input-backwards", _RUNTIME,
+        "in (Computation.FULL_BACKWARD, Computation.BACKWARD_INPUT):\n        return Computation.SEND_B",
+        "in (Computation.FULL_BACKWARD,):\n        return Computation.SEND_B",
+        "zero-bubble schedules hold all of a step's messages in memory",
+    ),
+    Fault(
+        "runtime-frees-the-outer-weights-only",
+        _RUNTIME,
+        "            for module in stage.submod.modules():\n                if isinstance(module, FSDPModule):\n"
+        "                    module.reshard()\n",
+        "            stage.submod.reshard()\n",
+        "the gathered weights of all blocks stay in memory, and a step computes with old ones",
+    ),
+    Fault(
+        "runtime-sums-before-the-last-weight-gradient", _RUNTIME,
+        'for action in program[self.rank] if action.kind != "F"}\n        self._last_whole',
+        'for action in program[self.rank] if action.kind == "B"}\n        self._last_whole',
+        "sums begin while weight gradients of other microbatches are missing",
+    ),
+    Fault(
+        "runtime-held-sums-twice", _RUNTIME,
+        "            stage.perform_reduce_grad(1)\n        self._held.clear()\n",
+        "            stage.perform_reduce_grad(1)\n",
+        "gradients are summed over replicas twice",
+    ),
+    Fault(
+        "runtime-old-arrivals-after-a-new-program", _RUNTIME,
+        "        self._arrivals = arrivals(",
+        '        self._arrivals = self.__dict__.get("_arrivals") or arrivals(',
+        "the run fails when lookahead: auto changes the program",
+    ),
+    Fault(
+        "runtime-offload-keeps-the-old-program", _RUNTIME,
+        "            self.offload.load(program[self.rank])\n",
+        '            "_arrivals" in self.__dict__ or self.offload.load(program[self.rank])\n',
+        "activations come back in the wrong order when lookahead: auto changes the program",
+    ),
+    Fault(
+        "runtime-still-waits-when-it-computes", _RUNTIME,
+        "        if self.mark is not None:\n            self.mark(self.now)\n",
+        "",
+        "a hang in a kernel is blamed on the rank before it",
+    ),
+    Fault(
+        "runtime-wait-is-not-marked", _RUNTIME,
+        '            self.mark(f"{self.now} waits")\n',
+        "            pass\n",
+        "a hang is blamed on a rank that waits for a message",
+    ),
+    Fault(
+        "runtime-input-backward-is-a-whole-one", _RUNTIME,
+        'self._backward(stage, microbatch, "I")',
+        'self._backward(stage, microbatch, "B")',
+        "zero-bubble schedules fail in their weight passes",
+    ),
+    Fault(
+        "runtime-messages-timed-as-whole-backwards", _RUNTIME,
+        '"I" if (stage.stage_index, microbatch) in self._split else "B"',
+        '"B"',
+        "measured costs of messages belong to the wrong kind of pass",
+    ),
+    # Posting.
+    Fault(
+        "posting-ahead-on-cuda", _POSTING,
+        'return "one_order" if device_type == "cuda" else "ahead"',
+        'return "ahead"',
+        "NCCL deadlocks where kernels wait for all that was posted",
+    ),
+    Fault(
+        "posting-order-of-starts", _POSTING,
+        "sorted((slot.end, rank, index)",
+        "sorted((slot.start, rank, index)",
+        "receives are posted before what they depend on",
+    ),
+    Fault(
+        "posting-never-forgets-used-receives", _POSTING,
+        "            unused[source] -= 1\n            post(source, ahead)\n",
+        "            post(source, ahead)\n",
+        "after three messages a receive is posted only when it is needed",
+    ),
+    Fault(
+        "posting-one-too-many", _POSTING,
+        "while unused[source] < count and",
+        "while unused[source] <= count and",
+        "one buffer more for each channel",
+    ),
+    Fault(
+        "posting-too-few-when-later-is-needed", _POSTING,
+        "            while needed not in posted:\n",
+        "            if needed not in posted:\n",
+        "an action waits for a receive that was not posted",
+    ),
+    Fault(
+        "posting-first-order-always", _POSTING,
+        "return min(found, key=cost)",
+        "return found[0]",
+        "steps on NCCL take longer than they need",
+    ),
+    # Recovery.
+    Fault(
+        "policy-one-restart-too-many", _DEFAULT,
+        "if in_vain >= self.max_restarts:",
+        "if in_vain > self.max_restarts:",
+        "max_restarts: 0 restarts once",
+    ),
+    Fault(
+        "policy-preemptions-count", _DEFAULT,
+        "        if not traits.counts:\n            return Restart(0.0)\n",
+        "",
+        "a preempted run waits, or ends",
+    ),
+    Fault(
+        "policy-longest-delay-at-once", _DEFAULT,
+        "min(_LONGEST_DELAY_S,",
+        "max(_LONGEST_DELAY_S,",
+        "each restart waits half a minute or more",
+    ),
+    Fault(
+        "policy-nonfinite-never-retried", _DEFAULT,
+        "cause.kind is FailureKind.NONFINITE and not self.restart_on_nonfinite",
+        "cause.kind is FailureKind.NONFINITE",
+        "on_nonfinite: restart has no effect",
+    ),
+    Fault(
+        "policy-witness-is-the-cause", _POLICY,
+        "next((failure for failure in failures if not failure.kind.traits.witness), failures[0])",
+        "failures[0]",
+        "the run says a peer was lost, not why",
+    ),
+    Fault(
+        "policy-same-step-is-progress", _POLICY,
+        "if _step(end) > _step(before):",
+        "if _step(end) >= _step(before):",
+        "a run that saves nothing restarts for ever",
+    ),
+    Fault(
+        "policy-same-at-any-step", _POLICY,
+        "if (before.kind, before.step) != (last.kind, last.step):",
+        "if before.kind != last.kind:",
+        "the second exception ends a run although it made progress",
+    ),
+    Fault(
+        "policy-node-lost-once-is-bad", _POLICY,
+        "lost = {failure.node for failure in end.failures if failure.kind.traits.node_lost and failure.node}",
+        "lost = [failure.node for failure in end.failures if failure.kind.traits.node_lost and failure.node]",
+        "a node whose two ranks were lost at once is avoided",
+    ),
+    Fault(
+        "death-first-of-two-reports", _DEATH,
+        "        pass\n",
+        "        break\n",
+        "the cause is an older crash in the same log",
+    ),
+    Fault(
+        "death-one-kill-is-none", _DEATH,
+        "evidence.oom_kills > 0",
+        "evidence.oom_kills > 1",
+        "a process that the kernel killed for memory ended without a trace",
+    ),
+    Fault(
+        "death-exit-code-zero", _DEATH,
+        "if code is not None and int(code[1]):",
+        "if code is not None:",
+        "a process killed by SIGKILL exited with code 0",
+    ),
+    Fault(
+        "shape-last-device-unused", _SHAPE,
+        "min_ranks <= shape.world <= most and",
+        "min_ranks <= shape.world < most and",
+        "an elastic run shrinks further than it must",
+    ),
+    Fault(
+        "shape-experts-not-divided", _SHAPE,
+        "if total % (dp_replicate * fsdp) == 0 and (fsdp * wanted.cp) % wanted.ep == 0",
+        "if total % (dp_replicate * fsdp) == 0",
+        "an elastic run chooses a mesh on which experts cannot be spread",
+    ),
+    Fault(
+        "shape-fsdp-shrinks-first", _SHAPE,
+        "(-pair[0] * pair[1], -pair[1])",
+        "(-pair[0] * pair[1], pair[1])",
+        "the smaller mesh needs more memory on each device",
+    ),
+    Fault(
+        "hang-message-from-the-wrong-side", _HANG,
+        'stage - 1 if kind == "F" else stage + 1',
+        'stage + 1 if kind == "F" else stage - 1',
+        "a hang is blamed on the stage behind",
+    ),
+    Fault(
+        "hang-silent-rank-is-there", _HANG,
+        "return not other.silent and other.phase.split()[-1:] == [collective]",
+        "return other.phase.split()[-1:] == [collective]",
+        "a rank that froze in a collective is not blamed",
+    ),
+    Fault(
+        "hang-group-of-all-stages", _HANG,
+        "and (whole_world or other.coordinates.pp == one.coordinates.pp)\n",
+        "\n",
+        "a hang in a stage's collective is blamed on another stage",
+    ),
+    Fault(
+        "hang-silence-weighs-nothing", _HANG,
+        "return by_rank[rank].silent, reached[rank], by_rank[rank].idle_s",
+        "return False, reached[rank], by_rank[rank].idle_s",
+        "a busy rank is blamed, not the frozen one",
+    ),
+    # How a stage is prepared.
+    Fault(
+        "apply-gradients-are-means", _APPLY,
+        "            module.set_gradient_divide_factor(1.0)\n",
+        "",
+        "gradients shrink with the number of ranks",
+    ),
+    Fault(
+        "apply-sums-rounded-to-bf16", _APPLY,
+        'torch.bfloat16 if job.train.reduce_dtype == "bf16" else torch.float32',
+        "torch.bfloat16",
+        "reduce_dtype: fp32 has no effect with bf16",
+    ),
+    Fault(
+        "apply-pure-bf16-accumulates-in-bf16", _APPLY,
+        "        sum_in_fp32(stage)\n",
+        "        pass\n",
+        "small gradients of many microbatches are lost on one device",
+    ),
+    Fault(
+        "apply-recomputes-twice", _APPLY,
+        'if extent != "none" and not within:',
+        'if extent != "none":',
+        "compile with selective recomputation recomputes blocks twice",
+    ),
+    Fault(
+        "apply-routing-by-share", _APPLY,
+        "            block.microbatch_group = groups.context[0]\n",
+        "            pass\n",
+        "the balance of experts depends on cp",
+    ),
+    Fault(
+        "apply-quantised-bytes-converted", _APPLY,
+        "            if parameter.is_floating_point():  # not the bytes of a quantised base\n",
+        "            if True:\n",
+        "a quantised base is destroyed with bf16_pure",
+    ),
+    Fault(
+        "apply-shared-quantised-weights-not-sharded", _APPLY,
+        "if shards > 1 and job.mesh.ep < shards:",
+        "if shards > 1 and job.mesh.ep <= shards:",
+        "each rank copies quantised experts that only it has",
+    ),
+    Fault(
+        "apply-copies-summed-in-place", _APPLY,
+        'return job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure"',
+        'return job.train.reduce_dtype == "fp32"',
+        "late sums add to copies of bf16 gradients that nobody reads",
+    ),
+    # The loader.
+    Fault(
+        "loader-everyone-reads-the-first-share", _LOADER,
+        "return step[self.replica * self.rows : (self.replica + 1) * self.rows]",
+        "return step[: self.rows]",
+        "all replicas train on the same rows",
+    ),
+    Fault(
+        "loader-cursor-of-the-first-row", _LOADER,
+        "yield share.microbatched(own), step[-1][1]",
+        "yield share.microbatched(own), step[0][1]",
+        "a resumed run repeats rows",
+    ),
+    Fault(
+        "loader-seek-keeps-what-was-prepared", _LOADER,
+        "        self.close()\n        self._cursor = cursor\n",
+        "        self._cursor = cursor\n",
+        "after a resume in the same process, the first steps are of the old place",
+    ),
+    Fault(
+        "loader-other-data-accepted", _LOADER,
+        "            if data != self.identity:\n",
+        "            if False:\n",
+        "a run continues silently with other data",
+    ),
+    Fault(
+        "loader-last-evaluation-step-short", _LOADER,
+        "own + [filler] * (share.rows - len(own))",
+        "own",
+        "an evaluation hangs or fails where rows do not divide",
+    ),
+    Fault(
+        "loader-filler-counts", _LOADER,
+        "np.array([NO_LABEL]), (1,))",
+        "np.array([self._documents.tokenizer.eos_id]), (1,))",
+        "the loss of an evaluation depends on the mesh",
+    ),
+    Fault(
+        "loader-closed-for-ever", _LOADER,
+        "            self._steps.close()\n            self._steps = None\n",
+        "            self._steps.close()\n",
+        "a loader that was closed cannot be used again",
+    ),
+    Fault(
+        "loader-template-not-recorded", _LOADER,
+        'return {**at, "template": template} if template else at',
+        "return at",
+        "a resume with another chat template says that the files differ",
+    ),
+    Fault(
+        "loader-budget-that-just-lasts", _LOADER,
+        "if rows < needed else None",
+        "if rows <= needed else None",
+        "a mixture whose budget is exactly enough is refused",
+    ),
+]  # fmt: skip

@@ -1,0 +1,123 @@
+"""Proxies in the environment: loopback needs none, and one that refuses is named first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import nasty_world as nasty
+import pytest
+from fault_proxy import FaultProxy, fault_proxy
+from seaweed import BUCKET
+
+from raypp.clusters.seaweed import SeaweedServer
+from raypp.storage import StoreError, open_store
+from raypp.storage.s3 import S3Store
+
+pytestmark = pytest.mark.s3
+NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+ELSEWHERE = "http://s3.example:9000"
+
+
+@pytest.fixture
+def squid(seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy that every variable names."""
+    with fault_proxy(seaweed_server.endpoint) as running:
+        for name in NAMES:
+            monkeypatch.setenv(name, running.endpoint)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield running
+
+
+def test_a_store_on_loopback_is_reached_without_the_proxy(
+    squid: FaultProxy, seaweed_server: SeaweedServer, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = seaweed_server.store(BUCKET, run)
+    for name, value in seaweed_server.environment().items():
+        monkeypatch.setenv(name, value)
+    named = open_store(f"s3://{BUCKET}/{run}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", seaweed_server.endpoint.replace("127.0.0.1", "localhost"))
+    for store in (given, named, open_store(f"s3://{BUCKET}/{run}")):
+        store.probe()
+    assert squid.seen == []
+
+
+def test_a_store_on_loopback_that_a_profile_names_is_reached_without_the_proxy(
+    squid: FaultProxy, seaweed_server: SeaweedServer, run: str, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    (tmp_path / "config").write_text(
+        f"[profile mine]\nendpoint_url = {seaweed_server.endpoint}\nregion = us-east-1\n"
+        f"aws_access_key_id = {seaweed_server.access_key}\naws_secret_access_key = {seaweed_server.secret_key}\n"
+    )
+    for name in seaweed_server.environment():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    open_store(f"s3://{BUCKET}/{run}").probe()
+    assert squid.seen == []
+
+
+def test_given_keys_are_used_without_a_search_for_others(
+    squid: FaultProxy, seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """The search would end at 169.254.169.254, through the proxy."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    store = seaweed_server.store(BUCKET)
+    store.probe()
+    assert squid.seen == []
+
+
+def store_elsewhere() -> S3Store:
+    return S3Store(BUCKET, "runs", endpoint=ELSEWHERE, access_key="K", secret_key="S")
+
+
+def refusal_of(store: S3Store) -> StoreError:
+    with pytest.raises(StoreError) as caught:
+        store.probe()
+    return caught.value
+
+
+PAGES = {
+    "short": b"denied by policy",
+    "html": b"<!DOCTYPE html><html><body>The URL could not be retrieved</body></html>",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("status", [403, 407, 503])
+def test_a_proxy_that_refuses_is_named_first(
+    status: int, page: str, squid: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "0")
+    with nasty.server(PAGES[page], status) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.replace("//", "//me:secret@"))
+        error = refusal_of(store_elsewhere())
+    (problem,) = error.problems
+    assert problem.what.startswith(f"through the proxy {proxy} (http_proxy): ")
+    assert problem.fix.startswith("name its host in NO_PROXY")
+    assert "secret" not in str(error)
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_that_is_down_is_named_first(scheme: str, squid: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "0")
+    squid.down()
+    endpoint = ELSEWHERE.replace("http", scheme)
+    error = refusal_of(S3Store(BUCKET, "runs", endpoint=endpoint, access_key="K", secret_key="S"))
+    assert error.problems[0].what.startswith(f"through the proxy {squid.endpoint} ({scheme}_proxy): no answer")
+
+
+def test_a_store_elsewhere_is_reached_through_the_proxy(
+    squid: FaultProxy, seaweed_server: SeaweedServer, run: str
+) -> None:
+    keys = {"access_key": seaweed_server.access_key, "secret_key": seaweed_server.secret_key}
+    store = S3Store(BUCKET, run, endpoint=ELSEWHERE, **keys)
+    store.probe()
+    assert {request.target.partition("/raypp")[0] for request in squid.seen} == {ELSEWHERE}
+    with pytest.raises(StoreError) as caught:
+        S3Store("no-such-bucket", endpoint=ELSEWHERE, **keys).probe()
+    assert "proxy" not in str(caught.value)  # what S3 itself answers

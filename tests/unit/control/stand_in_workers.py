@@ -1,0 +1,124 @@
+"""Stand-ins for what an attempt and a leader command: workers, devices, and their answers. No
+process, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from raypp.control.attempt import Attempt
+from raypp.control.placement import Placement
+from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo
+from raypp.control.rank_ends import RankEnds
+from raypp.control.seats import Rank
+from raypp.control.worker_group import Member, WorkerGroup
+from raypp.records import NodeFacts, RankFailure, RankResult
+
+NODES = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}", "NodeManagerHostname": name} for name in "12"]
+
+
+class Actor:
+    """Keeps the calls that it is sent: `actor.leave.remote(3)` is `("leave", 3)`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self.calls.append((method, *arguments)) or object())
+
+
+class Workers(WorkerGroup):
+    """Starts and ends members that are no processes. `done` lists what it did to which bundle."""
+
+    def __init__(self) -> None:
+        self.request = RunRequest("r", {})
+        self.device = "cpu"
+        self.seated: dict[int, Member] = {}
+        self.standbys: dict[str, Member] = {}
+        self.devices: dict[int, tuple[str, int]] = {}
+        nothing = lambda *_: None  # noqa: E731
+        self.relays: Any = SimpleNamespace(of=nothing, start=nothing, take_over=nothing)
+        self.done: list[tuple[str, int]] = []
+
+    def fill_bundle(self, bundle: int, node: str, label: str, attempt: int, placement: Placement) -> None:
+        self.done.append(("start", bundle))
+        self.seated[bundle] = Member(Actor(), node)
+
+    def kill(self, bundle: int) -> None:
+        if self.seated.pop(bundle, None) is not None:
+            self.done.append(("kill", bundle))
+
+    def kill_frozen(self, bundle: int, pid: int) -> None:
+        self.done.append(("kill frozen", bundle))
+        self.seated.pop(bundle, None)
+
+    def adopt_standby(self, actor: Any, node: str) -> None:
+        self.standbys[node] = Member(actor, node, fresh=False)
+
+    def start_standbys(self) -> None:
+        pass
+
+
+@dataclass
+class Devices(Placement):
+    """Two bundles on each of two nodes, where there is room."""
+
+    name: str = "raypp/r"
+    world: int = 4
+    bundle: dict[str, float] = field(default_factory=dict)
+    full: str = ""
+    """Why waiting for room makes no sense."""
+    removed: int = 0
+
+    def request(self) -> None:
+        pass
+
+    def take_over(self) -> None:
+        pass
+
+    def nodes(self) -> list[str] | None:
+        return None if self.full else ["1", "1", "2", "2"][: self.world]
+
+    def hopeless(self) -> str | None:
+        return self.full or None
+
+    def remove(self) -> None:
+        self.removed += 1
+
+
+class Ends(RankEnds):
+    """The ends that ranks tell, from a list: `tell(rank, answer)`."""
+
+    def tell(self, rank: Rank, answer: RankEnd | RayError | None) -> None:
+        self.__dict__.setdefault("told", []).append((rank, answer))
+
+    def _answers(self, timeout_s: float) -> list[tuple[Rank, RankEnd | RayError | None]]:
+        return self.__dict__.pop("told", [])
+
+
+class StandIns(Attempt):
+    """An attempt whose workers say where they run when `says` is asked to."""
+
+    workers: Workers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ends = Ends(self.number, self.ranks, self.workers, self.on_unwritten)
+        self._said: list[tuple[Rank, WorkerInfo | RayError]] = []
+
+    def says(self, rank: Rank, answer: WorkerInfo | RayError | None = None) -> None:
+        """A rank's worker answers: by default, that it runs on the node of its bundle."""
+        facts = NodeFacts(rank.node_id, f"10.0.0.{rank.node_id}", rank.node_id, 100 + rank.rank, "eth0")
+        self._said.append((rank, answer or WorkerInfo(facts, 2000 + rank.rank)))
+
+    def tells(self, number: int, end: RankResult | RankFailure | RayError | None, reusable: bool = True) -> None:
+        """A rank's worker tells how the rank ended."""
+        answer = RankEnd(end, reusable) if isinstance(end, RankResult | RankFailure) else end
+        self._ends.tell(self.ranks[number], answer)  # type: ignore[attr-defined]
+
+    def _answers(self, timeout_s: float) -> list[tuple[Rank, WorkerInfo | RayError]]:
+        said, self._said = self._said, []
+        return said

@@ -1,0 +1,304 @@
+"""One attempt, from its devices to its end: who is started, kept, replaced and ended, and when. The
+clock stands still, and the workers are stand-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from stand_in_clock import StandInClock
+from stand_in_workers import NODES, Actor, Devices, StandIns, Workers
+
+from raypp.control import attempt as attempt_module
+from raypp.control import rank_ends
+from raypp.control.attempt import AttemptPhase
+from raypp.control.machine import AttemptEnded, Finished, NoResources, RankFailed, Seated
+from raypp.control.protocol import WorkerInfo, WorkerStatus
+from raypp.control.seats import Rank
+from raypp.control.worker_group import Member
+from raypp.errors import DataError
+from raypp.failure_kinds import FailureKind
+from raypp.records import Coordinates, NodeFacts, RankResult, Seat
+from raypp.recovery.cause_of_death import Death
+from raypp.spec.load import parse_job
+
+DONE = [RankResult(rank, 9, False, 9) for rank in range(4)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
+    clock = StandInClock()
+    monkeypatch.setattr(attempt_module, "time", clock)
+    monkeypatch.setattr(rank_ends, "time", clock)
+    clock.advance(1000)
+    return clock
+
+
+@pytest.fixture
+def attempt(clock: StandInClock, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+    """Four ranks, two on each of two nodes. A process that ended was killed."""
+    monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
+    for module in (attempt_module, rank_ends):
+        monkeypatch.setattr(
+            module, "cause_of_worker_death", lambda rank, text, workers: Death(FailureKind.KILLED, text)
+        )
+    job = parse_job({"name": "r", "mesh": {"pp": 2, "fsdp": 2}})
+    return StandIns(job, 3, Workers(), Devices(), lambda batch: None)
+
+
+def starting(attempt: StandIns, reused: int | None = None, runs: bool = True) -> StandIns:
+    """The devices are there; `reused` is a bundle that already has a process, of an earlier
+    attempt."""
+    if reused is not None:
+        attempt.workers.seated[reused] = Member(Actor(), "12"[reused // 2])
+    attempt.launch()
+    assert attempt.poll(0.0) == []
+    if reused is not None:
+        attempt.workers.seated[reused].fresh, attempt.workers.seated[reused].starting = False, not runs
+    assert attempt.phase is AttemptPhase.STARTING
+    return attempt
+
+
+def running(attempt: StandIns) -> StandIns:
+    starting(attempt)
+    for rank in attempt.ranks:
+        attempt.says(rank)
+    assert attempt.poll(0.0) == [Seated()]
+    for rank in attempt.ranks:
+        rank.state = "step"
+    return attempt
+
+
+def of_bundle(attempt: StandIns, bundle: int) -> Rank:
+    return next(rank for rank in attempt.ranks if rank.bundle == bundle)
+
+
+def failures(events: list[Any]) -> list[tuple[int, str]]:
+    assert all(isinstance(event, RankFailed) for event in events)
+    return [(event.failure.rank, event.failure.kind) for event in events]
+
+
+def test_ranks_get_their_seats_when_all_have_said_where_they_run(attempt: StandIns) -> None:
+    starting(attempt)
+    for rank in attempt.ranks[:3]:
+        attempt.says(rank)
+    assert attempt.poll(0.0) == [] and all(rank.seat is None for rank in attempt.ranks)
+    attempt.says(attempt.ranks[3])
+    assert attempt.poll(0.0) == [Seated()] and attempt.phase is AttemptPhase.RUNNING
+    seats = [rank.seat for rank in attempt.ranks]
+    assert all(seat is not None and (seat.attempt, seat.world_size, seat.master_port) == (3, 4, 2000) for seat in seats)
+    assert len({seat.secret for seat in seats if seat}) == 1
+    # Stages are on different nodes, and fsdp stays inside one.
+    assert [(rank.node_id, rank.coordinates.pp) for rank in attempt.ranks] == [("1", 0), ("1", 0), ("2", 1), ("2", 1)]
+    assert all([call[0] for call in rank.actor.calls] == ["info", "begin"] for rank in attempt.ranks)
+
+
+def test_a_mesh_without_room_is_given_up_when_waiting_makes_no_sense(attempt: StandIns) -> None:
+    attempt.placement.full = "the cluster cannot hold it"  # type: ignore[attr-defined]
+    attempt.launch()
+    assert attempt.poll(0.0) == [NoResources("the cluster cannot hold it")]
+
+
+def test_a_new_process_is_given_minutes_to_start_and_then_the_attempt_fails(
+    attempt: StandIns, clock: StandInClock
+) -> None:
+    starting(attempt)
+    for rank in attempt.ranks[1:]:
+        attempt.says(rank)
+    clock.advance(179)
+    assert attempt.poll(0.0) == []
+    clock.advance(2)
+    (failed,) = attempt.poll(0.0)
+    assert failures([failed]) == [(0, "unknown")] and "did not start within 180 s" in failed.failure.cause
+    assert attempt.workers.done[-1] == ("kill", attempt.ranks[0].bundle)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_process_of_an_earlier_attempt_that_does_not_answer_is_replaced_unless_it_is_still_starting(
+    attempt: StandIns, clock: StandInClock, runs: bool
+) -> None:
+    starting(attempt, reused=0, runs=runs)
+    clock.advance(9)
+    assert attempt.poll(0.0) == [] and ("kill", 0) not in attempt.workers.done
+    clock.advance(2)
+    assert attempt.poll(0.0) == []
+    assert (attempt.workers.done[-2:] == [("kill", 0), ("start", 0)]) == runs
+
+
+def test_a_process_that_died_between_two_attempts_is_replaced_and_that_is_no_failure(attempt: StandIns) -> None:
+    starting(attempt, reused=0)
+    attempt.says(of_bundle(attempt, 0), ActorDiedError())
+    assert attempt.poll(0.0) == []
+    assert attempt.workers.done[-2:] == [("kill", 0), ("start", 0)]
+
+
+def test_a_new_process_that_dies_before_it_has_a_seat_has_failed(attempt: StandIns) -> None:
+    starting(attempt)
+    attempt.says(attempt.ranks[2], ActorDiedError())
+    assert failures(attempt.poll(0.0)) == [(2, "killed")]
+
+
+def test_what_is_wrong_with_a_node_is_told_as_the_node_told_it(attempt: StandIns) -> None:
+    starting(attempt)
+    attempt.says(attempt.ranks[1], RayTaskError("info", "…", DataError("torch is too old")))
+    (failed,) = attempt.poll(0.0)
+    assert (failed.failure.rank, failed.failure.kind, failed.failure.cause) == (1, "user_error", "torch is too old")
+
+
+def test_a_process_that_runs_on_another_node_than_its_bundle_gets_no_seat(attempt: StandIns) -> None:
+    starting(attempt)
+    for rank in attempt.ranks[:3]:
+        attempt.says(rank)
+    attempt.says(attempt.ranks[3], WorkerInfo(NodeFacts("1", "10.0.0.1", "1", 103, "eth0"), 2003))
+    (failed,) = attempt.poll(0.0)
+    assert failed.failure.rank == 3 and "on another node" in failed.failure.cause
+
+
+def test_an_attempt_is_over_when_every_rank_has_returned(attempt: StandIns) -> None:
+    running(attempt)
+    for rank in (0, 1, 2):
+        attempt.tells(rank, DONE[rank])
+    assert attempt.poll(0.0) == []
+    attempt.tells(3, RankResult(3, 11, True, 11))
+    assert attempt.poll(0.0) == [Finished(stopped=True, step=11)]
+    attempt.end(keep=False)
+    assert attempt.poll(0.0) == [AttemptEnded()] and [rank.state for rank in attempt.ranks] == ["done"] * 4
+
+
+def lost_peer(attempt: StandIns, number: int) -> Any:
+    return attempt.ranks[number].failure(FailureKind.LOST_PEER, "the connection to pp1 broke")
+
+
+def test_ranks_that_only_lost_a_peer_wait_a_second_for_the_cause(attempt: StandIns, clock: StandInClock) -> None:
+    running(attempt)
+    attempt.tells(0, lost_peer(attempt, 0))
+    assert attempt.poll(0.0) == []
+    clock.advance(0.5)
+    attempt.tells(2, ActorDiedError())
+    assert failures(attempt.poll(0.0)) == [(0, "lost_peer"), (2, "killed")]
+
+
+def test_without_a_cause_the_lost_peers_end_the_attempt(attempt: StandIns, clock: StandInClock) -> None:
+    running(attempt)
+    attempt.tells(0, lost_peer(attempt, 0))
+    assert attempt.poll(0.0) == []
+    clock.advance(1.1)
+    assert failures(attempt.poll(0.0)) == [(0, "lost_peer")]
+
+
+def test_survivors_are_asked_to_leave_and_keep_their_processes_if_they_do_in_time(
+    attempt: StandIns, clock: StandInClock
+) -> None:
+    """As on a busy machine, where leaving takes seconds."""
+    running(attempt)
+    attempt.tells(2, ActorDiedError())
+    assert failures(attempt.poll(0.0)) == [(2, "killed")]
+    attempt.end(keep=True)
+    assert [("leave", 3) in rank.actor.calls for rank in attempt.ranks] == [True, True, False, True]
+    clock.advance(9)
+    for rank in (0, 1, 3):
+        assert attempt.poll(0.0) == []
+        attempt.tells(rank, lost_peer(attempt, rank))
+    assert attempt.poll(0.0) == [AttemptEnded()]
+    assert sorted(attempt.workers.seated) == sorted(rank.bundle for rank in attempt.ranks if rank.rank != 2)
+
+
+@pytest.mark.parametrize("explained", [True, False])
+def test_a_survivor_that_does_not_leave_in_time_is_ended_and_has_failed_if_nothing_else_has(
+    attempt: StandIns, clock: StandInClock, explained: bool
+) -> None:
+    running(attempt)
+    attempt.tells(2, ActorDiedError() if explained else lost_peer(attempt, 2))
+    attempt.poll(0.0)
+    clock.advance(2)
+    attempt.poll(0.0)
+    attempt.end(keep=True)
+    for rank in [0, 1] if explained else [0]:
+        attempt.tells(rank, lost_peer(attempt, rank))
+    clock.advance(11)
+    told = attempt.poll(0.0)
+    silent = [3] if explained else [1, 3]
+    assert failures(told) == ([] if explained else [(1, "unknown"), (3, "unknown")])
+    killed = [("kill frozen", attempt.ranks[rank].bundle) for rank in silent]
+    assert [one for one in attempt.workers.done if one[0] == "kill frozen"] == killed
+    for rank in silent:
+        attempt.tells(rank, ActorDiedError())
+    assert attempt.poll(0.0) == [AttemptEnded()], "whom the attempt ended has not failed"
+
+
+def test_ranks_that_still_import_get_as_long_as_a_new_process_would_need(
+    attempt: StandIns, clock: StandInClock
+) -> None:
+    running(attempt)
+    for rank in attempt.ranks:
+        rank.state = "starting"
+    attempt.tells(2, ActorDiedError())
+    attempt.poll(0.0)
+    attempt.end(keep=True)
+    clock.advance(39)
+    assert attempt.poll(0.0) == []
+    for rank in (0, 1, 3):
+        attempt.tells(rank, lost_peer(attempt, rank))
+    assert attempt.poll(0.0) == [AttemptEnded()] and len(attempt.workers.seated) == 3
+
+
+def test_a_rank_that_raised_loses_its_process_and_one_that_hangs_is_ended_from_outside(attempt: StandIns) -> None:
+    running(attempt)
+    attempt.tells(1, attempt.ranks[1].failure(FailureKind.RAISED, "the sun is too bright"), reusable=False)
+    assert failures(attempt.poll(0.0)) == [(1, "raised")]
+    attempt.end(keep=True, suspects={3})
+    ended = [one for one in attempt.workers.done if one[0] != "start"]
+    assert ended == [("kill", attempt.ranks[1].bundle), ("kill frozen", attempt.ranks[3].bundle)]
+    assert [("leave", 3) in rank.actor.calls for rank in attempt.ranks] == [True, False, True, False]
+
+
+def test_a_cause_that_is_found_while_the_attempt_ends_is_told(attempt: StandIns, clock: StandInClock) -> None:
+    running(attempt)
+    attempt.tells(0, lost_peer(attempt, 0))
+    attempt.poll(0.0)
+    clock.advance(2)
+    assert failures(attempt.poll(0.0)) == [(0, "lost_peer")]
+    attempt.end(keep=True)
+    attempt.tells(1, lost_peer(attempt, 1))
+    attempt.tells(2, ActorDiedError())
+    assert failures(attempt.poll(0.0)) == [(2, "killed")]
+
+
+def test_processes_of_a_lost_node_hold_up_the_end_for_seconds_only(attempt: StandIns, clock: StandInClock) -> None:
+    running(attempt)
+    attempt.end(keep=False)
+    assert [one for one in attempt.workers.done if one[0] == "kill"] == [
+        ("kill", rank.bundle) for rank in attempt.ranks
+    ]
+    clock.advance(14)
+    assert attempt.poll(0.0) == []
+    clock.advance(2)
+    assert attempt.poll(0.0) == [AttemptEnded()]
+
+
+def test_an_attempt_that_is_ended_before_it_has_begun_keeps_its_processes(attempt: StandIns) -> None:
+    starting(attempt)
+    attempt.end(keep=True)
+    assert attempt.poll(0.0) == [AttemptEnded()]
+    assert len(attempt.workers.seated) == 4 and ("leave", 3) not in attempt.ranks[0].actor.calls
+
+
+def test_a_restarted_controller_adopts_the_living_and_reports_the_dead(
+    attempt: StandIns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        attempt_module, "death_during_controller_outage", lambda rank: Death(FailureKind.KILLED, f"pid {rank.pid}")
+    )
+    found = []
+    for number in (0, 1, 3):
+        node = "12"[number // 2]
+        seat = Seat("r", 3, number, 4, attempt.mesh.coordinates(number), Coordinates(2, 1, 2, 1))
+        info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000 + number)
+        found.append((Actor(), WorkerStatus(info, number, seat, False, False)))
+    attempt.adopt(found, step=7)
+    assert attempt.phase is AttemptPhase.RUNNING
+    assert [rank.pid for rank in attempt.ranks] == [100, 101, 0, 103] and sorted(attempt.workers.seated) == [0, 1, 3]
+    assert [call[0] for rank in attempt.ranks if rank.actor for call in rank.actor.calls] == ["outcome"] * 3
+    (failed,) = attempt.poll(0.0)
+    assert (failed.failure.rank, failed.failure.kind, failed.failure.step) == (2, "killed", 7)

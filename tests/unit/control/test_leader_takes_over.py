@@ -1,0 +1,237 @@
+"""A restarted leader takes over what the first one left: living ranks, dead ones, wishes and ends.
+The clock stands still, and the workers are stand-ins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from stand_in_clock import StandInClock
+from stand_in_workers import NODES, Actor, Devices, StandIns, Workers
+
+from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
+from raypp.control import attempt as attempt_module
+from raypp.control import leader as leader_module
+from raypp.control import machine as m
+from raypp.control import rank_ends
+from raypp.control.leader import Leader
+from raypp.control.protocol import RunRequest, WorkerInfo, WorkerStatus
+from raypp.control.report import processing
+from raypp.control.run_events import end_event, stop_event, with_submission
+from raypp.failure_kinds import FailureKind
+from raypp.mesh.geometry import Mesh
+from raypp.observe.reader import RunReader
+from raypp.observe.recorder import RunRecorder
+from raypp.observe.status import RunStatus
+from raypp.records import Event, NodeFacts, RankResult, Requests, RunState, Seat, StepReport
+from raypp.recovery.cause_of_death import Death
+from raypp.spec.load import job_document, parse_job
+from raypp.storage.directory import DirectoryStore
+
+RUN, STEPS, STEP, COMMITTED = "heir", 20, 7, 5
+
+
+class Heir(Leader):
+    """The controller's second process. `found` are the workers that are alive, by rank."""
+
+    def __init__(self, folder: Path, *found: int) -> None:
+        sections = {
+            "name": RUN,
+            "mesh": {"pp": 2, "fsdp": 2},
+            "train": {"steps": STEPS},
+            "checkpoint": {"url": str(folder)},
+            "resources": {"device": "cpu"},
+        }
+        self.job = parse_job(sections)
+        super().__init__(RunRequest(RUN, job_document(self.job), "one"), None, restarted=True)
+        self.reader = RunReader(DirectoryStore(folder), RUN)
+        mesh = Mesh.of(self.job.mesh)
+        self.found = []
+        for number in found:
+            node = "12"[number // 2]
+            seat = Seat(RUN, 1, number, 4, mesh.coordinates(number), mesh.sizes)
+            info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000)
+            self.found.append((Actor(), WorkerStatus(info, number, seat, False, False)))
+        self.ended_by_name = 0
+
+    def _new_attempt(self, number: int) -> StandIns:
+        self.record.set_mesh(self.job.mesh)
+        return StandIns(self.job, number, self._workers, self._placement, self.intake.add)
+
+    def _end_by_name(self) -> None:
+        self.ended_by_name += 1
+
+    def _end_by_handle(self) -> None:
+        self._end_by_name()
+
+    def kinds(self) -> list[str]:
+        self.record.flush()
+        return [event.kind for event in self.reader.events()]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
+    clock = StandInClock()
+    for module in (leader_module, attempt_module, rank_ends, processing):
+        monkeypatch.setattr(module, "time", clock)
+    for module in (attempt_module, rank_ends):
+        monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
+    monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
+    gone = Death(FailureKind.KILLED, "its process was gone")
+    monkeypatch.setattr(attempt_module, "death_during_controller_outage", lambda rank: gone)
+    monkeypatch.setattr(leader_module, "Placement", SimpleNamespace(of=lambda *_: Devices()))
+    monkeypatch.setattr(leader_module, "WorkerGroup", lambda *_: Workers())
+    monkeypatch.setattr(leader_module, "remove_snapshots", lambda run: None)
+    clock.advance(1e6)  # what was made before the clock took the real time
+    return clock
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """What the first controller left: an attempt that has taken STEP steps and saved COMMITTED."""
+    store = DirectoryStore(tmp_path)
+    claim_attempt(store, RUN, 1)
+    with RunRecorder(store, RUN, "c-first") as recorder:
+        recorder.event(with_submission(Event("submitted", "", 100.0), "one"))
+        for rank in range(4):
+            details = {"pid": 100 + rank, "label": f"rank {rank}"}
+            seated = Event("seated", "", 101.0, 1, rank=rank, node=f"10.0.0.{'12'[rank // 2]}", details=details)
+            recorder.event(seated)
+        for step in range(1, STEP + 1):
+            recorder.step(_report(step))
+        recorder.status(RunStatus(RUN, RunState.RUNNING, STEPS, STEP, attempt=1))
+    _commit(store, COMMITTED)
+    return tmp_path
+
+
+def _report(step: int) -> StepReport:
+    return StepReport(step, 1.0 / step, 1.0, 10, 10, 0.1, 100.0, 1)
+
+
+def _commit(store: DirectoryStore, step: int) -> None:
+    extra = {"recent_steps": [asdict(_report(one)) for one in range(1, step + 1)]}
+    write_commit(store, Commit(RUN, step, 1, {}, {}, extra, ()))
+
+
+def _left_also(folder: Path, event: Event) -> None:
+    with RunRecorder(DirectoryStore(folder), RUN, "c-more") as recorder:
+        recorder.event(with_submission(event, "one"))
+
+
+def take_over(monkeypatch: pytest.MonkeyPatch, folder: Path, *alive: int) -> Heir:
+    heir = Heir(folder, *alive)
+    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.found)
+    heir._begin()
+    return heir
+
+
+def attempt_of(heir: Heir) -> StandIns:
+    assert isinstance(heir._attempt, StandIns)
+    return heir._attempt
+
+
+def test_living_ranks_are_led_on_in_their_attempt(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
+    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+    assert (heir.machine.phase, heir.machine.attempt, heir.machine.restarts) == (m.RunPhase.RUNNING, 1, 0)
+    assert heir.machine.committed_step == COMMITTED and heir.record.step == STEP
+    assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome"]] * 4
+    heir.record.flush()
+    (told,) = [event for event in heir.reader.events() if event.kind == "controller_restarted"]
+    assert told.details["pids"] == [100, 101, 102, 103]
+    for rank in range(4):
+        attempt_of(heir).tells(rank, RankResult(rank, STEPS, False, STEPS))
+    heir._turn()
+    heir._turn()
+    assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("SUCCEEDED", 0)
+    assert heir.kinds().count("succeeded") == 1 and heir.kinds().count("submitted") == 1
+
+
+def test_a_rank_that_died_meanwhile_ends_the_attempt_and_the_others_stay(
+    monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    heir = take_over(monkeypatch, left, 0, 1, 2)
+    heir._turn()
+    assert heir.machine.phase is m.RunPhase.ENDING and heir.machine.failures[0].rank == 3
+    assert (heir.machine.failures[0].pid, heir.machine.failures[0].step) == (103, STEP)
+    for rank in range(3):
+        lost = attempt_of(heir).ranks[rank].failure(FailureKind.LOST_PEER, "left")
+        attempt_of(heir).tells(rank, lost)
+    heir._turn()
+    heir._turn()
+    assert (heir.machine.attempt, heir.machine.restarts) == (2, 1)
+    assert sorted(heir._workers.seated) == [0, 1, 2, 3] and heir._workers.seated[0].actor is heir.found[0][0]
+
+
+def test_without_any_rank_the_next_attempt_begins_as_a_restart(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
+    heir = take_over(monkeypatch, left)
+    heir._turn()
+    assert (heir.machine.phase, heir.machine.attempt, heir.machine.restarts) == (m.RunPhase.LAUNCHING, 2, 1)
+    assert "controller_restarted" in heir.kinds()
+
+
+@pytest.mark.parametrize("alive", [(), (1, 2)], ids=["no rank", "some ranks"])
+def test_a_run_whose_last_step_is_committed_is_over_even_if_some_ranks_are_left(
+    monkeypatch: pytest.MonkeyPatch, left: Path, alive: tuple[int, ...]
+) -> None:
+    _commit(DirectoryStore(left), STEPS)
+    heir = take_over(monkeypatch, left, *alive)
+    assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("SUCCEEDED", 0)
+    assert (heir.outcome.step, heir.ended_by_name > 0) == (STEPS, True)
+    assert [row["step"] for row in heir.reader.history()] == list(range(1, STEPS + 1)), "the checkpoint tells the rest"
+
+
+def test_a_stop_that_was_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
+    _left_also(left, stop_event(Requests(stop=True, save_before_stop=True), 1))
+    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+    assert heir.machine.state is RunState.STOPPING
+    assert heir.intake.stop is not None and heir.intake.stop.save_before_stop
+    for rank in range(4):
+        attempt_of(heir).tells(rank, RankResult(rank, 9, True, 9))
+    heir._turn()
+    heir._turn()
+    assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("STOPPED", 0)
+    assert heir.kinds().count("stop_requested") == 1
+
+
+def test_a_stop_whose_ranks_are_gone_with_their_last_steps_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    _left_also(left, stop_event(Requests(stop=True, save_before_stop=True), 1))
+    heir = take_over(monkeypatch, left)
+    assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("STOPPED", 1)
+    assert heir.outcome.reason == "no rank was left to save the last checkpoint"
+
+
+def test_an_end_that_was_decided_is_carried_out_and_told_once(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
+    _left_also(left, end_event(m.Finish(RunState.FAILED, "the data is all wrong", 2), 1, STEP))
+    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+    assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("FAILED", 2)
+    assert heir.ended_by_name > 0 and heir.kinds().count("failed") == 1
+    status = heir.reader.status() or {}
+    assert (status["state"], status["error"]) == ("FAILED", "the data is all wrong")
+
+
+def test_a_rank_that_dies_after_it_was_adopted_is_found(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
+    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+    attempt_of(heir).tells(2, ActorDiedError())
+    heir._turn()
+    assert [(one.rank, one.kind, one.pid) for one in heir.machine.failures] == [(2, "killed", 102)]
+
+
+def test_standbys_are_kept_one_per_node_and_others_without_a_seat_are_ended(
+    monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(leader_module, "end_actor", ended.append)
+    heir = Heir(left, 0, 1, 2, 3)
+    info = heir.found[0][1].info
+    others = [(Actor(), WorkerStatus(info, None, None, False, standby)) for standby in (True, True, False)]
+    heir.found += others
+    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.found)
+    heir._begin()
+    assert [member.actor for member in heir._workers.standbys.values()] == [others[0][0]]
+    assert ended == [others[1][0], others[2][0]]

@@ -1,0 +1,285 @@
+"""A leader turns from an attempt to the next: what it records, asks of the ranks, and ends. The
+clock stands still, and the workers are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from stand_in_clock import StandInClock
+from stand_in_workers import NODES, Devices, StandIns, Workers
+
+from raypp.control import attempt as attempt_module
+from raypp.control import leader as leader_module
+from raypp.control import machine as m
+from raypp.control import preemption, rank_ends
+from raypp.control.leader import Leader
+from raypp.control.protocol import ReportBatch, RunRequest
+from raypp.control.report import processing
+from raypp.failure_kinds import FailureKind
+from raypp.observe.reader import RunReader
+from raypp.records import Event, RankFailure, RankResult, StepReport
+from raypp.recovery.cause_of_death import Death
+from raypp.recovery.policy import policy_of
+from raypp.spec.load import job_document, parse_job
+from raypp.storage.directory import DirectoryStore
+
+RUN = "turns"
+
+
+class Led(Leader):
+    """Leads stand-ins from the beginning of a run."""
+
+    def __init__(self, folder: Path, **recovery: Any) -> None:
+        sections = {
+            "name": RUN,
+            "mesh": {"pp": 2, "fsdp": 2},
+            "checkpoint": {"url": str(folder)},
+            "resources": {"device": "cpu"},
+            "recovery": recovery,
+        }
+        super().__init__(RunRequest(RUN, job_document(parse_job(sections)), "one"), None, restarted=False)
+        self._workers, self._placement = Workers(), Devices()
+        self._has_resources = True
+        self.reader = RunReader(DirectoryStore(folder), RUN)
+        self._numbers = [0] * 4
+        self.record.begin(None)
+        self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
+        self._apply(m.Start(0, None, shape=self._sizing.largest()))
+
+    def _new_attempt(self, number: int) -> StandIns:
+        job = self._sizing.job(self.machine)
+        self.record.set_mesh(job.mesh)
+        return StandIns(job, number, self._workers, self._placement, self.intake.add)
+
+    def _end_by_handle(self) -> None:
+        for bundle in list(self._workers.seated):
+            self._workers.kill(bundle)
+
+    @property
+    def attempt(self) -> StandIns:
+        assert isinstance(self._attempt, StandIns)
+        return self._attempt
+
+    @property
+    def done(self) -> list[tuple[str, int]]:
+        """What was done to the workers, by bundle, apart from their starts."""
+        assert isinstance(self._workers, Workers)
+        return [one for one in self._workers.done if one[0] != "start"]
+
+    def seat(self) -> None:
+        """Starts the next attempt, until every rank has its seat."""
+        self._turn()
+        self._numbers = [0] * 4
+        for rank in self.attempt.ranks:
+            self.attempt.says(rank)
+        self._turn()
+        assert self.machine.phase is m.RunPhase.RUNNING
+
+    def hear(self, rank: int, phase: str = "step 9", idle_s: float = 0.0, **more: Any) -> None:
+        """A report of a rank comes."""
+        self._numbers[rank] += 1
+        self.intake.report(ReportBatch(self.machine.attempt, rank, self._numbers[rank], phase, idle_s, **more))
+
+    def step_done(self, step: int) -> None:
+        report = StepReport(step, 1.0, 1.0, 10, 10, 0.1, 100.0, self.machine.attempt)
+        self.hear(0, f"step {step}", steps=(report,))
+
+    def committed(self, step: int) -> None:
+        self.hear(0, events=(Event("committed", f"step {step}", attempt=self.machine.attempt, step=step),))
+
+    def all_leave(self, but: tuple[int, ...] = ()) -> None:
+        for rank in self.attempt.ranks:
+            if not rank.ended and rank.rank not in but:
+                self.attempt.tells(rank.rank, rank.failure(FailureKind.LOST_PEER, "left the attempt, as requested"))
+
+    def events(self, *kinds: str) -> list[Event]:
+        self.record.flush()
+        return [event for event in self.reader.events() if not kinds or event.kind in kinds]
+
+    def failures(self) -> list[tuple[int | None, str]]:
+        return [(event.rank, event.details["kind"]) for event in self.events("rank_failed")]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
+    clock = StandInClock()
+    for module in (leader_module, attempt_module, rank_ends, processing, preemption):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
+    monkeypatch.setattr(preemption, "draining_nodes", dict)
+    monkeypatch.setattr(leader_module, "remove_snapshots", lambda run: None)
+    monkeypatch.setattr(leader_module, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
+    for module in (attempt_module, rank_ends):
+        monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
+    clock.advance(1e6)  # what was made before the clock took the real time
+    return clock
+
+
+@pytest.fixture
+def leader(clock: StandInClock, tmp_path: Path) -> Iterator[Led]:
+    led = Led(tmp_path, hang_timeout_s=3)
+    yield led
+    led.record.close()
+
+
+def test_a_killed_rank_is_recorded_and_the_next_attempt_starts_with_the_processes_that_are_left(leader: Led) -> None:
+    leader.seat()
+    leader.committed(5)
+    leader.attempt.tells(2, ActorDiedError())
+    leader._turn()
+    assert leader.machine.phase is m.RunPhase.ENDING
+    leader.all_leave()
+    leader._turn()
+    assert leader._attempt is None and leader.machine.phase is m.RunPhase.LAUNCHING
+    (restart,) = leader.events("restarting")
+    assert restart.details["kept"] == 3 and "from" in restart.message and "the checkpoint of step 5" in restart.message
+    leader.seat()
+    assert (leader.machine.attempt, leader.machine.restarts) == (2, 1)
+    assert len(leader.events("seated")) == 8
+    for rank in range(4):
+        leader.attempt.tells(rank, RankResult(rank, 20, False, 20))
+    leader._turn()
+    leader._turn()
+    assert leader.outcome is not None and (leader.outcome.state, leader.outcome.exit_code) == ("SUCCEEDED", 0)
+    told = [event.kind for event in leader.events() if event.kind != "seated"]
+    assert told[-5:] == ["committed", "rank_failed", "restarting", "attempt_started", "succeeded"]
+    assert not leader._workers.seated and (leader.reader.status() or {})["state"] == "SUCCEEDED"
+
+
+def test_a_rank_that_stands_still_is_named_with_its_stacks_and_its_process_is_ended(
+    leader: Led, clock: StandInClock
+) -> None:
+    leader.seat()
+    leader.step_done(9)
+    leader._turn()
+    for seconds in range(1, 10):
+        clock.advance(1)
+        for rank in (0, 1, 3):
+            leader.hear(rank, "step 0B0 waits", float(seconds))
+        leader._turn()
+        if leader.machine.phase is not m.RunPhase.RUNNING:
+            break
+    assert leader.failures() == [(2, "hung")]
+    (stacks,) = leader.events("stacks")
+    assert (stacks.rank, stacks.details["stacks"]) == (2, "in forward")
+    assert leader.done == [("kill frozen", leader.attempt.ranks[2].bundle)]
+
+
+def test_a_pause_of_the_controller_is_no_hang(leader: Led, clock: StandInClock) -> None:
+    leader.seat()
+    leader.step_done(9)
+    leader._turn()
+    clock.advance(60)
+    for rank in range(4):
+        leader.hear(rank, "step 9", 60.0)
+    leader._turn()
+    assert leader.machine.phase is m.RunPhase.RUNNING and leader.failures() == []
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_rank_that_is_told_to_end_is_saved_first_if_there_is_time(
+    leader: Led, clock: StandInClock, saved: bool
+) -> None:
+    leader.seat()
+    leader.hear(2, events=(Event("preemption_notice", "SIGTERM", attempt=1, rank=2),))
+    leader._turn()
+    assert leader.intake.save_wanted and leader.failures() == []
+    for _ in range(24):
+        clock.advance(1)
+        leader._turn()
+    assert leader.failures() == []
+    if saved:
+        leader.committed(7)
+    clock.advance(0.5 if saved else 2)
+    leader._turn()
+    leader._turn()
+    assert leader.failures() == [(2, "preempted")]
+    how = "left after a checkpoint at step 7" if saved else "left without a new checkpoint"
+    assert how in leader.events("rank_failed")[0].message
+    assert leader.done == [("kill frozen", leader.attempt.ranks[2].bundle)]
+
+
+def test_a_drained_node_is_left_after_a_save_with_new_devices_and_processes(
+    leader: Led, clock: StandInClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader.seat()
+    monkeypatch.setattr(preemption, "draining_nodes", lambda: {"2": 0})
+    clock.advance(3)
+    leader._turn()
+    (notice,) = leader.events("preemption_notice")
+    assert notice.node == "10.0.0.2" and "drains" in notice.message and leader.intake.save_wanted
+    leader.committed(7)
+    leader._turn()
+    leader._turn()
+    assert leader.failures() == [(2, "preempted")]
+    leader.all_leave(but=(2,))
+    leader.attempt.tells(2, ActorDiedError())
+    leader._turn()
+    assert leader.machine.phase is m.RunPhase.LAUNCHING and not leader._workers.seated
+    assert isinstance(leader._placement, Devices) and leader._placement.removed == 1
+    assert leader.machine.history[-1].failures[0].kind is FailureKind.PREEMPTED
+
+
+def test_a_node_that_an_attempt_has_lost_is_avoided_before_ray_knows(
+    leader: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_ends, "cause_of_worker_death", lambda *_: Death(FailureKind.NODE_LOST, "no answer"))
+    leader.seat()
+    for rank in (2, 3):
+        leader.attempt.tells(rank, ActorDiedError())
+    leader._turn()
+    leader.all_leave()
+    leader._turn()
+    assert leader.failures() == [(2, "node_lost"), (3, "node_lost")]
+    assert set(leader._placement.lost_nodes._since) == {"2"}
+
+
+def test_a_stop_is_in_the_store_before_the_ranks_learn_of_it(leader: Led, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted controller must know why the ranks ended."""
+    leader.seat()
+    known: list[bool] = []
+    flush = leader.record.flush
+
+    def flushed() -> bool:
+        known.append(leader.intake.stop is not None)
+        return flush()
+
+    monkeypatch.setattr(leader.record, "flush", flushed)
+    leader.intake.request_stop(save=True)
+    leader._turn()
+    assert known[0] is False and leader.intake.stop is not None and leader.intake.stop.save_before_stop
+    leader.intake.request_stop(save=True)
+    leader._turn()
+    assert len(leader.events("stop_requested")) == 1, "asked again, it is told once"
+
+
+def test_data_that_are_wrong_end_the_run_at_once_with_the_exit_code_of_wrong_input(leader: Led) -> None:
+    leader.seat()
+    leader.attempt.tells(1, RankFailure(1, "pp0-fsdp1", "10.0.0.1", 101, FailureKind.USER_ERROR, "all wrong"), False)
+    leader._turn()
+    leader.all_leave()
+    leader._turn()
+    assert leader.outcome is not None and (leader.outcome.state, leader.outcome.exit_code) == ("FAILED", 2)
+    assert "all wrong" in leader.outcome.reason and leader.machine.restarts == 0
+    assert (leader.reader.status() or {})["error"] == leader.outcome.reason
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(FailureKind.SAVE_FAILED, True), (FailureKind.RAISED, False)])
+def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_could_not_be_saved(
+    clock: StandInClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: FailureKind, kept: bool
+) -> None:
+    removed: list[str] = []
+    monkeypatch.setattr(leader_module, "remove_snapshots", removed.append)
+    leader = Led(tmp_path, max_restarts=0)
+    leader.seat()
+    leader.attempt.tells(0, RankFailure(0, "pp0-fsdp0", "10.0.0.1", 100, kind, "the disk is full"))
+    leader._turn()
+    leader.all_leave()
+    leader._turn()
+    assert leader.outcome is not None and leader.outcome.state == "FAILED"
+    assert removed == ([] if kept else [RUN])
