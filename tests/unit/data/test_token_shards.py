@@ -204,6 +204,13 @@ def test_rows_that_cannot_be_used_end_it_with_the_first_and_their_number(tmp_pat
     assert "a.jsonl:21: " in str(caught.value) and "897 more rows cannot be used" in str(caught.value)
 
 
+def test_what_is_not_used_is_remarked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "id": 1}\n' * 9)
+    remarks: list[str] = []
+    written({"kind": "chat", "path": str(tmp_path / "a.jsonl")}, tmp_path / "out", remarked=remarks.append)
+    assert remarks == [f"{tmp_path / 'a.jsonl'}: column id is not used"]
+
+
 OLD = {
     "tokens.json": b'{"plan": {"format": 1, "source": "edcac7638edc6cbc1117cb8c22ab4a5b", "path": "/data/t.txt", '
     b'"tokenizer": "bytes", "vocab_size": 257, "end_id": 256, "dtype": "uint16", "block": 65536, '
