@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypp.cli.load_job import load_checked_job
+
 from raypp.errors import RayppError
 from raypp.planning.check import check_plan
 from raypp.planning.plan import make_plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
