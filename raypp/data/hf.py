@@ -66,7 +66,7 @@ def read(request: Request) -> Corpus:
     template = open_template(request.data)
     if template is None and "completion" not in shape:
         raise no_template(request.data)
-    encoder = RowEncoder(request.tokenizer, template, loss=request.data.loss)
+    encoder = RowEncoder(request.tokenizer, template, loss=request.data.loss, vocab_size=request.vocab_size)
     return tokenise(request, files, lambda: (row for file in files for row in _records(file, columns)), encoder)
 
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from raypp.data.chat_template import ChatTemplate, Rendered, TemplateFault
 from raypp.data.conversations import Completion, Conversation, RowFault, parse_row
 from raypp.data.template_limits import deadline
-from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens
+from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens, document_of, lacking
 from raypp.untrusted.text import visible
 
-VERSION = 1
+VERSION = 2
 """Changes if the same row would give other tokens, or another loss."""
 Loss = Literal["assistant", "last", "all"]
 
@@ -30,7 +30,7 @@ class Encoded:
     """A row as tokens.
 
     Attributes:
-        ids: Token ids with what ends the row, `[n]`.
+        ids: Token ids with what begins and ends the row, `[n]`.
         loss: Whether each token carries loss, that is, whether the model learns to write it: bool
             `[n]`.
         text: What was tokenised.
@@ -42,19 +42,21 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Text to tokenise, the parts of it that carry loss, and whether the end id follows."""
+class _Text:
+    """Text to tokenise, what of it carries loss, and whether beginning and end are added."""
 
     text: str
     spans: Sequence[tuple[int, int]]
-    ends: bool = False
+    framed: bool = False
 
 
 class RowEncoder:
     """Turns rows into tokens. Not thread-safe.
 
-    A row has one of the shapes of `parse_row`. A conversation is rendered by the chat template; the
-    end id is not appended. Text, and a prompt with its completion, get the end id.
+    A row has one of the shapes of `parse_row`. A conversation is rendered by the chat template;
+    nothing is added to it. Text, and a prompt with its completion, which are one text, get what the
+    tokenizer puts around a text, and the end id. A token with characters of prompt and completion
+    belongs to the completion.
 
     Args:
         tokenizer: The job's tokenizer.
@@ -63,6 +65,7 @@ class RowEncoder:
         loss: What of a conversation carries loss: all assistant turns, the last one, or all. Of a
             prompt with its completion it is the completion, unless it is "all". Of plain text it is
             all.
+        vocab_size: Rows of the model's embedding; rows with other ids are refused. None: any.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class RowEncoder:
         template: ChatTemplate | None = None,
         text_key: str | None = None,
         loss: Loss = "assistant",
+        vocab_size: int | None = None,
     ) -> None:
         self._tokenizer, self._template, self._text_key, self._loss = tokenizer, template, text_key, loss
+        self._vocab_size = vocab_size if vocab_size is not None else tokenizer.vocab_size
 
     @property
     def template(self) -> str:
@@ -90,39 +95,36 @@ class RowEncoder:
         Args:
             rows: Plain values of JSON. A fault is returned as it is.
         """
-        found: list[list[_Part] | RowFault] = [self._parts(row) for row in rows]
-        parts = [part for row in found if not isinstance(row, RowFault) for part in row]
-        tokens = iter(self._tokens([part.text for part in parts]))
-        return [row if isinstance(row, RowFault) else self._joined(row, [next(tokens) for _ in row]) for row in found]
+        found = [self._text(row) for row in rows]
+        tokens = iter(self._tokens([one.text for one in found if not isinstance(one, RowFault)]))
+        return [one if isinstance(one, RowFault) else self._encoded(one, next(tokens)) for one in found]
 
-    def _parts(self, row: Mapping[str, Any] | RowFault) -> list[_Part] | RowFault:
+    def _text(self, row: Mapping[str, Any] | RowFault) -> _Text | RowFault:
         if isinstance(row, RowFault):
             return row
         try:
-            parts = self._parsed(parse_row(row, self._text_key))
-            for part in parts:
-                part.text.encode()
+            found = self._parsed(parse_row(row, self._text_key))
+            found.text.encode()
         except RowFault as fault:
             return fault
         except TemplateFault as fault:
             return RowFault(str(fault), "repair the row, or the template")
         except UnicodeEncodeError as error:
             return RowFault(f"the text is not valid Unicode: {visible(error.reason)}", "repair the row")
-        return parts
+        return found
 
-    def _parsed(self, found: Conversation | Completion | str) -> list[_Part]:
+    def _parsed(self, found: Conversation | Completion | str) -> _Text:
         if isinstance(found, str):
-            return [_Part(found, [(0, len(found))], ends=True)]
+            return _Text(found, [(0, len(found))], framed=True)
         if isinstance(found, Completion):
-            learnt = [(0, len(found.prompt))] if self._loss == "all" else []
-            whole = (0, len(found.completion))
-            return [_Part(found.prompt, learnt), _Part(found.completion, [whole], ends=True)]
+            whole = found.prompt + found.completion
+            return _Text(whole, [(0 if self._loss == "all" else len(found.prompt), len(whole))], framed=True)
         if self._template is None:
             raise RowFault("is a conversation, and there is no chat template", "set data.chat_template")
         self._until = deadline()
         rendered = self._render(found, len(found.messages))
         spans = [(0, len(rendered.text))] if self._loss == "all" else self._turns(found, rendered)
-        return [_Part(rendered.text, spans[-1:] if self._loss == "last" else spans)]
+        return _Text(rendered.text, spans[-1:] if self._loss == "last" else spans)
 
     def _render(self, found: Conversation, turns: int, *, header: bool = False) -> Rendered:
         """Renders the first turns, and the header of the assistant's next one."""
@@ -174,27 +176,27 @@ class RowEncoder:
                 return [RowFault(f"the tokenizer cannot encode it: {error}", "remove it, or use another tokenizer")]
             return [found for text in texts for found in self._tokens([text])]
 
-    def _joined(self, parts: Sequence[_Part], tokens: Sequence[Tokens | RowFault]) -> Encoded | RowFault:
-        ids, loss = [], []
-        for part, found in zip(parts, tokens, strict=True):
-            if isinstance(found, RowFault):
-                return found
-            ids.append(found.ids)
-            loss.append(_overlap(found, part.spans))
-            if part.ends:
-                ids.append(np.array([self._tokenizer.eos_id]))
-                loss.append(np.array([True]))
-        joined = Encoded(np.concatenate(ids), np.concatenate(loss), "".join(part.text for part in parts))
-        if len(joined.ids) == sum(part.ends for part in parts):
+    def _encoded(self, text: _Text, tokens: Tokens | RowFault) -> Encoded | RowFault:
+        if isinstance(tokens, RowFault):
+            return tokens
+        if text.framed and not len(tokens.ids):
             return RowFault("is a document without a token", "remove it")
-        if not joined.loss.any():
-            return RowFault("no token carries loss", _MARK_IT)
-        return joined
+        ids, loss = tokens.ids, _overlap(tokens, text)
+        if text.framed:
+            ids, before = document_of(self._tokenizer, ids)
+            added = len(ids) - len(loss) - before
+            loss = np.concatenate([np.zeros(before, dtype=bool), loss, np.ones(added, dtype=bool)])
+        if what := lacking(self._tokenizer, ids, self._vocab_size):
+            return RowFault(f"has {what}", "use the model's own tokenizer, or raise model.vocab_size")
+        return Encoded(ids, loss, text.text) if loss.any() else RowFault("no token carries loss", _MARK_IT)
 
 
-def _overlap(tokens: Tokens, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Returns which tokens stand for a character of one of the spans, bool `[n]`."""
+def _overlap(tokens: Tokens, text: _Text) -> NDArray[np.bool_]:
+    """Returns which tokens stand for a character of one of the text's spans, bool `[n]`.
+
+    A span over the whole text also has the tokens that stand for no character.
+    """
     found = np.zeros(len(tokens.ids), dtype=bool)
-    for start, end in spans:
-        found |= (tokens.starts < end) & (tokens.ends > start)
+    for start, end in text.spans:
+        found |= (tokens.starts < end) & (tokens.ends > start) | (end - start == len(text.text))
     return found

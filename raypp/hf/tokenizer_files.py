@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypp.data.tokenizer import END_NAMES, ByteTokenizer
+from raypp.data.tokenizer import END_NAMES, ByteTokenizer, open_tokenizer
 from raypp.errors import DataError, JobError, Problem
-from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, vocabulary
+from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, tokenizer_path, vocabulary
 from raypp.untrusted.documents import Bounds, parse_json
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
@@ -74,7 +74,7 @@ def tokenizer_files(
     fix = f"name one with {OPTION} FILE"
     if name is None:
         return TokenizerFiles(remarks=[f"the run names no tokenizer, so none was exported; {fix}"])
-    path = Path(name)
+    path = tokenizer_path(name)
     try:
         content = bytes_tokenizer() if name == "bytes" else read_tokenizer(path)
         ids = vocabulary(content, path)
@@ -91,7 +91,7 @@ def tokenizer_files(
         if asked:
             raise JobError(Problem(OPTION, f"{name} does not fit: {what}", "name the tokenizer of the run's data"))
         return TokenizerFiles(remarks=[f"the {visible(name)} tokenizer was not exported: {what}"])
-    end = next((word for word in END_NAMES if word in ids), None)
+    end = _end_of(name, ids)
     files = {TOKENIZER: content} | (_beside(path.parent) if path.name == TOKENIZER else {})
     if CONFIG not in files:
         files[CONFIG] = _json(_config(end, context, plain=name == "bytes"))
@@ -109,6 +109,15 @@ def tokenizer_files(
             remarks += more
         files[GENERATION] = _json(_with_end(theirs, eos_id))
     return TokenizerFiles(files, eos_id, remarks)
+
+
+def _end_of(name: str, ids: Mapping[str, int]) -> str | None:
+    """Returns the token that ends texts, if it is one of the tokenizer.json."""
+    try:
+        end = open_tokenizer(name).eos_id
+    except DataError:
+        return next((word for word in END_NAMES if word in ids), None)
+    return next((word for word, one in ids.items() if one == end), None)
 
 
 def bytes_tokenizer() -> bytes:

@@ -18,7 +18,7 @@ from raypp.clusters.find import lend_store_settings
 from raypp.clusters.known_runs import locate_run
 from raypp.data.chat_files import no_template, open_template
 from raypp.data.chat_template import ChatTemplate
-from raypp.data.tokenizer import FileTokenizer, PromptTokenizer, check_fits, open_tokenizer
+from raypp.data.tokenizer import AddBos, FileTokenizer, PromptTokenizer, check_fits, open_tokenizer
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.config import options_from_config
@@ -28,7 +28,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
-from raypp.spec.tokenizer_file import BOUNDS
+from raypp.spec.tokenizer_file import BESIDE, BOUNDS
 from raypp.storage import ObjectStore, open_store
 from raypp.untrusted.documents import Bounds, parse_json
 from raypp.untrusted.paths import expand_home
@@ -52,6 +52,7 @@ class Source:
         context: Longest sequence, in tokens.
         precision: `fp32` or `bf16`: the dtype that it was trained or stored in.
         tokenizer: `bytes`, or the path or URL of a tokenizer.json; None: there is none.
+        add_bos: `data.add_bos` of the run. False for runs that are older than the key.
         eos_ids: The ids that end a text, as generation_config.json says. Empty: the tokenizer's.
         store: URL of the run's store; None: the weights are in the files of `model.from_hf`.
         run: The run's name; empty for a Hugging Face folder.
@@ -71,6 +72,7 @@ class Source:
     step: int = 0
     document: Mapping[str, Any] | None = None
     remarks: tuple[str, ...] = ()
+    add_bos: AddBos = "auto"
 
     def job(self, pp: int = 1, *, precision: str = "fp32") -> Job:
         """Returns a job of this model on a mesh of `pp` ranks, with one stage each.
@@ -107,7 +109,8 @@ class Source:
             if self.run:
                 fix = "resume the run with data.tokenizer, or export it and put a tokenizer.json into the folder"
             raise JobError(Problem(KEY, f"{self.place} has no tokenizer", fix))
-        tokenizer = open_tokenizer(self.tokenizer) if not is_remote(self.tokenizer) else _fetched(self.tokenizer)
+        opened = _fetched if is_remote(self.tokenizer) else open_tokenizer
+        tokenizer = opened(self.tokenizer, self.add_bos)
         if problems := check_fits(tokenizer, int(self.model["vocab_size"])):
             fix = "use the tokenizer that the model was trained with"
             raise JobError(Problem(KEY, f"{self.place}: {problem.what}", fix) for problem in problems)
@@ -269,6 +272,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
         step=commit.step,
         document=document,
         remarks=tuple(remarks),
+        add_bos=data.get("add_bos", False),
     )
 
 
@@ -315,13 +319,17 @@ def _end_ids(files: HfFiles, config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool))
 
 
-def _fetched(url: str) -> PromptTokenizer:
-    """Opens a tokenizer.json that is in a store."""
+def _fetched(url: str, add_bos: AddBos) -> PromptTokenizer:
+    """Opens a tokenizer.json that is in a store, with the files beside it."""
     folder, _, key = url.rpartition("/")
-    content = open_store(folder).get(key, 0, BOUNDS.size + 1)
-    if len(content) > BOUNDS.size:
-        raise DataError(Problem(KEY, f"{url} has more than {BOUNDS.size:,} bytes", "check the file"))
+    files = HfFiles(folder)
     with TemporaryDirectory() as here:
         path = Path(here) / key
+        content = files.store.get(key, 0, BOUNDS.size + 1)
+        if len(content) > BOUNDS.size:
+            raise DataError(Problem(KEY, f"{url} has more than {BOUNDS.size:,} bytes", "check the file"))
         path.write_bytes(content)
-        return FileTokenizer(path)
+        for name in BESIDE:
+            if (content := files.small_file(name, _SMALL.size)) is not None:
+                (Path(here) / name).write_bytes(content)
+        return FileTokenizer(path, add_bos)
