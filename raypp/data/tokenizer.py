@@ -222,6 +222,7 @@ class FileTokenizer:
                 fix = 'leave data.add_bos out, or write {"bos_token": "…"} into tokenizer_config.json beside it'
                 raise DataError(Problem("data.add_bos", f"no file beside {path} names a beginning of texts", fix))
             self.before = first
+        self.vocab_size = 1 + max(self.vocab_size - 1, self.eos_id, *self.before, *self.after)
         said = []
         if guessed:
             said.append(f"no file beside {visible(path)} names its end of text: {guessed} is taken")

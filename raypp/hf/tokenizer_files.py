@@ -85,13 +85,12 @@ def tokenizer_files(
         return TokenizerFiles(
             remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
         )
-    count = 1 + max(ids.values(), default=-1)
-    if count > vocab_size:
+    count, end = 1 + max(ids.values(), default=-1), _end_of(name, ids)
+    if count > vocab_size and (end is None or ids[end] >= vocab_size):
         what = f"it has {count} ids, but the model has only {vocab_size}"
         if asked:
             raise JobError(Problem(OPTION, f"{name} does not fit: {what}", "name the tokenizer of the run's data"))
         return TokenizerFiles(remarks=[f"the {visible(name)} tokenizer was not exported: {what}"])
-    end = _end_of(name, ids)
     files = {TOKENIZER: content} | (_beside(path.parent) if path.name == TOKENIZER else {})
     if CONFIG not in files:
         files[CONFIG] = _json(_config(end, context, plain=name == "bytes"))

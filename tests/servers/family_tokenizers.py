@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-_TEXT = Path(__file__).parents[3] / "jobs" / "data" / "kjv-new-testament.txt"
+_TEXT = Path(__file__).parents[2] / "jobs" / "data" / "kjv-new-testament.txt"
 _GPT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PIECES = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -145,7 +145,7 @@ def write_family(name: str, folder: Path) -> Path:
         beside["special_tokens_map.json"] = {"eos_token": _token("<stop>"), "pad_token": "</s>"}
     elif name == "unlisted-special":  # the end is an ordinary word of tokenizer.json, the padding not even that
         made = _bytes(["<|endoftext|>"])
-        roles = {"eos_token": "he", "pad_token": "<more>", "bos_token": None}
+        roles = {"eos_token": "er", "pad_token": "<more>", "bos_token": None}
     else:
         made = _before(_bytes(["<s>", "</s>"]), "<s>", after="</s>")
         roles = {"bos_token": "<s>", "eos_token": "</s>"}
