@@ -25,6 +25,7 @@ from raypp.data.shard_format import (
     Manifest,
     ShardPlan,
     ShardRecord,
+    around_of,
     as_json,
     shard_name,
 )
@@ -157,6 +158,7 @@ def _plan(request: Request, files: Sequence[SourceFile], encoder: RowEncoder | N
         BLOCK,  # type: ignore[arg-type]
         options.shard_bytes,
         "" if encoder is None else encoder.template,
+        around_of(tokenizer),
     )
 
 
