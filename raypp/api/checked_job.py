@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from raypp.cli.output import echo
+
 from raypp.errors import JobError, Problem, RayppError
 from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
@@ -14,6 +15,8 @@ from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
 from raypp.spec.paths import is_remote
+
+_log = logging.getLogger("raypp")
 
 
 def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
@@ -60,7 +63,7 @@ def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
     for remark in file.remarks:
-        echo(f"note: {remark}", err=True)
+        _log.warning("note: %s", remark)
     return file
 
 

@@ -12,7 +12,7 @@ from data_jobs import job, loading
 from family_tokenizers import FAMILIES, write_family
 from hf_folder import write_hf_folder
 from lazily import Lazily
-from raypp.cli.load_job import load_checked_job
+from raypp.api.checked_job import load_checked_job
 
 from raypp.checkpoint.compatibility import check_resume
 from raypp.data.rows import Encoded, RowEncoder
