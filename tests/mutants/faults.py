@@ -10,7 +10,7 @@ MEETS = {
         ["tests/ray/test_controller.py", "tests/ray/test_unled_ends.py", "tests/e2e/test_stop_and_resume.py"],
     ),
     "raypp/checkpoint/commit.py": (
-        ["tests/unit/checkpoint/test_commit_protocol.py", "tests/unit/checkpoint/test_two_attempts.py"],
+        ["tests/unit/checkpoint/test_commit_protocol.py", "tests/unit/hostile/test_run_documents.py"],
         ["tests/s3/test_attempts_race.py", "tests/s3/test_conditional_writes.py", "tests/ranks/test_last_saves.py"],
     ),
     "raypp/pipeline/agreement.py": (

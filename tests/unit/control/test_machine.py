@@ -149,6 +149,14 @@ def test_a_stop_before_the_ranks_are_seated_ends_the_run() -> None:
     assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
 
 
+def test_what_comes_late_changes_neither_the_attempt_nor_the_newest_checkpoint() -> None:
+    machine, commands = play(
+        m.Machine(), *RUNNING, m.Committed(10), m.Committed(5), m.Claimed(7), m.NoResources("full")
+    )
+    assert (machine.attempt, machine.committed_step, machine.phase) == (1, 10, m.RunPhase.RUNNING)
+    assert commands == [m.Launch()]
+
+
 def test_a_mesh_the_cluster_cannot_hold_fails_the_run_with_the_exit_code_of_missing_resources() -> None:
     machine, commands = play(m.Machine(), m.Start(), m.Claimed(1), m.NoResources("too small"), m.AttemptEnded())
     assert machine.state is RunState.FAILED
@@ -193,6 +201,12 @@ def test_without_room_the_run_takes_a_smaller_mesh_with_new_processes_and_counts
     machine, commands = play(launching, m.Claimed(2), m.Reshape(HALF, 4), m.AttemptEnded())
     assert commands == [m.EndAttempt(), m.Launch()]
     assert (machine.shape, machine.restarts, len(machine.history)) == (HALF, 1, 1)
+
+
+def test_a_stop_while_the_run_was_to_grow_ends_it_whatever_fails_after_its_ranks_returned() -> None:
+    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    machine, commands = play(growing, m.StopAsked(True), m.Finished(True, 7), m.RankFailed(failure()), m.AttemptEnded())
+    assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
 
 
 def test_with_room_again_the_run_saves_stops_and_takes_the_larger_mesh() -> None:

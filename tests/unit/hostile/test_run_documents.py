@@ -78,6 +78,7 @@ COMMITS: list[tuple[str, Change | bytes]] = [
     ("format is missing", lambda d: d.pop("format")),
     ("format is -1", lambda d: d.update(format=-1)),
     ("is the commit of step 1 of", lambda d: d.update(step=1, objects=[])),
+    ('is the commit of step 2 of "other"', lambda d: d.update(run="other", objects=[])),
     ("is not JSON", b"{"),
     ("is not JSON", b"\xff\xfe"),
     ("is not JSON", DEEP),
