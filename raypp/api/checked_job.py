@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from raypp.errors import JobError, Problem, RayppError
 from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan

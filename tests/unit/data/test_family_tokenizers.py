@@ -12,8 +12,8 @@ from data_jobs import job, loading
 from family_tokenizers import FAMILIES, write_family
 from hf_folder import write_hf_folder
 from lazily import Lazily
-from raypp.api.checked_job import load_checked_job
 
+from raypp.api.checked_job import load_checked_job
 from raypp.checkpoint.compatibility import check_resume
 from raypp.data.rows import Encoded, RowEncoder
 from raypp.data.sources import data_identity, open_documents, source_request
