@@ -34,6 +34,7 @@ __all__ = [
     "GROUPED_MM_OPERATOR",
     "LoweredAction",
     "add_reduce_grad",
+    "add_to_sums",
     "add_unshard_reshard",
     "backends_on",
     "compute_local_shape_and_global_offset",
@@ -235,6 +236,25 @@ def gather_from(record: Any, shard: Tensor) -> None:
         shard: Of the same number of elements.
     """
     record._sharded_param_data = shard
+
+
+def add_to_sums(module: Any) -> None:
+    """Adds the gradients that lie at a module's gathered weights to FSDP's sums, in their dtype.
+
+    FSDP does so at the end of a backward. A separate backward of the weights has no such end, and
+    the next one would add to gradients in the dtype of the computation. Uses `FSDPParam`'s
+    `_unsharded_param`, `reduce_dtype` and `unsharded_accumulated_grad`. Since 2.4.
+    """
+    for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
+        weight = getattr(record, "_unsharded_param", None)
+        gradient = None if weight is None else weight.grad
+        if gradient is None or record.reduce_dtype in (None, gradient.dtype):
+            continue
+        weight.grad = None
+        if record.unsharded_accumulated_grad is None:
+            record.unsharded_accumulated_grad = gradient.to(record.reduce_dtype)
+        else:
+            record.unsharded_accumulated_grad += gradient
 
 
 # Sums over replicas (parallel.replica_sums).

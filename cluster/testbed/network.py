@@ -268,9 +268,9 @@ class Network:
                 if one.returncode:
                     raise self._unreachable(host, target, error.splitlines()[-1] if error else "no answer")
         finally:
-            for one in listeners.values():
-                one.kill()
-                one.communicate()
+            for listener in listeners.values():
+                listener.kill()
+                listener.communicate()
 
     def _unreachable(self, host: int, target: int, error: str) -> NetworkError:
         what = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.load import IncompleteJobError, JobFile, in_order, load_job
 from raypp.spec.paths import is_remote
+
+_log = logging.getLogger("raypp")
 
 
 def load_checked_job(path: str | Path, overrides: Sequence[str] = ()) -> JobFile:
@@ -58,6 +61,8 @@ def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
     problems = problems or _row_problems(file.job)
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
+    for remark in file.remarks:
+        _log.warning("note: %s", remark)
     return file
 
 
@@ -70,13 +75,15 @@ def _spec_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:
 
 
 def _row_problems(job: Job) -> list[Problem]:
-    """Returns the problems of the first rows of local data."""
+    """Returns the problems of the first rows of local data, and of a tokenizer for the model."""
     source, parts = SOURCES.get(job.data.kind), job.data.parts or []
     if source.mixes and all(part.epochs is not None or part.tokens is not None for part in parts):
         from raypp.data.loader import check_budgets
 
         return check_budgets(job)
-    if not source.check and not any(SOURCES.get(part.kind).check for part in parts):
+    kinds = [SOURCES.get(part.kind) for part in parts] if source.mixes else [source]
+    in_file = job.data.tokenizer != "bytes" and any(kind.ids == "text" for kind in kinds)
+    if not in_file and not any(kind.check for kind in kinds):
         return []
     from raypp.data.sources import check_data
 

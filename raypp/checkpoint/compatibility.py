@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from raypp.errors import JobError, Problem
+from raypp.data.tokenizer import open_tokenizer
+from raypp.errors import JobError, Problem, RayppError
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.spec.mixture import known_source
 from raypp.untrusted.text import visible
 
 _ABSENT = object()
@@ -55,6 +57,7 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     if was != now and _at(old_job, ("train", "optimizer")) is not _ABSENT:
         problems.append(_changed(".".join(state), was, now))
     problems.extend(_rows_per_step(old_job, new))
+    problems.extend(_beginning(old_job, new))
     left = len(problems) - _PROBLEMS_SHOWN
     return [*problems[:_PROBLEMS_SHOWN], *([Problem("", f"and {left} more keys")] if left > 0 else [])]
 
@@ -113,6 +116,25 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
         fraction = held_out.get("fraction") if isinstance(held_out, Mapping) else held_out
         meaning["eval"] = {"fraction": fraction} if fraction else None
     return meaning
+
+
+def _beginning(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:
+    """Checks that texts begin as before, if the run is older than the key that decides it."""
+    was, now = (job.get("data") or {} for job in (old, new))
+    source = known_source(str(now.get("kind")))
+    if not was or "add_bos" in was or source is None or source.ids != "text":
+        return []
+    if "loss" in source.keys and "text_key" not in source.keys:
+        return []  # conversations: nothing is added to them
+    try:
+        tokenizer = open_tokenizer(str(now.get("tokenizer", "bytes")), now.get("add_bos", False))
+    except RayppError:  # other checks report it
+        return []
+    if not tokenizer.before and not tokenizer.after:
+        return []
+    said = visible(tokenizer.shown([*tokenizer.before, *tokenizer.after]))
+    what = f"is {_short(repr(now.get('add_bos')))}: the tokenizer adds {said} to each text, and the run began without"
+    return [Problem("data.add_bos", what, "set it to false, or start a new run under another name")]
 
 
 def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:

@@ -71,10 +71,12 @@ def _document(look: Look, job: Job) -> dict[str, object]:
         "documents": look.documents,
         "tokens": look.tokens,
         "loss_tokens": look.loss_tokens,
+        "before_text": look.around[0],
+        "after_text": look.around[1],
         "parts": [{"name": name, "documents": count, "tokens": size} for name, (count, size) in look.parts.items()],
         "seq_len": job.data.seq_len,
         "too_long": {"documents": look.too_long, "are": "dropped" if job.data.too_long == "drop" else "cut"},
-        "remarks": list(look.remarks),
+        "remarks": [*look.tokenizer.remarks, *look.remarks],
         "rows": look.rows,
         "fill": look.fill,
         "sampled": look.sampled,
@@ -97,6 +99,10 @@ def _show(look: Look, job: Job, console: Console) -> None:
     share = look.loss_tokens / look.tokens
     facts.add_row("documents", f"{look.documents:,}")
     facts.add_row("tokens", f"{look.tokens:,}; {share:.1%} of them carry loss")
+    begin, end = look.around
+    facts.add_row("texts", f"begin with {begin}, end with {end}" if begin else f"end with {end}")
+    for remark in look.tokenizer.remarks:
+        facts.add_row("", Text(remark, _TOO_LONG))
     for name, (count, size) in look.parts.items():
         facts.add_row(f"  {name}", f"{count:,} documents, {size:,} tokens")
     facts.add_row("rows", f"{about}{look.rows:,} of {job.data.seq_len} tokens an epoch, {about}{look.fill:.1%} full")

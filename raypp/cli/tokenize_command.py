@@ -76,9 +76,12 @@ def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
             name = f"{output.name}: " if output.name else ""
             echo(f"{name}keeps {shards} finished shard{'s' if shards != 1 else ''}", err=True)
 
+    def say_remark(remark: str) -> None:
+        echo(f"note: {remark}", err=True)
+
     place = f"{out.rstrip('/')}/{output.name}" if output.name else out
     with open_for_others(place) as store, _progress(output.name) as (total, advance):
-        told = Options(processes, total=total, progress=advance, found=say_found)
+        told = Options(processes, total=total, progress=advance, found=say_found, remarked=say_remark)
         return store.url.removeprefix("file://"), write_shards(output.read, output.request, store, told)
 
 

@@ -136,9 +136,8 @@ class Dashboard:
         # A proxy configured for the internet cannot reach a cluster on loopback.
         handlers = [urllib.request.ProxyHandler({})] if is_loopback(url) else []
         self._opener = urllib.request.build_opener(*handlers)
-        self._usual = (
-            f"use the dashboard's address, usually {dashboard_url(urllib.parse.urlsplit(url).hostname or url)}"
-        )
+        host = "127.0.0.1" if is_loopback(url) else urllib.parse.urlsplit(url).hostname
+        self._usual = f"use the dashboard's address, usually http://{host}:8265"
         proxy = proxy_for(url)
         self._through, self._or_proxy = (f"through {proxy}: ", f"{FIX}; otherwise ") if proxy else ("", "")
 
@@ -175,13 +174,9 @@ class Dashboard:
             sent = not isinstance(error, urllib.error.URLError)  # urllib wraps what goes wrong before the answer
             what, fix = f"no Ray cluster answers at {self.url}: {reason}", _OTHER
             if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
-                grpc = error.line.startswith("\0\0")  # a frame of HTTP/2
-                whose = (
-                    "gRPC, not HTTP: it may be Ray's GCS, by default on port 6379"
-                    if grpc
-                    else "something else than HTTP"
-                )
-                what, fix = f"the server at {self.url} speaks {whose}", self._usual
+                grpc = str(error).startswith("\0\0")  # a frame of HTTP/2
+                speaks = "gRPC, not HTTP: it may be Ray's GCS, by default on port 6379" if grpc else "another protocol"
+                what, fix = f"the server at {self.url} speaks {speaks}", self._usual
             raise (NoAnswerError if sent else UnreachableError)(
                 Problem("address", f"{self._through}{what}", f"{self._or_proxy}{fix}")
             ) from None
@@ -193,13 +188,8 @@ class Dashboard:
             return json.loads(answer)
         except ValueError:
             start = answer[:60].decode(errors="replace")
-            raise UnreachableError(
-                Problem(
-                    "address",
-                    f"{self._through}{self.url} is not a Ray dashboard: {path} answered {start!r}",
-                    self._usual,
-                )
-            ) from None
+            what = f"{self._through}{self.url} is not a Ray dashboard: {path} answered {start!r}"
+            raise UnreachableError(Problem("address", what, self._or_proxy + self._usual)) from None
 
     def ray_version(self) -> str:
         """Returns the cluster's Ray version; the cheapest way to check that the cluster answers."""

@@ -112,10 +112,19 @@ def _embedded_at(address: str | None) -> local.LocalCluster | None:
 
 def _dashboard_of(address: str, embedded: local.LocalCluster | None) -> str:
     """Returns the dashboard's URL. `auto` is the embedded cluster, or one that `ray start --head`
-    started on this machine."""
+    started on this machine.
+
+    Raises:
+        JobError: It is no such address, or that of the embedded cluster's GCS.
+    """
     if address.strip().lower() == "auto":
         return embedded.dashboard if embedded is not None else dashboard_url("127.0.0.1")
-    return dashboard_url(address)
+    url = dashboard_url(address)
+    if embedded is not None and urlsplit(url).netloc == embedded.gcs:
+        raise JobError(
+            Problem("--address", f"{address!r} is the embedded cluster's GCS port", f"use {embedded.dashboard}")
+        )
+    return url
 
 
 def _is_at(embedded: local.LocalCluster, url: str) -> bool:

@@ -57,7 +57,7 @@ def _encoder(request: Request, files: Sequence[SourceFile]) -> RowEncoder:
         first = next(_records(files), None)
         if first is not None and not isinstance(first.row, RowFault) and needs_template(first.row, names):
             raise no_template(request.data)
-    return RowEncoder(request.tokenizer, template, loss=request.data.loss, names=names)
+    return RowEncoder(request.tokenizer, template, loss=request.data.loss, names=names, vocab_size=request.vocab_size)
 
 
 def _records(files: Sequence[SourceFile]) -> Iterator[Record]:

@@ -274,4 +274,5 @@ def _in_words(error: Exception) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _NAME]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
     said = "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
-    return (f"line {line} of the chat template: " if line else "the chat template: ") + visible(said[:_SHOWN])
+    said = visible(said[:_SHOWN].replace("NoneType", "null"))
+    return (f"line {line} of the chat template: " if line else "the chat template: ") + said

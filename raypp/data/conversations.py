@@ -86,10 +86,10 @@ class Names:
     @classmethod
     def of(cls, data: DataSection) -> Names:
         """Returns the names of `data.columns` and `data.roles`, and the usual ones."""
-        mine = {}
+        mine: dict[str, str] = {}
         for role, named in data.roles.items():
             mine |= dict.fromkeys([named] if isinstance(named, str) else named, role)
-        return cls(dict(data.columns), ROLES | mine)
+        return cls({str(ours): theirs for ours, theirs in data.columns.items()}, ROLES | mine)
 
     def key(self, ours: str) -> str | None:
         """Returns the user's name of one of our columns; None if that column means another."""
@@ -380,9 +380,9 @@ def _content(message: Mapping[str, Any], place: str, key: str) -> str | None:
         raise RowFault(what, f"write {key} as a string; only a turn with tool_calls may have none")
     texts = []
     for index, part in enumerate(content):
-        what = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
-        if what != "text" or not isinstance(part.get("text"), str):
-            kind = f"of type {_named(what)}" if isinstance(what, str) and what != "text" else "not a text"
+        kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            kind = f"of type {_named(kind)}" if isinstance(kind, str) and kind != "text" else "not a text"
             fix = 'raypp trains on text only: write {"type": "text", "text": "…"}, or remove the row'
             raise RowFault(f"{place}: {key}[{index}] is {kind}", fix)
         texts.append(part["text"])

@@ -12,7 +12,7 @@ from raypp.untrusted.text import visible
 
 _SHOWN = 3  # two lines each; with their number and a command's summary ten lines
 _REMARKS = 12
-_ROW = re.compile(r"(:\d+|\[\d+\].*)$")
+_ROW = re.compile(r"(:\d+|\[\d+\]( \(line \d+\))?)$")
 """What a place has after its file."""
 _COUNTING_S = 10.0
 """How long rows are checked after one that cannot be used."""
@@ -44,9 +44,10 @@ class Faults:
 
     def remark(self, place: str, remarks: Iterable[str]) -> None:
         """Adds what is not used of a row, and the like."""
+        file = _ROW.sub("", place)
         for what in sorted(remarks):
             if len(self.remarks) <= _REMARKS:
-                self.remarks[visible(f"{_ROW.sub('', place)}: {what}")] = None
+                self.remarks[visible(f"{file}: {what}")] = None
 
     def remarked(self) -> tuple[str, ...]:
         """Returns the first remarks."""

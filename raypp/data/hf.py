@@ -66,7 +66,9 @@ def read(request: Request) -> Corpus:
         fix = "set data.text_key to the column that holds the text, or data.columns to those of a conversation"
         raise DataError(Problem(request.place, what, fix))
     template = open_template(request.data)
-    encoder = RowEncoder(request.tokenizer, template, loss=request.data.loss, names=names)
+    encoder = RowEncoder(
+        request.tokenizer, template, loss=request.data.loss, names=names, vocab_size=request.vocab_size
+    )
     columns = {names.columns.get(one, one) for one in READ} & set(there)
     needed = [names.columns.get(one, one) for one in shape]
     if template is None:

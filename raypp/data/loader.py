@@ -27,6 +27,8 @@ C = TypeVar("C")
 CHECKED_BYTES = 8 << 20
 """Most bytes of text that are read before a run to see whether its budgets last."""
 _AHEAD = 2  # steps prepared in the background
+_ENCODING = 2
+"""Version of how rows become tokens; part of a position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +124,7 @@ class Loader:
     def position(self) -> dict[str, Any]:
         """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
         template = self._documents.train.template
-        at = {**self._order.document(self._cursor), "data": self.identity}
+        at = {**self._order.document(self._cursor), "data": self.identity, "encoding": _ENCODING}
         return {**at, "template": template} if template else at
 
     def used(self) -> dict[str, float]:
@@ -156,6 +158,11 @@ class Loader:
             return Problem("data.chat_template", what, f"use the same template and special tokens, or {other}")
         details = "; ".join(self._order.differences(position)) or f"digest {data}, now {self.identity}"
         what = f"the checkpoint was made with other data ({details})"
+        if position.get("encoding") != _ENCODING:
+            what += (
+                ". An earlier version of raypp made it, which knew no data.add_bos (as with false), took the end of "
+                "texts from a list of names, and encoded prompt and completion apart"
+            )
         return Problem("data.path", what, f"use the same files, tokenizer, data settings and train.seed, or {other}")
 
     def held_out(self) -> Iterator[list[Microbatch]]:

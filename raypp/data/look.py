@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raypp.data.corpus import Corpus, Piece
 from raypp.data.loader import order_of
 from raypp.data.sources import open_documents
-from raypp.data.tokenizer import Tokenizer
+from raypp.data.tokenizer import Tokenizer, document_of
 from raypp.spec.job import Job
 
 _MOST_BLOCKS = 8  # about 32,000 pieces
@@ -37,6 +37,7 @@ class Look:
         tokens, loss_tokens: Tokens of the training documents, and those that carry loss.
         too_long: Documents of more than data.seq_len tokens.
         too_long_in_words: What happens to them; empty if there are none.
+        around: What each text begins and ends with, if it is not a conversation.
         rows: Rows of an epoch; an estimate if `sampled`.
         fill: Tokens of the rows as a fraction of rows of data.seq_len.
         sampled: `rows` and `fill` come from the first rows of the epoch only.
@@ -53,6 +54,7 @@ class Look:
     loss_tokens: int
     too_long: int
     too_long_in_words: str
+    around: tuple[str, str]
     rows: int
     fill: float
     sampled: bool
@@ -89,6 +91,7 @@ def look_at(job: Job, rows: int) -> Look:
         loss_tokens=_with_loss(corpus, lengths),
         too_long=documents.too_long,
         too_long_in_words=documents.too_long_in_words(data),
+        around=_around(documents.tokenizer),
         rows=len(packed) * plan.blocks // read,
         fill=filled / (len(packed) * data.seq_len),
         sampled=read < plan.blocks,
@@ -102,6 +105,11 @@ def look_at(job: Job, rows: int) -> Look:
         parts={part.name: (len(part.corpus), int(part.corpus.lengths().sum())) for part in documents.parts},
         remarks=documents.remarks,
     )
+
+
+def _around(tokenizer: Tokenizer) -> tuple[str, str]:
+    ends = document_of(tokenizer, np.zeros(0, dtype=np.int64))[0][len(tokenizer.before) :]
+    return tokenizer.shown(tokenizer.before), tokenizer.shown(ends.tolist())
 
 
 def histogram(lengths: NDArray[np.int64], seq_len: int) -> tuple[list[int], list[int]]:

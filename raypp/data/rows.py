@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from raypp.data.chat_template import ChatTemplate, Rendered, TemplateFault
 from raypp.data.conversations import Completion, Conversation, Found, Names, RowFault, Segments, parse_row
 from raypp.data.template_limits import deadline
-from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens
+from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens, document_of, lacking
 from raypp.untrusted.text import visible
 
 VERSION = 2
@@ -38,7 +38,7 @@ class Encoded:
     """A row as tokens.
 
     Attributes:
-        ids: Token ids with what ends the row, `[n]`.
+        ids: Token ids with what begins and ends the row, `[n]`.
         loss: Whether each token carries loss, that is, whether the model learns to write it: bool
             `[n]`.
         text: What was tokenised.
@@ -52,19 +52,21 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Text to tokenise, the parts of it that carry loss, and whether the end id follows."""
+class _Text:
+    """Text to tokenise, what of it carries loss, and whether beginning and end are added."""
 
     text: str
     spans: Sequence[tuple[int, int]]
-    ends: bool = False
+    framed: bool = False
 
 
 class RowEncoder:
     """Turns rows into tokens. Not thread-safe.
 
-    A row has one of the shapes of `parse_row`. A conversation is rendered by the chat template; the
-    end id is not appended. Text, and a prompt with its completion, get the end id.
+    A row has one of the shapes of `parse_row`. A conversation is rendered by the chat template;
+    nothing is added to it. Text, and a prompt with its completion, which are one text, get what the
+    tokenizer puts around a text, and the end id. A token with characters of prompt and completion
+    belongs to the completion.
 
     Args:
         tokenizer: The job's tokenizer.
@@ -74,6 +76,7 @@ class RowEncoder:
             that the row marks as not to be learnt carry none. Of a prompt with its completion it is
             the completion, unless it is "all". Of plain text it is all.
         names: What the data call columns and roles.
+        vocab_size: Rows of the model's embedding; rows with other ids are refused. None: any.
     """
 
     def __init__(
@@ -83,10 +86,12 @@ class RowEncoder:
         text_key: str | None = None,
         loss: Loss = "assistant",
         names: Names | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._tokenizer, self._template, self._text_key, self._loss = tokenizer, template, text_key, loss
         self._names = names or Names()
         self._remarks = set[str]()
+        self._vocab_size = vocab_size if vocab_size is not None else tokenizer.vocab_size
 
     @property
     def template(self) -> str:
@@ -105,54 +110,51 @@ class RowEncoder:
         Args:
             rows: Plain values of JSON. A fault is returned as it is.
         """
-        found: list[list[_Part] | RowFault] = []
+        found: list[_Text | RowFault] = []
         remarks = []
         for row in rows:
             self._remarks = set()
-            found.append(self._parts(row))
+            found.append(self._text(row))
             remarks.append(frozenset(self._remarks))
-        parts = [part for one in found if not isinstance(one, RowFault) for part in one]
-        tokens = iter(self._tokens([part.text for part in parts]))
-        joined = [one if isinstance(one, RowFault) else self._joined(one, [next(tokens) for _ in one]) for one in found]
+        tokens = iter(self._tokens([one.text for one in found if not isinstance(one, RowFault)]))
+        encoded = [one if isinstance(one, RowFault) else self._encoded(one, next(tokens)) for one in found]
         return [
             one if isinstance(one, RowFault) else replace(one, remarks=said)
-            for one, said in zip(joined, remarks, strict=True)
+            for one, said in zip(encoded, remarks, strict=True)
         ]
 
-    def _parts(self, row: Mapping[str, Any] | RowFault) -> list[_Part] | RowFault:
+    def _text(self, row: Mapping[str, Any] | RowFault) -> _Text | RowFault:
         if isinstance(row, RowFault):
             return row
         try:
             parsed = parse_row(row, self._text_key, self._names, chat=self._template is not None)
             self._remarks |= {f"column {key} is not used" for key in parsed.unused}
-            parts = self._parsed(parsed.found)
-            for part in parts:
-                part.text.encode()
+            found = self._parsed(parsed.found)
+            found.text.encode()
         except RowFault as fault:
             return fault
         except TemplateFault as fault:
             return RowFault(str(fault), "repair the row, or the template")
         except UnicodeEncodeError as error:
             return RowFault(f"the text is not valid Unicode: {visible(error.reason)}", "repair the row")
-        return parts
+        return found
 
-    def _parsed(self, found: Found) -> list[_Part]:
+    def _parsed(self, found: Found) -> _Text:
         if isinstance(found, str):
-            return [_Part(found, [(0, len(found))], ends=True)]
+            return _Text(found, [(0, len(found))], framed=True)
         if isinstance(found, Completion):
-            learnt = [(0, len(found.prompt))] if self._loss == "all" else []
-            whole = (0, len(found.completion))
-            return [_Part(found.prompt, learnt), _Part(found.completion, [whole], ends=True)]
+            whole = found.prompt + found.completion
+            return _Text(whole, [(0 if self._loss == "all" else len(found.prompt), len(whole))], framed=True)
         if isinstance(found, Segments):
             ends = accumulate(len(text) for text, _ in found.texts)
             spans = [(end - len(text), end) for (text, learnt), end in zip(found.texts, ends, strict=True) if learnt]
-            return [_Part("".join(text for text, _ in found.texts), spans)]
+            return _Text("".join(text for text, _ in found.texts), spans)
         if self._template is None:
             raise RowFault("is a conversation, and there is no chat template", "set data.chat_template")
         self._until = deadline()
         self._remark_unread(found)
         rendered = self._render(found, len(found.messages))
-        return [_Part(rendered.text, self._learnt(found, rendered))]
+        return _Text(rendered.text, self._learnt(found, rendered))
 
     def _remark_unread(self, found: Conversation) -> None:
         """Remarks what the template does not write, because it does not know the name."""
@@ -273,22 +275,19 @@ class RowEncoder:
                 return [RowFault(f"the tokenizer cannot encode it: {error}", "remove it, or use another tokenizer")]
             return [found for text in texts for found in self._tokens([text])]
 
-    def _joined(self, parts: Sequence[_Part], tokens: Sequence[Tokens | RowFault]) -> Encoded | RowFault:
-        ids, loss = [], []
-        for part, found in zip(parts, tokens, strict=True):
-            if isinstance(found, RowFault):
-                return found
-            ids.append(found.ids)
-            loss.append(_overlap(found, part.spans))
-            if part.ends:
-                ids.append(np.array([self._tokenizer.eos_id]))
-                loss.append(np.array([True]))
-        joined = Encoded(np.concatenate(ids), np.concatenate(loss), "".join(part.text for part in parts))
-        if len(joined.ids) == sum(part.ends for part in parts):
+    def _encoded(self, text: _Text, tokens: Tokens | RowFault) -> Encoded | RowFault:
+        if isinstance(tokens, RowFault):
+            return tokens
+        if text.framed and not len(tokens.ids):
             return RowFault("is a document without a token", "remove it")
-        if not joined.loss.any():
-            return RowFault("no token carries loss", _MARK_IT)
-        return joined
+        ids, loss = tokens.ids, _overlap(tokens, text)
+        if text.framed:
+            ids, before = document_of(self._tokenizer, ids)
+            added = len(ids) - len(loss) - before
+            loss = np.concatenate([np.zeros(before, dtype=bool), loss, np.ones(added, dtype=bool)])
+        if what := lacking(self._tokenizer, ids, self._vocab_size):
+            return RowFault(f"has {what}", "use the model's own tokenizer, or raise model.vocab_size")
+        return Encoded(ids, loss, text.text) if loss.any() else RowFault("no token carries loss", _MARK_IT)
 
 
 def _header_size(header: str, turn: str) -> int:
@@ -308,9 +307,12 @@ def _without(whole: _Span, others: Sequence[_Span]) -> list[_Span]:
     return [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=True) if start < end]
 
 
-def _overlap(tokens: Tokens, spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Returns which tokens stand for a character of one of the spans, bool `[n]`."""
+def _overlap(tokens: Tokens, text: _Text) -> NDArray[np.bool_]:
+    """Returns which tokens stand for a character of one of the text's spans, bool `[n]`.
+
+    A span over the whole text also has the tokens that stand for no character.
+    """
     found = np.zeros(len(tokens.ids), dtype=bool)
-    for start, end in spans:
-        found |= (tokens.starts < end) & (tokens.ends > start)
+    for start, end in text.spans:
+        found |= (tokens.starts < end) & (tokens.ends > start) | (end - start == len(text.text))
     return found

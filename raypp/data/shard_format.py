@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Le, MaxLen
 
+from raypp.data.tokenizer import Tokenizer
 from raypp.untrusted.documents import Bounds, Count
 
 PLAN, MANIFEST = "tokens-plan.json", "tokens.json"
@@ -29,6 +30,7 @@ MANIFEST_BOUNDS = Bounds(64 << 20, 600_000)
 
 _Digest = Annotated[str, MaxLen(64)]
 _Text = Annotated[str, MaxLen(4096)]
+_Around = Annotated[list[Count], MaxLen(64)]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class ShardPlan:
         block: Bytes of ids per checksum.
         shard_bytes: A shard ends with the document that reaches this size.
         template: Identity of the chat template; empty if there is none.
+        around: The ids before and after each text; empty if there are none.
     """
 
     format: Literal[1, 2]
@@ -72,6 +75,7 @@ class ShardPlan:
     block: Literal[65536]
     shard_bytes: Annotated[int, Ge(1), Le(2**40)]
     template: _Text = ""
+    around: tuple[_Around, ...] = ()
 
     @property
     def masks(self) -> bool:
@@ -103,6 +107,11 @@ class Manifest:
         return self.tokens * np.dtype(self.plan.dtype).itemsize + masks
 
 
+def around_of(tokenizer: Tokenizer) -> tuple[list[int], ...]:
+    """Returns `ShardPlan.around` for a tokenizer."""
+    return (list(tokenizer.before), list(tokenizer.after)) if tokenizer.before or tokenizer.after else ()
+
+
 def shard_name(number: int) -> str:
     """Returns the name of a shard's objects, without their endings."""
     return f"shard-{number:06d}"
@@ -119,7 +128,7 @@ def blocks_of(size: int) -> int:
 
 
 def as_json(document: ShardRecord | ShardPlan | Manifest) -> bytes:
-    """Encodes a document. Leaves out what format 1 lacks, so that older versions read it."""
+    """Encodes a document. Leaves out what is empty, so that older versions read it."""
     return json.dumps(_lean(asdict(document))).encode()
 
 
@@ -127,5 +136,6 @@ def _lean(value: Any) -> Any:
     if isinstance(value, list):
         return [_lean(one) for one in value]
     if isinstance(value, dict):
-        return {key: _lean(one) for key, one in value.items() if one != "" or key not in ("loss_sha256", "template")}
+        later = ("loss_sha256", "template", "around")
+        return {key: _lean(one) for key, one in value.items() if one or key not in later}
     return value

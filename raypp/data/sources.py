@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from raypp.data.corpus import Corpus, joined
+from raypp.data.faults import Faults
 from raypp.data.mixture import Part, part_names, training_corpus
 from raypp.data.packing import PLAN_VERSION
 from raypp.data.random_order import permuted
 from raypp.data.source_files import find_files
 from raypp.data.synthetic import CountingTokenizer
-from raypp.data.tokenised import Request
+from raypp.data.tokenised import Request, encoded
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
 from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, SourceKind, data_forms, keeps_data_elsewhere
 from raypp.registry import load_object
 from raypp.spec.job import DataSection, Job
 from raypp.spec.paths import is_hub_name
+
+_CHECKED = 500  # rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +57,11 @@ class Documents:
         """What of the data is not used, and what else their owner should know."""
         return self.train.remarks
 
+    def in_words(self, data: DataSection) -> str:
+        """Returns what the user should know of the documents; empty if there is nothing."""
+        told = self.too_long_in_words(data) if data.too_long == "drop" or self.train.loss is not None else ""
+        return "; ".join(filter(None, (told, *self.tokenizer.remarks)))
+
     def too_long_in_words(self, data: DataSection) -> str:
         """Returns what happens to documents that are too long; empty if there are none."""
         if not self.too_long:
@@ -70,7 +80,7 @@ def job_tokenizer(job: Job) -> Tokenizer:
     kinds = [_kind_of(part.kind, f"data.parts[{i}].kind") for i, part in enumerate(parts)] if source.mixes else [source]
     if all(kind.ids == "model" for kind in kinds):
         return CountingTokenizer(job.model.vocab_size)
-    tokenizer = open_tokenizer(job.data.tokenizer)
+    tokenizer = open_tokenizer(job.data.tokenizer, job.data.add_bos)
     problems = check_fits(tokenizer, job.model.vocab_size)
     if problems:
         raise DataError(problems)
@@ -220,12 +230,25 @@ def _check_files(job: Job, key: str) -> None:
 
 
 def _first_rows(job: Job, place: str) -> list[Problem]:
-    """Checks the first rows."""
+    """Checks the first rows if the source can, or if the tokenizer has more ids than the model."""
     source, path = _source(job), job.data.path
-    if not source.check or path is None:
+    if path is None or source.ids != "text":
         return []
-    problems: list[Problem] = load_object(source.check)(_request(job, job_tokenizer(job), path, place))
-    return problems
+    request = _request(job, job_tokenizer(job), path, place)
+    if source.check:
+        problems: list[Problem] = load_object(source.check)(request)
+        return problems
+    if request.tokenizer.vocab_size > request.vocab_size and not (source.hub and is_hub_name(path)):
+        source.build()(replace(request, instead=_encode_first))
+    return []
+
+
+def _encode_first(request: Request, files: object, documents: Callable[[], Iterable[Any]], encoder: Any) -> Corpus:
+    faults = Faults(request.place)
+    for _ in encoded(request, encoder, list(islice(documents(), _CHECKED)), faults):
+        pass
+    faults.end()
+    return Corpus((), np.zeros(1, dtype=np.int64), "")
 
 
 def source_request(job: Job, key: str = "data") -> tuple[Callable[[Request], Corpus], Request]:

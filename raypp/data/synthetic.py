@@ -57,6 +57,10 @@ def read(request: Request) -> Corpus:
 class CountingTokenizer:
     """The ids of synthetic documents: all of the model's; the last one ends a document."""
 
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    remarks: tuple[str, ...] = ()
+
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
             raise DataError(Problem("model.vocab_size", f"{vocab_size} leaves only the end id", "use at least 2"))

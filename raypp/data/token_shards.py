@@ -10,7 +10,15 @@ import numpy as np
 
 from raypp.data.corpus import Corpus
 from raypp.data.node_cache import cache_directory, made_once
-from raypp.data.shard_format import MANIFEST, MANIFEST_BOUNDS, Manifest, blocks_of, mask_bytes, shard_name
+from raypp.data.shard_format import (
+    MANIFEST,
+    MANIFEST_BOUNDS,
+    Manifest,
+    around_of,
+    blocks_of,
+    mask_bytes,
+    shard_name,
+)
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.stored_arrays import map_array, read_offsets
 from raypp.data.token_blocks import BlockCache, Shard, ShardMask
@@ -44,6 +52,13 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
         theirs, ours = f"{plan.tokenizer}, end id {plan.end_id}", f"{tokenizer.identity}, end id {tokenizer.eos_id}"
         what = f"{manifest_file.name} was written with another tokenizer ({theirs}; not {ours})"
         raise DataError(Problem("data.tokenizer", what, "use that tokenizer, or tokenise again with this one"))
+    if plan.around != (around := around_of(tokenizer)):
+        theirs, ours = (
+            tokenizer.shown([one for part in ids for one in part]) or "nothing" for ids in (plan.around, around)
+        )
+        what = f"{manifest_file.name} has {theirs} around each text, but the job's tokenizer adds {ours}"
+        fix = "set data.add_bos: false" if not plan.around else "leave data.add_bos out"
+        raise DataError(Problem("data.add_bos", what, f"{fix}, or tokenise again"))
     width = np.dtype(plan.dtype).itemsize
     tokens = [record.tokens for record in manifest.shards]
     if not tokens or manifest.tokens != sum(tokens):

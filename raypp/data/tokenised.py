@@ -20,7 +20,7 @@ from raypp.data.faults import Faults
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile
 from raypp.data.stored_arrays import read_meta, read_offsets
-from raypp.data.tokenizer import NotEncodable, Tokenizer, TooSlow
+from raypp.data.tokenizer import NotEncodable, Tokenizer, TooSlow, document_of, lacking
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 from raypp.untrusted.files import open_file
@@ -130,7 +130,12 @@ def tokenise(
 
 def entry_name(request: Request, files: Sequence[SourceFile], *more: str) -> str:
     """Returns the entry's name: a digest of files (name, size, time), tokenizer and settings."""
-    parts: list[Any] = [FORMAT, request.data.kind, request.data.text_key, request.tokenizer.identity, *more]
+    tokenizer = request.tokenizer
+    parts: list[Any] = [FORMAT, request.data.kind, request.data.text_key, tokenizer.identity, *more]
+    if tokenizer.before or tokenizer.after:
+        parts.append([tokenizer.before, tokenizer.after])
+    if tokenizer.vocab_size > request.vocab_size:  # then the model decides what can be encoded
+        parts.append(request.vocab_size)
     parts += [[file.name, file.size, file.modified] for file in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -218,7 +223,11 @@ def _texts(request: Request, batch: Sequence[Any]) -> Iterator[_Found]:
         if not len(ids):
             what = f"{document.place} is a document without a token"
             raise DataError(Problem(request.place, what, "remove it"))
-        yield np.append(ids, request.tokenizer.eos_id), _NO_LOSS
+        whole, _ = document_of(request.tokenizer, ids)
+        if found := lacking(request.tokenizer, whole, request.vocab_size):
+            fix = "use the model's own tokenizer, or raise model.vocab_size"
+            raise DataError(Problem(request.place, f"{document.place} has {found}", fix))
+        yield whole, _NO_LOSS
 
 
 def _records(encoder: RowEncoder, batch: Sequence[Any], faults: Faults) -> Iterator[_Found]:

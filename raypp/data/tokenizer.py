@@ -6,21 +6,32 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypp.errors import DataError, Problem, in_words
-from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
-from raypp.untrusted.paths import expand_home
+from raypp.spec.tokenizer_file import (
+    ROLES,
+    SpecialTokens,
+    ids_of_model,
+    read_tokenizer,
+    special_tokens,
+    tokenizer_path,
+    vocabulary,
+)
 from raypp.untrusted.text import visible
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "<EOS>", "[EOS]", "[SEP]")
-"""Common end-of-text tokens, in the order of preference. Gemma has `</s>` as a tag of HTML."""
+"""Common end-of-text tokens, in the order of preference: for a tokenizer.json without files that
+name its end. Gemma has `</s>` as a tag of HTML."""
+
+AddBos = bool | Literal["auto"]
+"""`data.add_bos`."""
 
 PATIENCE_S = 60.0
 """Seconds that a batch of texts may take, however short they are."""
@@ -59,12 +70,17 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: All ids are below it.
         eos_id: The id that ends every document.
-        identity: Changes if the ids of a text would.
+        before, after: The ids that belong before and after a text.
+        identity: Changes if the ids of a text would; without `before` and `after`.
+        remarks: What the user should know of its beginning and end.
     """
 
     vocab_size: int
     eos_id: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
     identity: str
+    remarks: tuple[str, ...]
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Returns the ids of a text, without an end id, int64 `[n]`.
@@ -91,16 +107,34 @@ class Tokenizer(Protocol):
         ...
 
 
+def framed(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Returns a text's ids with those that belong before and after it, and how many are before.
+
+    A text that begins with its beginning itself gets no second one.
+    """
+    before, after = tokenizer.before, tokenizer.after
+    if tuple(ids[: len(before)].tolist()) == before:
+        before = ()
+    if not before and not after:
+        return ids, 0
+    return np.concatenate([before, ids, after]).astype(np.int64), len(before)
+
+
+def document_of(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Does what `framed` does, and ends the text with the end id."""
+    found, count = framed(tokenizer, ids)
+    ended = tokenizer.after[-1:] == (tokenizer.eos_id,)
+    return found if ended else np.append(found, tokenizer.eos_id), count
+
+
 class PromptTokenizer(Tokenizer, Protocol):
-    """A tokenizer that also gives text back."""
+    """A tokenizer that also gives text back.
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Returns the ids of a prompt, with the special tokens that its own model expects.
+    Attributes:
+        bos_id: The id that its files name as the beginning of a text; None: none.
+    """
 
-        Raises:
-            NotEncodable: The tokenizer cannot encode the text.
-        """
-        ...
+    bos_id: int | None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids without special tokens; an incomplete character is U+FFFD."""
@@ -112,16 +146,17 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    bos_id: int | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
     identity = "bytes"
+    remarks: tuple[str, ...] = ()
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         return [self.encode(text) for text in texts]
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(one for one in ids if one < self.eos_id).decode("utf-8", errors="replace")
@@ -143,33 +178,67 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A `tokenizer.json` of Hugging Face's tokenizers.
+    """A `tokenizer.json` of Hugging Face's tokenizers, with the special tokens named beside it.
 
-    Adds no special tokens, except to prompts. Disables truncation and padding even if the file
-    requests them.
+    Encodes texts without what belongs around them. Disables truncation and padding even if the
+    file requests them.
+
+    Args:
+        path: The file.
+        add_bos: What belongs before and after a text. auto: what the file's post-processor adds;
+            True: also the beginning, if that does not add it; False: nothing.
+
+    Attributes:
+        pad_id: The id that its files name for padding; None: none.
 
     Raises:
-        DataError: The file is missing or invalid, or has no end-of-text token.
+        DataError: A file is missing or invalid, there is no end-of-text token, or no beginning to
+            add.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, add_bos: AddBos = "auto") -> None:
         content = read_tokenizer(path)
+        named = special_tokens(path.parent)
         self._backend = _backend(content, path)
-        self._template = self._backend.post_processor
-        self._backend.post_processor = None  # it adds special tokens, and would take blanks out of the offsets
-        ids = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = 1 + max(ids.values(), default=-1)
-        self.identity = hashlib.sha256(content).hexdigest()[:16]
-        end = next((name for name in END_NAMES if name in ids), None)
+        template = self._backend.post_processor
+        self._backend.post_processor = None  # it would take blanks out of the offsets
+        made = _add_special(self._backend, named)
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.identity = hashlib.sha256(content + "".join(made).encode()).hexdigest()[:16]
+        self.bos_id, self.pad_id = (self._named(named, role) for role in ("bos_token", "pad_token"))
+        end, guessed = self._end(named, path), ""
         if end is None:
-            raise DataError(
-                Problem(
-                    "data.tokenizer",
-                    f"{path} has no end-of-text token",
-                    f"add one of {', '.join(END_NAMES)} to its special tokens",
-                )
-            )
-        self.eos_id = int(ids[end])
+            guessed = next((name for name in END_NAMES if self._backend.token_to_id(name) is not None), "")
+            end = self._backend.token_to_id(guessed) if guessed else None
+        if end is None:
+            fix = 'write {"eos_token": "…"} into tokenizer_config.json beside it, with one of its tokens'
+            raise DataError(Problem("data.tokenizer", f"no file beside {path} names its end-of-text token", fix))
+        self.eos_id = int(end)
+        around = _around(self._backend, template)
+        self.before, self.after = around if add_bos is not False else ((), ())
+        if add_bos is True and not self.before:
+            first = (self.bos_id,) if self.bos_id is not None else ids_of_model(path.parent, "bos_token")[:1]
+            if not first:
+                fix = 'leave data.add_bos out, or write {"bos_token": "…"} into tokenizer_config.json beside it'
+                raise DataError(Problem("data.add_bos", f"no file beside {path} names a beginning of texts", fix))
+            self.before = first
+        self.vocab_size = 1 + max(self.vocab_size - 1, self.eos_id, *self.before, *self.after)
+        said = []
+        if guessed:
+            said.append(f"no file beside {visible(path)} names its end of text: {guessed} is taken")
+        if add_bos is False and around != ((), ()):
+            left = "".join(filter(None, map(self._backend.id_to_token, around[0] + around[1])))
+            said.append(f"data.add_bos is false: texts do not get {visible(left)}, which the tokenizer adds to them")
+        self.remarks = tuple(said)
+
+    def _named(self, named: SpecialTokens, role: str) -> int | None:
+        name = named.names.get(role)
+        return None if name is None else self._backend.token_to_id(name)
+
+    def _end(self, named: SpecialTokens, path: Path) -> int | None:
+        """Returns the end that the files name: the tokenizer's, else the first of the model's."""
+        end = self._named(named, "eos_token")
+        return end if end is not None else next(iter(ids_of_model(path.parent, "eos_token")), None)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return self.encode_batch([text])[0]
@@ -185,7 +254,11 @@ class FileTokenizer:
         return found
 
     def shown(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+        whole = str(self._backend.decode([self.eos_id, *ids], skip_special_tokens=False))
+        # Behind another token: decoders take the space of a text's first token away.
+        before = str(self._backend.decode([self.eos_id], skip_special_tokens=False))
+        joined = self._backend.decoder is None  # which writes a space between any two tokens
+        return whole[len(before) + joined :] if ids else ""
 
     def _within_patience(self, texts: Sequence[str]) -> list[Any]:
         """Encodes texts unless a regular expression of the file backtracks for too long.
@@ -213,13 +286,6 @@ class FileTokenizer:
             raise NotEncodable(in_words(answer)) from answer
         return answer
 
-    def encode_prompt(self, text: str) -> list[int]:
-        try:
-            plain = self._backend.encode(text, add_special_tokens=False)
-            return list((plain if self._template is None else self._template.process(plain, None, True)).ids)
-        except Exception as error:  # the library raises no narrower type
-            raise NotEncodable(in_words(error)) from error
-
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
@@ -245,23 +311,72 @@ def _backend(content: bytes, path: Path) -> Any:
     return backend
 
 
-def open_tokenizer(name: str) -> PromptTokenizer:
-    """Opens the tokenizer `bytes`, or the one in a file.
+def _add_special(backend: Any, named: SpecialTokens) -> list[str]:
+    """Makes special what the files beside a tokenizer.json name, as transformers does.
+
+    A name that the vocabulary lacks gets a new id. Returns what changed.
+    """
+    from tokenizers import AddedToken
+
+    there = backend.get_added_tokens_decoder().values()
+    same, known = {repr(token) for token in there}, {token.content for token in there}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    new = []
+    for _, token in sorted(named.added.items()):
+        made = AddedToken(token["content"], **{name: bool(token[name]) for name in flags if name in token})
+        if repr(made) not in same:
+            new.append(made)
+            known.add(made.content)
+    for text in (*(named.names[role] for role in ROLES if role in named.names), *named.others):
+        if text not in known:
+            new.append(AddedToken(text, special=True, normalized=False))
+            known.add(text)
+    backend.add_tokens(new)
+    return [repr(token) for token in new]
+
+
+def _around(backend: Any, template: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the ids that a post-processor adds before and after a text."""
+    if template is None:
+        return (), ()
+    for probe in ("a", *islice(backend.get_vocab(), 8)):
+        plain = backend.encode(probe, add_special_tokens=False)
+        if plain.ids:
+            whole = template.process(plain, None, True)
+            begin = whole.special_tokens_mask.index(0)
+            return tuple(whole.ids[:begin]), tuple(whole.ids[begin + len(plain.ids) :])
+    return (), ()
+
+
+def open_tokenizer(name: str, add_bos: AddBos = "auto") -> PromptTokenizer:
+    """Opens the tokenizer `bytes`, or the one in a file or folder.
 
     Raises:
-        DataError: The file is missing or invalid, or has no end-of-text token.
+        DataError: A file is missing or invalid, there is no end-of-text token, or no beginning to
+            add.
     """
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(expand_home(name))
+    if name != "bytes":
+        return FileTokenizer(tokenizer_path(name), add_bos)
+    if add_bos is True:
+        what = "the bytes tokenizer has no token for the beginning of a text"
+        raise DataError(Problem("data.add_bos", what, "leave it out, or set data.tokenizer to a file"))
+    return ByteTokenizer()
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:
-    """Checks that every id has a row in the embedding; returns the problems."""
-    if tokenizer.vocab_size <= vocab_size:
+    """Checks that the ids that belong around every text have a row in the embedding.
+
+    Those of the texts are checked as they are encoded. Returns the problems.
+    """
+    what = lacking(tokenizer, [*tokenizer.before, *tokenizer.after, tokenizer.eos_id], vocab_size)
+    if not what:
         return []
-    return [
-        Problem(
-            "model.vocab_size",
-            f"the tokenizer has {tokenizer.vocab_size} ids, but model.vocab_size is {vocab_size}",
-            f"set model.vocab_size to at least {tokenizer.vocab_size}",
-        )
-    ]
+    fix = f"set model.vocab_size to at least {tokenizer.vocab_size}, or use the model's own tokenizer"
+    return [Problem("model.vocab_size", f"every text gets {what}", fix)]
+
+
+def lacking(tokenizer: Tokenizer, ids: Sequence[int] | NDArray[Any], vocab_size: int) -> str:
+    """Returns the token among ids that a model has no row for, in words; empty if there is none."""
+    if tokenizer.vocab_size <= vocab_size or not len(ids) or (most := int(np.max(ids))) < vocab_size:
+        return ""
+    return f"the token {visible(tokenizer.shown([most]))!r} (id {most}), but model.vocab_size is {vocab_size}"

@@ -25,6 +25,7 @@ from raypp.data.shard_format import (
     Manifest,
     ShardPlan,
     ShardRecord,
+    around_of,
     as_json,
     shard_name,
 )
@@ -49,6 +50,7 @@ class Options:
         total: Called once with the bytes of the source.
         progress: Called with bytes of the source that were read since the last call.
         found: Called with the number of shards that were there already.
+        remarked: Called with each remark on the data, such as what of them is not used.
     """
 
     processes: int
@@ -56,6 +58,7 @@ class Options:
     total: Callable[[int], None] = lambda count: None
     progress: Callable[[int], None] = lambda count: None
     found: Callable[[int], None] = lambda count: None
+    remarked: Callable[[str], None] = lambda remark: None
 
 
 def write_shards(read: Callable[[Request], Corpus], request: Request, store: ObjectStore, options: Options) -> Manifest:
@@ -124,6 +127,8 @@ def _write(
                 shard = _Shard(store, plan, len(records))
         faults.end_in_time()
     faults.end()
+    for remark in faults.remarked():
+        options.remarked(remark)
     if shard.size:
         records.append(shard.finish())
     if not records:
@@ -153,6 +158,7 @@ def _plan(request: Request, files: Sequence[SourceFile], encoder: RowEncoder | N
         BLOCK,  # type: ignore[arg-type]
         options.shard_bytes,
         "" if encoder is None else encoder.template,
+        around_of(tokenizer),
     )
 
 

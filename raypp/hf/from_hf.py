@@ -19,7 +19,11 @@ from raypp.hf.tensor import GrownTensor, HfTensor
 from raypp.spec.family import Shape
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile
+from raypp.spec.mixture import known_source
 from raypp.spec.models import DecoderOptions
+from raypp.spec.paths import is_remote
+from raypp.spec.tokenizer_file import TOKENIZER, tokenizer_path
+from raypp.untrusted.text import visible
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 16 << 20
@@ -30,20 +34,42 @@ _MOST_PARTS = 300_000
 def with_hf_sizes(file: JobFile) -> JobFile:
     """Returns the job file with the sizes of `model.from_hf`; unchanged if it is not set.
 
-    Reads only config.json, and with `model.lora` samples of the weights.
+    A job that names no tokenizer gets the model's own. Reads only config.json, and with
+    `model.lora` samples of the weights.
 
     Raises:
         JobError: config.json is missing, raypp cannot train its model, or the job contradicts it.
+            Or the job needs the model's own tokenizer, and it is in a store.
         StoreError: The store does not answer.
     """
     model = file.job.model
     if model.from_hf is None:
         return file
     try:
-        sized = hf_options(model)
+        job = file.job.model_copy(update={"model": hf_options(model)})
+        tokenizer, remark = _own_tokenizer(job)
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from error
-    return replace(file, job=file.job.model_copy(update={"model": sized}))
+    if tokenizer is not None:
+        job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": tokenizer})})
+    return replace(file, job=job, remarks=(*file.remarks, *([remark] if remark else [])))
+
+
+def _own_tokenizer(job: Job) -> tuple[str | None, str]:
+    """Returns the model's tokenizer.json for a job that needs a tokenizer and names none.
+
+    None leaves the job as it is. The second text tells the user which one is used; it may be empty.
+    """
+    source, url = known_source(job.data.kind), job.model.from_hf
+    if "tokenizer" in job.data.model_fields_set or source is None or source.ids == "model" or url is None:
+        return None, ""
+    if HfFiles(url).store.head(TOKENIZER) is None:
+        return None, f"{visible(url)} has no {TOKENIZER}, and data.tokenizer is not set: bytes is used"
+    if is_remote(url):
+        fix = "copy the model's tokenizer files to every node, and name their folder; or write bytes"
+        raise JobError(Problem("data.tokenizer", f"is not set, and the model's own is in a store, at {url}", fix))
+    path = str(tokenizer_path(url))
+    return path, f"data.tokenizer is not set: {visible(path)} is used, the tokenizer of model.from_hf"
 
 
 def hf_options(model: DecoderOptions) -> DecoderOptions:

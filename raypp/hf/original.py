@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from raypp.checkpoint.commit import Commit
@@ -19,7 +20,7 @@ from raypp.spec.limits import TEXT
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions, OriginalFiles
 from raypp.spec.rope import CONTEXT_FIXING
-from raypp.storage import ObjectStore
+from raypp.storage import ObjectStore, StoreError
 from raypp.untrusted.documents import Bounds, parse_json
 
 _BOUNDS = Bounds(size=4 << 20)
@@ -50,8 +51,8 @@ def with_original(options: DecoderOptions, files: HfFiles, config: Mapping[str, 
 def saved_options(store: ObjectStore, commit: Commit) -> DecoderOptions:
     """Returns the `model:` section of the job that wrote a checkpoint.
 
-    A run that was imported, and resumed with a job that names no model, has the original's files in
-    its first job.
+    The files of its original are in the first job of a run that was imported, and resumed with a
+    job that names no model; and still beside the frozen weights of adapters.
 
     Raises:
         JobError: COMMIT has no such section.
@@ -65,7 +66,12 @@ def saved_options(store: ObjectStore, commit: Commit) -> DecoderOptions:
         except CheckpointError:
             first = {}
         model = {**model, "original": first.get("original")}
-    return parse_job({"name": commit.run, "model": model}).model
+    options = parse_job({"name": commit.run, "model": model}).model
+    if options.original is None and options.lora is not None and options.from_hf is not None:
+        with suppress(JobError, StoreError):  # whoever needs the frozen weights reports that
+            files = HfFiles(options.from_hf)
+            options = with_original(options, files, files.config())
+    return options
 
 
 def trained_length(job: Mapping[str, Any]) -> int:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypp.data.tokenizer import END_NAMES, ByteTokenizer
+from raypp.data.tokenizer import END_NAMES, ByteTokenizer, open_tokenizer
 from raypp.errors import DataError, JobError, Problem
 from raypp.hf.model_files import GENERATION
 from raypp.hf.original import default_generation, original_ends, original_generation
 from raypp.spec.models import DecoderOptions
-from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, vocabulary
+from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, tokenizer_path, vocabulary
 from raypp.untrusted.documents import Bounds, parse_json
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
@@ -83,7 +83,7 @@ def tokenizer_files(
     alone = {} if original is None else _original_files(original, None)
     if name is None:
         return TokenizerFiles(alone, remarks=[f"the run names no tokenizer, so none was exported; {fix}"])
-    path = Path(name)
+    path = tokenizer_path(name)
     try:
         content = bytes_tokenizer() if name == "bytes" else read_tokenizer(path)
         ids = vocabulary(content, path)
@@ -94,13 +94,12 @@ def tokenizer_files(
         return TokenizerFiles(
             alone, remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
         )
-    count = 1 + max(ids.values(), default=-1)
-    if count > vocab_size:
+    count, end = 1 + max(ids.values(), default=-1), _end_of(name, ids)
+    if count > vocab_size and (end is None or ids[end] >= vocab_size):
         what = f"it has {count} ids, but the model has only {vocab_size}"
         if asked:
             raise JobError(Problem(OPTION, f"{name} does not fit: {what}", "name the tokenizer of the run's data"))
         return TokenizerFiles(alone, remarks=[f"the {visible(name)} tokenizer was not exported: {what}"])
-    end = next((word for word in END_NAMES if word in ids), None)
     files = {TOKENIZER: content} | (_beside(path.parent) if path.name == TOKENIZER else {})
     if CONFIG not in files:
         files[CONFIG] = _json(_config(end, context, plain=name == "bytes"))
@@ -145,6 +144,15 @@ def _original_files(model: DecoderOptions, eos_id: int | None) -> dict[str, byte
         return {} if text is None else {GENERATION: text.encode()}
     theirs = original_generation(model) or default_generation(model)
     return {GENERATION: _json({**theirs, "eos_token_id": _ends_with(theirs, eos_id)})}
+
+
+def _end_of(name: str, ids: Mapping[str, int]) -> str | None:
+    """Returns the token that ends texts, if it is one of the tokenizer.json."""
+    try:
+        end = open_tokenizer(name).eos_id
+    except DataError:
+        return next((word for word in END_NAMES if word in ids), None)
+    return next((word for word, one in ids.items() if one == end), None)
 
 
 def bytes_tokenizer() -> bytes:

@@ -23,7 +23,7 @@ DATA = "--data"
 _ONE_RANK = {"dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
 _PIPELINE = ("variable_seq_len", "pad_to_multiple_of", "seq_len_bucket")
 _TRAIN = ("micro_batch_size", "seed", "precision", "tf32", "compile", "attention")
-_OF_ANY_KIND = ("tokenizer", "seq_len", "packing", "shuffle")
+_OF_ANY_KIND = ("tokenizer", "add_bos", "seq_len", "packing", "shuffle")
 _HF_ROWS = 8
 _HF_LONGEST = 4096
 """Longest row of a Hugging Face model. Its context may be far longer than memory allows."""
@@ -48,6 +48,8 @@ def data_job(source: Source, data: str | None, pp: int, overrides: Sequence[str]
     """
     document = _document(source, pp)
     section = dict(section_of(source.document, "data"))
+    if section:
+        section["add_bos"] = source.add_bos
     if data is not None:
         section = _other_data(section, data, source, overrides)
     elif not section:

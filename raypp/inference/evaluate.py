@@ -47,8 +47,8 @@ def evaluate(source: Source, job: Job) -> dict[str, Any]:
 
     Returns:
         `loss`: mean over the tokens with a label; `perplexity`: its exponential, None if that is no
-        number; `tokens`: how many have a label; `bytes_per_token`: of the text, without end tokens,
-        None if the data have no text; `seconds`.
+        number; `tokens`: how many have a label; `bytes_per_token`: of the text, without begin and
+        end tokens, None if the data have no text; `seconds`.
 
     Raises:
         DataError: The data cannot be used.
@@ -78,6 +78,8 @@ def bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float | None:
     for index in range(len(corpus)):
         ids = corpus.ids(index)
         ids = ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
+        begun = tuple(ids[: len(tokenizer.before)].tolist()) == tokenizer.before
+        ids = ids[len(tokenizer.before) :] if begun else ids
         size += len(ids) if isinstance(tokenizer, ByteTokenizer) else len(tokenizer.decode(ids.tolist()).encode())
         tokens += len(ids)
         if tokens > _MOST_DECODED:

@@ -17,6 +17,7 @@ from lm_eval.evaluator import evaluate as evaluate_tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from raypp.data.tokenizer import framed, lacking
 from raypp.errors import JobError, Problem, UnreachableError, causes, in_words
 from raypp.inference.evaluate import on_ranks, print_report
 from raypp.inference.prompts import Answer, Encoded, end_ids
@@ -65,10 +66,26 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
     def tokenizer_name(self) -> str:
         return self._tokenizer.identity
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of a text that has none: the beginning, or the end if there is none."""
+        beginning = self._tokenizer.bos_id
+        return self.eot_token_id if beginning is None else beginning
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Returns the ids as in training: without special tokens."""
-        ids: list[int] = self._tokenizer.encode(string).tolist()
-        return ids
+        """Returns the ids of a text, with what the tokenizer puts around it unless that is refused.
+
+        Raises:
+            JobError: The model has no row for one of them.
+        """
+        ids = self._tokenizer.encode(string)
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._tokenizer.shown([self.prefix_token_id]))
+        if add_special_tokens:
+            ids, _ = framed(self._tokenizer, ids)
+        if what := lacking(self._tokenizer, ids, int(self._source.model["vocab_size"])):
+            raise JobError(Problem(TASKS, f"a text has {what}", "leave out the task"))
+        return [int(one) for one in ids]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Scores continuations of texts, without the harness's bar.
@@ -134,7 +151,7 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
             for answer, (tokens, finish) in zip(answers, found, strict=True):
                 for index, token in enumerate(tokens, start=1):
                     answer.add(token, finish if index == len(tokens) else None)
-        texts = [answer.text(self._tokenizer) for answer in answers]
+        texts = [self._tokenizer.decode(answer.tokens) for answer in answers]  # alone, as the harness does
         return [before_first(text, stop) for text, stop in zip(texts, stops, strict=True)]
 
 

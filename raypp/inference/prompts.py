@@ -9,7 +9,7 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from raypp.data.chat_template import ChatTemplate, TemplateFault
-from raypp.data.tokenizer import NotEncodable, PromptTokenizer
+from raypp.data.tokenizer import NotEncodable, PromptTokenizer, framed, lacking
 from raypp.errors import DataError, JobError, Problem
 from raypp.inference.source import Source
 from raypp.untrusted.documents import Bounds, parse_as
@@ -92,8 +92,9 @@ def encode_prompts(
     for number, text in enumerate(texts, start=1):
         place = "--prompt" if len(texts) == 1 else f"prompt {number}"
         try:
-            # A run was trained on texts without the special tokens of a tokenizer's template.
-            tokens = tokenizer.encode(text).tolist() if source.run else tokenizer.encode_prompt(text)
+            whole, before = framed(tokenizer, ids := tokenizer.encode(text))
+            # A run's texts end with the end id; transformers gets all that a tokenizer adds.
+            tokens = (whole[: before + len(ids)] if source.run else whole).tolist()
         except (NotEncodable, UnicodeEncodeError) as error:
             problems.append(Problem(place, f"cannot be encoded: {error}", "change the prompt"))
             continue
@@ -101,6 +102,8 @@ def encode_prompts(
         limit = min(MOST_NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
         if not tokens:
             problems.append(Problem(place, "is empty", "give at least one token"))
+        elif what := lacking(tokenizer, tokens, int(source.model["vocab_size"])):
+            problems.append(Problem(place, f"has {what}", "change the prompt"))
         elif room < 1:
             what = f"has {len(tokens)} tokens, but the context of {source.place} ends at {source.context}"
             problems.append(Problem(place, what, f"shorten it to {source.context - 1} tokens or less"))

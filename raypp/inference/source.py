@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -18,7 +19,7 @@ from raypp.clusters.find import lend_store_settings
 from raypp.clusters.known_runs import locate_run
 from raypp.data.chat_files import no_template, open_template
 from raypp.data.chat_template import ChatTemplate
-from raypp.data.tokenizer import FileTokenizer, PromptTokenizer, check_fits, open_tokenizer
+from raypp.data.tokenizer import AddBos, FileTokenizer, PromptTokenizer, check_fits, open_tokenizer
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.from_hf import hf_options
 from raypp.hf.model_files import GENERATION, HfFiles
@@ -28,8 +29,8 @@ from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
-from raypp.spec.tokenizer_file import BOUNDS
-from raypp.storage import ObjectStore, open_store
+from raypp.spec.tokenizer_file import BESIDE, BOUNDS
+from raypp.storage import NotFound, ObjectStore, open_store
 from raypp.untrusted.paths import expand_home
 
 KEY = "RUN"
@@ -47,6 +48,7 @@ class Source:
         context: Longest sequence, in tokens.
         precision: `fp32` or `bf16`: the dtype that it was trained or stored in.
         tokenizer: `bytes`, or the path or URL of a tokenizer.json; None: there is none.
+        add_bos: `data.add_bos` of the run. False for runs that are older than the key.
         eos_ids: The ids that end a text, as generation_config.json says. Empty: the tokenizer's.
         store: URL of the run's store; None: the weights are in the files of `model.from_hf`.
         run: The run's name; empty for a Hugging Face folder.
@@ -66,6 +68,7 @@ class Source:
     step: int = 0
     document: Mapping[str, Any] | None = None
     remarks: tuple[str, ...] = ()
+    add_bos: AddBos = "auto"
 
     def job(self, pp: int = 1, *, precision: str = "fp32") -> Job:
         """Returns a job of this model on a mesh of `pp` ranks, with one stage each.
@@ -102,7 +105,8 @@ class Source:
             if self.run:
                 fix = "resume the run with data.tokenizer, or export it and put a tokenizer.json into the folder"
             raise JobError(Problem(KEY, f"{self.place} has no tokenizer", fix))
-        tokenizer = open_tokenizer(self.tokenizer) if not is_remote(self.tokenizer) else _fetched(self.tokenizer)
+        opened = _fetched if is_remote(self.tokenizer) else open_tokenizer
+        tokenizer = opened(self.tokenizer, self.add_bos)
         if problems := check_fits(tokenizer, int(self.model["vocab_size"])):
             fix = "use the tokenizer that the model was trained with"
             raise JobError(Problem(KEY, f"{self.place}: {problem.what}", fix) for problem in problems)
@@ -258,6 +262,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
         step=commit.step,
         document=document,
         remarks=tuple(remarks),
+        add_bos=data.get("add_bos", False),
     )
 
 
@@ -286,13 +291,17 @@ def _ids_beside(tokenizer: str) -> tuple[int, ...]:
     return end_ids(HfFiles(str(folder)).generation_config(), {})
 
 
-def _fetched(url: str) -> PromptTokenizer:
-    """Opens a tokenizer.json that is in a store."""
+def _fetched(url: str, add_bos: AddBos) -> PromptTokenizer:
+    """Opens a tokenizer.json that is in a store, with the files beside it."""
     folder, _, key = url.rpartition("/")
-    content = open_store(folder).get(key, 0, BOUNDS.size + 1)
-    if len(content) > BOUNDS.size:
-        raise DataError(Problem(KEY, f"{url} has more than {BOUNDS.size:,} bytes", "check the file"))
+    files = HfFiles(folder)
     with TemporaryDirectory() as here:
         path = Path(here) / key
+        content = files.store.get(key, 0, BOUNDS.size + 1)
+        if len(content) > BOUNDS.size:
+            raise DataError(Problem(KEY, f"{url} has more than {BOUNDS.size:,} bytes", "check the file"))
         path.write_bytes(content)
-        return FileTokenizer(path)
+        for name in BESIDE:
+            with suppress(NotFound):
+                (Path(here) / name).write_bytes(files.store.get(name, 0, BOUNDS.size))
+        return FileTokenizer(path, add_bos)

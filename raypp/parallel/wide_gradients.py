@@ -1,7 +1,8 @@
 """Gradients of bf16 weights that are summed over microbatches in fp32.
 
-Where FSDP manages a stage, it does that itself (`MixedPrecisionPolicy.reduce_dtype`), and rounds
-the sum over all ranks to bf16. Elsewhere torch's autograd does it, if a parameter says so.
+Where FSDP manages a stage, it does that itself (`MixedPrecisionPolicy.reduce_dtype`; after separate
+backwards of weights, `torch_private.add_to_sums`), and rounds the sum over all ranks to bf16.
+Elsewhere torch's autograd does it, if a parameter says so.
 """
 
 from __future__ import annotations

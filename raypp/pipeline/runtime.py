@@ -32,7 +32,7 @@ from raypp.pipeline.sum_start import sum_start
 from raypp.schedules.action import Action, Kind, Program, stages_with_backward
 from raypp.schedules.communication import Line, Send
 from raypp.schedules.posting import Posting, posting_on, with_messages
-from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_unshard_reshard
+from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_to_sums, add_unshard_reshard
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], None]
@@ -395,6 +395,9 @@ class ProgramRuntime:
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("W", stage), self._moved_back("W", stage, microbatch):
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
+            for module in stage.submod.modules():
+                if isinstance(module, FSDPModule):
+                    add_to_sums(module)
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()
 

@@ -27,7 +27,7 @@ from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
-from raypp.spec.tokenizer_file import read_tokenizer, vocabulary
+from raypp.spec.tokenizer_file import TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.spec.trackers import check_trackers
 from raypp.untrusted.files import special_kind
 from raypp.untrusted.folders import Search
@@ -383,18 +383,19 @@ def _local_file(key: str, path: str, directory: Path | None) -> Iterator[Problem
 
 
 def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
-    path = job.data.tokenizer
+    path = job.data.tokenizer if is_remote(job.data.tokenizer) else str(tokenizer_path(job.data.tokenizer))
     if missing := list(_local_file("data.tokenizer", path, directory)):
+        folder = Path(path).parent
+        if Path(path).name == TOKENIZER and not is_remote(path) and folder.is_dir():
+            what = f"the folder {visible(folder)} has no {TOKENIZER}"
+            fix = "write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            missing = [Problem("data.tokenizer", what, fix)]
         yield from missing
         return
     try:
-        ids = 1 + max(vocabulary(read_tokenizer(Path(path)), Path(path)).values(), default=-1)
+        vocabulary(read_tokenizer(Path(path)), Path(path))
     except DataError as error:
         yield from error.problems
-        return
-    if ids > job.model.vocab_size:
-        what = f"{job.model.vocab_size} is too small: {path} has ids up to {ids - 1}"
-        yield Problem("model.vocab_size", what, f"use at least {ids}")
 
 
 def value_at(job: Job, key: str) -> Any:

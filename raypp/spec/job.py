@@ -79,7 +79,11 @@ class DataSection(SourceOptions):
     parts: list[PartOptions] | None = None
     """mixture: its parts, such as [{weight: 2, kind: text, path: a.txt}, {weight: 1, …}]."""
     tokenizer: str = "bytes"
-    """bytes (one token per byte), or the path of a tokenizer.json."""
+    """bytes (one token per byte), or the path of a tokenizer.json or of its folder. Without the
+    key, a job with model.from_hf takes the model's own."""
+    add_bos: Literal["auto"] | bool = "auto"
+    """What a text begins with, unless it is a conversation. auto: what the tokenizer puts around
+    it, as in transformers | true: also its beginning token | false: nothing."""
     seq_len: int = Field(default=256, ge=2, le=limits.WIDTH)
     """Longest sequence, in tokens. With variable_seq_len: off, the length of all microbatches."""
     packing: bool = True

@@ -29,11 +29,13 @@ class JobFile:
         job: The job, with resolved paths.
         path: The file's path as the user gave it.
         where: The location (`job.yaml:14`, `--set a.b=c`) of every key that was given.
+        remarks: What was chosen for the user, who should know it.
     """
 
     job: Job
     path: Path
     where: Mapping[KeyPath, str] = field(default_factory=dict, repr=False)
+    remarks: tuple[str, ...] = ()
 
     @property
     def directory(self) -> Path:

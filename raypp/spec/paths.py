@@ -10,6 +10,7 @@ from pathlib import Path
 
 from raypp.errors import JobError
 from raypp.spec.job import Job
+from raypp.spec.tokenizer_file import tokenizer_path
 from raypp.untrusted.folders import Search
 from raypp.untrusted.paths import expand_home
 
@@ -44,7 +45,8 @@ def resolve_paths(job: Job, directory: Path) -> Job:
             part.model_copy(update={"path": part.path and resolve_path(part.path, directory)}) for part in data.parts
         ]
     if data.tokenizer != "bytes":
-        paths["tokenizer"] = resolve_path(data.tokenizer, directory)
+        tokenizer = resolve_path(data.tokenizer, directory)
+        paths["tokenizer"] = tokenizer if is_remote(tokenizer) else str(tokenizer_path(tokenizer))
     if data.chat_template:
         paths["chat_template"] = resolve_path(data.chat_template, directory)
     if data.eval is not None and data.eval.path:

@@ -1,7 +1,10 @@
-"""Reads a `tokenizer.json` of Hugging Face's tokenizers, as far as raypp has to know it."""
+"""Reads a `tokenizer.json` of Hugging Face's tokenizers, and who its special tokens are."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -9,11 +12,21 @@ from annotated_types import Ge, Lt
 from typing_extensions import TypedDict
 
 from raypp.errors import DataError, Problem
-from raypp.untrusted.documents import Bounds, parse_as
+from raypp.untrusted.documents import Bounds, parse_as, parse_json
 from raypp.untrusted.files import read_file
+from raypp.untrusted.paths import expand_home
+from raypp.untrusted.text import visible
 
 BOUNDS = Bounds(size=256 << 20, values=4_000_000)
 """Limits of the file. One with 260,000 tokens has 35 MB and 2 million values."""
+TOKENIZER, _CONFIG, _MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+_OF_MODEL = ("generation_config.json", "config.json")
+BESIDE = (_CONFIG, _MAP, *_OF_MODEL)
+"""The files that name special tokens."""
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""What a special token may be for, in the order in which transformers adds them."""
+_CONFIG_BOUNDS = Bounds(size=16 << 20, values=2_000_000)
+_MOST_IDS = 1000
 _KEY = "data.tokenizer"
 _FIX = "name a tokenizer.json of the tokenizers library, or use `tokenizer: bytes`"
 
@@ -34,6 +47,12 @@ class _File(TypedDict):
     added_tokens: NotRequired[list[_Added] | None]
 
 
+def tokenizer_path(name: str) -> Path:
+    """Returns the file that `data.tokenizer` names: it, or the tokenizer.json of a folder."""
+    path = expand_home(name)
+    return path / TOKENIZER if os.path.isdir(path) else path  # noqa: PTH112 - raises for no name
+
+
 def read_tokenizer(path: Path) -> bytes:
     """Returns the content of the file that `data.tokenizer` names.
 
@@ -41,6 +60,75 @@ def read_tokenizer(path: Path) -> bytes:
         DataError: It is missing, is not a regular file, or is too large.
     """
     return read_file(path, BOUNDS.size, DataError, _KEY)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What the files beside a tokenizer.json say about its special tokens.
+
+    Attributes:
+        names: The text of the token for each of `ROLES` that has one.
+        others: Further special tokens.
+        added: Tokens by their ids, with the attributes of the tokenizers library's `AddedToken`.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    added: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def special_tokens(folder: Path) -> SpecialTokens:
+    """Reads the special tokens of the tokenizer in a folder, as transformers does.
+
+    They are those of tokenizer_config.json. If that file has no `added_tokens_decoder`, those of
+    special_tokens_map.json come first.
+
+    Raises:
+        DataError: A file cannot be read, or is not a JSON object.
+    """
+    config = _config(folder, _CONFIG)
+    decoder = config.get("added_tokens_decoder")
+    said = config if isinstance(decoder, dict) else {**config, **_config(folder, _MAP)}
+    names = {role: text for role in ROLES if (text := _text(said.get(role))) is not None}
+    more = said.get("extra_special_tokens") or said.get("additional_special_tokens") or ()
+    listed = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    others = tuple(text for one in listed if (text := _text(one)) is not None)
+    tokens = decoder.items() if isinstance(decoder, dict) else ()
+    added = {int(key): token for key, token in tokens if key.isdecimal() and isinstance(token, dict) and _text(token)}
+    return SpecialTokens(names, others, added)
+
+
+def ids_of_model(folder: Path, role: str) -> tuple[int, ...]:
+    """Returns the ids that generation_config.json, else config.json, gives a role of `ROLES`.
+
+    A model may have several ends.
+
+    Raises:
+        DataError: A file cannot be read, or is not a JSON object.
+    """
+    files = (_config(folder, name) for name in _OF_MODEL)
+    return next((ids for found in files if (ids := _ids(found.get(f"{role}_id")))), ())
+
+
+def _config(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / name
+    if not path.exists():
+        return {}
+    content = read_file(path, _CONFIG_BOUNDS.size, DataError, _KEY)
+    found = parse_json(content, str(path), _CONFIG_BOUNDS, DataError, "use the model's own file", constants=True)
+    if not isinstance(found, dict):
+        raise DataError(Problem(_KEY, f"{visible(path)} is not a JSON object", "use the model's own file"))
+    return found
+
+
+def _text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and text else None
+
+
+def _ids(found: Any) -> tuple[int, ...]:
+    ids = found if isinstance(found, list) else [found]
+    return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
 
 
 def vocabulary(content: bytes, path: Path) -> dict[str, int]:

@@ -17,7 +17,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
@@ -278,7 +278,7 @@ class S3Store:
             else:
                 self._delete_singly(batch)
 
-    def _delete_together(self, names: list[str]) -> None:
+    def _delete_together(self, names: Sequence[str]) -> None:
         objects: Any = [{"Key": name} for name in names]
         answer: Any = self.ask(
             names[0][len(self._below) :],
@@ -293,7 +293,7 @@ class S3Store:
                     )
                 )
 
-    def _delete_singly(self, names: list[str]) -> None:
+    def _delete_singly(self, names: Sequence[str]) -> None:
         def delete(name: str) -> None:
             with suppress(NotFound):  # S3 answers 204, some servers 404
                 self.ask(
@@ -576,7 +576,7 @@ def _singly(url: str) -> Problem:
         url,
         "this server refuses to delete several objects with one request (DeleteObjects), so raypp sends a request "
         "for each; removing old checkpoints takes longer",
-        "nothing needs to be done; newer versions of MinIO accept it",
+        "nothing needs to be done",
     )
 
 

@@ -126,8 +126,7 @@ def assemble(
                 dist.all_reduce(torch.zeros(1, device=device))
         with part("data"):
             loader = open_loader(job, seat.replica, job.mesh.replicas)
-            rows = job.data.too_long == "drop" or loader.documents.train.loss is not None
-            if seat.rank == 0 and rows and (words := loader.documents.too_long_in_words(job.data)):
+            if seat.rank == 0 and (words := loader.documents.in_words(job.data)):
                 counts = {"documents": loader.documents.total, "too_long": loader.documents.too_long}
                 tell(Event("data", words, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=counts))
             for remark in loader.documents.remarks if seat.rank == 0 else ():

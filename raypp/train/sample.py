@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.data.tokenizer import open_tokenizer
+from raypp.data.tokenizer import framed, lacking, open_tokenizer
 from raypp.errors import JobError, Problem
 from raypp.parallel.apply import compute_dtype
 from raypp.parallel.failed_groups import check_groups
@@ -42,11 +42,14 @@ class Sampler:
         job = rank.job
         assert job.train.sample is not None
         self._options: SampleOptions = job.train.sample
-        self._tokenizer = open_tokenizer(job.data.tokenizer)
+        self._tokenizer = open_tokenizer(job.data.tokenizer, job.data.add_bos)
         limit = self._options.max_new_tokens
         self._prompts = []
         for index, text in enumerate(self._options.prompts):
-            tokens = tuple(self._tokenizer.encode(text).tolist())
+            whole, before = framed(self._tokenizer, ids := self._tokenizer.encode(text))
+            tokens = tuple(whole[: before + len(ids)].tolist())
+            if what := lacking(self._tokenizer, tokens, job.model.vocab_size):
+                raise JobError(Problem(f"train.sample.prompts[{index}]", f"has {what}", "change the prompt"))
             if not tokens or len(tokens) + limit > job.data.seq_len:
                 what = f"has {len(tokens)} tokens: with {limit} new ones it exceeds data.seq_len, {job.data.seq_len}"
                 fix = "shorten it, or lower train.sample.max_new_tokens" if tokens else "write at least one token"

@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# With one of these torch does not ask for the machine's name. Each is also a variable, PET_….
-_ADDRESSES = ("local_addr", "master_port")
+_ONE_NODE = (None, "1", "1:1")
 
 
 def handler() -> Any:
@@ -24,11 +23,12 @@ def handler() -> Any:
     Raises:
         SystemExit: torchrun starts raypp.train on this machine only, and would wait.
     """
-    if (name := unresolved_name(sys.argv)) is not None:
-        alone = "nnodes" not in _options(sys.argv) and not os.environ.get("PET_NNODES")
+    name = socket.getfqdn()
+    if asks_for_name(sys.argv, sys.modules["torch"].__version__) and not _resolves(name):
+        alone = _given(sys.argv, "nnodes") in _ONE_NODE
         print(  # noqa: T201
             f"raypp: this machine's name, {name!r}, does not resolve to an address: torchrun "
-            f"{'would' if alone else 'may'} wait for ten minutes, with --standalone, too\n"
+            f"{'would' if alone else 'may'} wait for ten minutes\n"
             f"  fix: torchrun --local-addr {'127.0.0.1' if alone else 'ADDRESS'} …, or add the name to /etc/hosts",
             file=sys.stderr,
             flush=True,
@@ -38,29 +38,42 @@ def handler() -> Any:
     return _no_backend
 
 
-def unresolved_name(arguments: Sequence[str]) -> str | None:
-    """Returns this machine's name if it does not resolve and torchrun needs that for raypp.train.
+def asks_for_name(arguments: Sequence[str], torch_version: str) -> bool:
+    """Returns whether torchrun starts raypp.train and needs this machine's name for it.
 
     Args:
         arguments: torchrun's.
+        torch_version: From 2.12 on, torchrun's default on one node is c10d instead of static.
     """
-    if "raypp.train" not in arguments:
-        return None
-    given = _options(arguments)
-    if any(name in given or os.environ.get(f"PET_{name.upper()}") for name in _ADDRESSES):
-        return None
-    name = socket.getfqdn()
+    if "raypp.train" not in arguments or _given(arguments, "local_addr") is not None:
+        return False
+    if _given(arguments, "standalone") is not None:
+        return True
+    backend = _given(arguments, "rdzv_backend") or "static"
+    if backend != "static":
+        return True
+    if any(_given(arguments, name) is not None for name in ("rdzv_endpoint", "master_port")):
+        return False
+    recent = tuple(int(part) for part in torch_version.split(".")[:2]) >= (2, 12)
+    return recent and _given(arguments, "nnodes") in _ONE_NODE
+
+
+def _given(arguments: Sequence[str], name: str) -> str | None:
+    """Returns the value of an option of torchrun, or of its variable; None if it is not given."""
+    own = arguments[: list(arguments).index("raypp.train")]
+    for one, following in zip(own, [*own[1:], ""], strict=True):
+        option, equals, value = one.partition("=")
+        if one.startswith("-") and option.lstrip("-").replace("-", "_") == name:
+            return value if equals else following
+    return os.environ.get(f"PET_{name.upper()}")
+
+
+def _resolves(name: str) -> bool:
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        return name
-    return None
-
-
-def _options(arguments: Sequence[str]) -> set[str]:
-    """Returns the names of torchrun's own options: `nproc_per_node` for `--nproc-per-node=4`."""
-    own = arguments[: list(arguments).index("raypp.train")]
-    return {one.lstrip("-").replace("-", "_").partition("=")[0] for one in own if one.startswith("-")}
+        return False
+    return True
 
 
 def _no_backend(_parameters: Any) -> Any:

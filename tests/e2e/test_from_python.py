@@ -17,7 +17,7 @@ NOTEBOOK = REPOSITORY / "docs/tasks/first_run.ipynb"
 
 def run_cells(laptop: Laptop, folder: Path, cells: list[str]) -> str:
     """Runs cells one after another, in one process without torch; returns its output."""
-    assert laptop.raypp("init", "quickstart", "--out", str(folder / "quickstart.yaml")).code == 0
+    assert laptop.raypp("init", "quickstart", cwd=folder).code == 0
     # The last value of a cell is shown, as in a notebook.
     show = "def _show(it):\n    print(it._repr_html_() if hasattr(it, '_repr_html_') else it)\n"
     program = show + "\n".join(cells) + "\nimport sys\nprint('heavy:', sorted({'torch', 'ray'} & set(sys.modules)))\n"

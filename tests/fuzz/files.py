@@ -129,7 +129,7 @@ def local_state(data: bytes) -> None:
     _with_file("local/state.json", data, lambda _: local.find())
 
 
-@target(b'{"text": "one"}\n\n{"text": "two", "more": [1, {}]}\n')
+@target(b'{"text": "one"}\n\n{"text": "two", "more": [1, {}]}\n', b'[\n {"text": "[\\"{"},\n {"text": "two"}\n]\n')
 def jsonl(data: bytes) -> None:
     _with_file("a.jsonl", data, lambda path: use_data("jsonl", str(path)))
 
@@ -138,6 +138,9 @@ def jsonl(data: bytes) -> None:
     b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}\n',
     b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
     b'{"prompt": "a", "completion": "b"}\n',
+    b'[{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}, {"segments": [{"label": true}]}]',
+    b'{"messages": [{"role": "assistant", "weight": 0, "tool_calls": [{"function": {"arguments": "{}"}}]}]}\n',
+    b'{"conversations": [{"from": "tool_call", "value": "{\\"name\\": \\"a\\"}"}], "system": "s", "tools": "[]"}\n',
 )
 def chat(data: bytes) -> None:
     _with_file("a.jsonl", data, lambda path: use_data("chat", str(path), chat_template=str(_TEMPLATE)))

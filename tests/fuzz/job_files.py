@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raypp.errors import JobError
+from raypp.cli.load_job import load_checked_job
+
+from raypp.errors import RayppError
 from raypp.planning.check import check_plan
+from raypp.planning.plan import make_plan
 from raypp.schedules.catalogue import build_program
+from raypp.spec import limits
 from raypp.spec.document import read_document
 from raypp.spec.job import Job
 from raypp.spec.limits import FILE_BYTES
-from raypp.spec.load import job_document, load_job, parse_job
-from tests.fuzz import target
+from raypp.spec.load import job_document, parse_job
+from tests.fuzz import job_seeds, target
 
 _JOB = b"""name: a
 mesh: &mesh {pp: 2, fsdp: 2}
@@ -39,17 +44,30 @@ def _checked(job: Job) -> None:
         raise AssertionError("a job differs from what is stored of it")
 
 
-@target(_JOB, b"name: a\n", words=_WORDS)
-def job_file(data: bytes) -> None:
+def planned(data: bytes, settings: Sequence[str] = ()) -> None:
+    """Loads, checks and plans a job file. Every problem has a place, a fix and a bounded length.
+
+    Raises:
+        JobError: What the file or the settings have wrong.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "job.yaml")
         path.write_bytes(data)
         try:
-            _checked(load_job(path).job)
-        except JobError as error:
-            if any(not (problem.where or problem.key) for problem in error.problems):
-                raise AssertionError(f"a problem without a place: {error}") from error
+            job = load_checked_job(path, settings).job
+            _checked(job)
+            make_plan(job).as_dict()
+        except RayppError as error:
+            assert len(error.problems) <= 2 * limits.PROBLEMS + 1
+            for problem in error.problems:
+                assert (problem.where or problem.key) and problem.fix, str(problem)
+                assert len(problem.what) < 20_000 and len(problem.where) < 300
             raise
+
+
+@target(_JOB, b"name: a\ndata: {kind: synthetic}\n", words=_WORDS, seeds=job_seeds.files)
+def job_file(data: bytes) -> None:
+    planned(data)
 
 
 @target(b"pp: 2\nfsdp: [1, 2]\n", _JOB, words=_WORDS)
@@ -57,12 +75,13 @@ def yaml_text(data: bytes) -> None:
     read_document(data.decode("utf-8", "surrogateescape")[:FILE_BYTES], "job.yaml")
 
 
-@target(b"mesh.pp=2", b"model.lora={rank: 4}", b"pipeline.layers_per_stage=[3, 5]", words=(*_WORDS, b".", b"="))
+@target(
+    b"mesh.pp=2", b"model.lora={rank: 4, base: fp32}", b"pipeline.layers_per_stage=[3, 5]", words=(*_WORDS, b".", b"="),
+    seeds=job_seeds.overrides,
+)  # fmt: skip
 def override(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "job.yaml")
-        path.write_text("name: a\ndata: {kind: synthetic}\nmodel: {num_layers: 8}\nmesh: {pp: 2}\n")
-        _checked(load_job(path, [data.decode("utf-8", "surrogateescape")]).job)
+    settings = data.decode("utf-8", "surrogateescape").split(job_seeds.SEPARATOR)
+    planned(b"name: a\ndata: {kind: synthetic}\nmodel: {num_layers: 8}\nmesh: {pp: 2}\n", settings)
 
 
 @target(json.dumps(job_document(parse_job({"name": "a", "mesh": {"pp": 2}}))).encode())

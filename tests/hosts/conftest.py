@@ -66,10 +66,10 @@ class Office(Laptop):
         for host in range(self.bed.size):
             self.bed.heal(host)
             self.bed.thaw(host)
-        for _ in range(2):
-            time.sleep(0.5)  # a node that was silent for long is declared dead a little later, and then exits
+        time.sleep(0.5)
         alive = {node.ip for node in self.bed.nodes()}
         for host in range(1, self.bed.size):
+            # A node that was silent for long is declared dead a little later, and then exits.
             if self.bed.network.address(host) not in alive or not self.bed.network.pids(host):
                 self.bed.start(host)
         wait_for(lambda: len(self.bed.nodes()) == self.bed.size, "the nodes' return")

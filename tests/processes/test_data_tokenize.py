@@ -100,7 +100,7 @@ data:
     (room / "chat.jsonl").write_text('{"messages": 3}\n' * 1999 + "no JSON\n")
     running = command(room, "--out", "other")
     _, told = running.communicate(timeout=240)
-    assert running.returncode == 2 and "chat.jsonl:1: " in told and "1,995 more rows cannot be used" in told
+    assert running.returncode == 2 and "chat.jsonl:1: " in told and "1,997 more rows cannot be used" in told
 
 
 def test_an_error_of_another_process_names_the_place(room: Path) -> None:

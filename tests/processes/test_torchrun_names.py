@@ -13,10 +13,11 @@ import pytest
 
 from raypp.errors import UnreachableError
 from raypp.train import process_group
+from raypp.train.unresolved_name import asks_for_name
 
 ROOT = Path(__file__).parents[2]
 GROUP = "torchrun.handlers"
-HANG_S = 120
+HANG_S = 400
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_wait_of_ten_minutes_becomes_a_sentence(more: tuple[str, ...], torchru
 @pytest.mark.ranks
 def test_the_line_of_the_readme_works(torchrun) -> None:
     (line,) = [one for one in (ROOT / "README.md").read_text().splitlines() if one.startswith("torchrun ")]
-    options = line.split(" -m raypp.train")[0].split()[1:]
+    options = line.split(" -m raypp.train")[0].replace("--nproc-per-node 4", "--nproc-per-node 1").split()[1:]
     done = torchrun(*options, "-m", "raypp.train", "--help")
     assert done.returncode == 0, done.stderr
     assert "Run one rank of a job without Ray" in done.stdout
@@ -67,6 +68,27 @@ def test_other_programs_are_left_alone(torchrun, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("print('ran')")
     done = torchrun("--master-port", "29541", "--nproc-per-node", "1", str(tmp_path / "other.py"))
     assert (done.returncode, done.stdout, "raypp" in done.stderr) == (0, "ran\n", False), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "asks"),
+    [
+        ("--nproc-per-node 4", True),
+        ("--standalone --nproc-per-node=4", True),
+        ("--rdzv_backend=c10d --nnodes 2", True),
+        ("--nnodes 1:1", True),
+        ("--nnodes 2", False),
+        ("--nnodes=2 --rdzv-endpoint head:29400", False),
+        ("--master-port 29501", False),
+        ("--standalone --local-addr 127.0.0.1", False),
+    ],
+)
+def test_torchrun_asks_for_the_machine_s_name_unless_it_is_given_an_address(options: str, asks: bool) -> None:
+    line = ["torchrun", *options.split(), "-m", "raypp.train", "--job", "x"]
+    assert asks_for_name(line, "2.13.0+cpu") is asks
+    assert asks_for_name(["torchrun", *options.split(), "other.py"], "2.13.0") is False
+    if asks and "c10d" not in options:
+        assert asks_for_name(line, "2.11.0") is ("standalone" in options)
 
 
 def test_a_rank_names_the_address_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,8 @@ class World:
         port = ports.free_port()
         try:
             for pipe in self._pipes:
-                pipe.send((function, port, arguments))
+                with contextlib.suppress(ConnectionError):  # a rank that has died: `_collect` says which
+                    pipe.send((function, port, arguments))
             return _collect(self._pipes)
         except BaseException:
             self.close()
@@ -191,7 +192,7 @@ def _collect(pipes: list[Any]) -> list[Any]:
             rank = waiting[pipe]
             try:
                 fine, value = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 raise AssertionError(f"rank {rank} died without a word") from None
             assert fine, f"rank {rank} raised:\n{value}"
             results[rank] = torch.load(io.BytesIO(value), weights_only=False)

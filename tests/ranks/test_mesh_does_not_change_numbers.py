@@ -163,6 +163,15 @@ def test_a_schedule_of_ones_own_gives_the_bits_of_one_process(tmp_path: Path) ->
         assert_identical(found[name], one_process())
 
 
+def test_backwards_of_weights_after_each_other_sum_bf16_gradients_in_fp32(tmp_path: Path) -> None:
+    forwards = [f"{stage}F{microbatch}" for microbatch in range(8) for stage in (0, 1)]
+    backwards = [f"{action}{microbatch}" for action in ("1I", "0B", "1W") for microbatch in range(8)]
+    (tmp_path / "late.csv").write_text(",".join([*forwards, *backwards]) + "\n")
+    pipeline, train = {"stages_per_rank": 2}, {"precision": "bf16"}
+    found = Batch(1, {"": document(schedule=str(tmp_path / "late.csv"), pipeline=pipeline, train=train)}, STEPS)
+    assert_identical(found[""], one_process("bf16"))
+
+
 SHARDED = {
     kind.name: document(
         pp=2, fsdp=2, microbatches=4, schedule=kind.name, pipeline={"stages_per_rank": kind.nearest_stages(2)}

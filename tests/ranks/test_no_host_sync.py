@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from fake_accelerator import NAME, NoWaiting, fake_rank, fake_tensors
-from harness import run_in_living, run_in_turn, run_ranks
+from harness import run_in_living
 from small_models import small_options
 from torch import Tensor
 from training import thinned
@@ -269,7 +269,8 @@ def run_experts(rank: int, world: int, port: int, recompute: str, lora: dict[str
 
 def test_experts_never_wait_for_the_device_unless_they_are_spread_over_ranks() -> None:
     cases = [*((recompute, None) for recompute in RECOMPUTE), ("full", {"rank": 8, "base": "int8"})]
-    for (recompute, lora), (found,) in zip(cases, run_in_turn(1, run_experts, cases), strict=True):
+    for recompute, lora in cases:
+        (found,) = run_in_living(1, run_step, run_experts, recompute, lora)
         assert found["reductions"] == {"0B1": 2 if lora else 3}, (recompute, lora)
 
 
@@ -309,6 +310,6 @@ def messages_of_plants(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def test_each_kind_of_waiting_is_found_where_it_is_planted() -> None:
-    (found,) = run_ranks(1, messages_of_plants)
+    (found,) = run_in_living(1, run_step, messages_of_plants)
     missed = [name for name, (_, words) in PLANTS.items() if words not in found[name]]
     assert not missed

@@ -30,13 +30,13 @@ MICROBATCHES = 4
 """Of each replica: the fewest that every schedule takes."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "gemma2": {"sliding_window": 9, "tie_embeddings": True, "score_soft_cap": 1.0},
+    "gemma2": {"sliding_window": 9, "tie_embeddings": False, "score_soft_cap": 1.0},
     "stablelm": {},
     "qwen3_moe": {"aux_loss_weight": 0.02, "z_loss_weight": 0.01},
     "qwen2_moe": {"aux_loss_weight": 0.02},
     "gpt_oss": {"sliding_window": 9},
 }
-"""A family for each kind of layer: plain; windows, soft caps and a tied head; layer norms and
+"""A family for each kind of layer: plain; windows and soft caps; layer norms and
 partial rotation; experts; a shared expert; sinks, and experts with biases."""
 AXES: dict[str, dict[str, Any]] = {
     "pp": {},

@@ -5,18 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 from held_back import held_back
 
-from raypp.checkpoint.commit import Commit, write_commit
-from raypp.control.machine import Finish
-from raypp.control.run_events import end_event, with_submission
-from raypp.observe.recorder import RunRecorder
-from raypp.records import RunState, StepReport
-from raypp.storage import open_store
 from tests.ray.conftest import Started, StartRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -80,22 +73,6 @@ def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["all", "one"])
-def test_when_a_rank_is_gone_checkpoints_tell_of_the_last_steps(start_run: StartRun, killed: str) -> None:
-    """A run whose last step is committed is over, even if some of its ranks are left."""
-    run = start_run(f"gone-{killed}", steps=STEPS)
-    controller = _freeze_and_run_out(run)
-    reports = [StepReport(step, 1.0 / step, 1.0, 10, 10, 0.05, 200.0, 1) for step in range(1, STEPS + 1)]
-    extra = {"recent_steps": [asdict(report) for report in reports]}
-    write_commit(open_store(run.url), Commit(run.name, STEPS, 1, {}, {}, extra, ()))
-    for pid in run.pids() if killed == "all" else run.pids()[:1]:
-        os.kill(pid, signal.SIGKILL)
-    os.kill(controller, signal.SIGKILL)
-    _assert_all_agree(run, run.wait_end(), "succeeded", STEPS)
-    run.assert_nothing_left()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGCONT, marks=pytest.mark.gate), signal.SIGKILL])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
     """The controller dies before the ranks learn of the stop request: some cases keep the ranks
@@ -119,22 +96,4 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     assert run.kinds().count("stop_requested") == 1
     if number == signal.SIGCONT:  # the stand-ins' commits hold no data; the last one is always that of the last step
         assert status["checkpoint"].endswith(f"step-{status['step']:08d}")
-    run.assert_nothing_left()
-
-
-@pytest.mark.slow
-def test_an_end_that_was_decided_is_carried_out_by_the_next_life(start_run: StartRun) -> None:
-    """The controller dies after it writes the event and before it ends the processes and writes the
-    status."""
-    run = start_run("decided", steps=100_000, every=0)
-    run.wait_step(3)
-    os.kill(_controller(run), signal.SIGSTOP)
-    step = len(run.reader.history())
-    with RunRecorder(open_store(run.url), run.name, "c-earlier") as recorder:
-        end = end_event(Finish(RunState.FAILED, "the data is all wrong", 2), 1, step)
-        recorder.event(with_submission(end, run.submission_id))
-    os.kill(_controller(run), signal.SIGKILL)
-    status = run.wait_end()
-    _assert_all_agree(run, status, "failed", step)
-    assert status["error"] == "the data is all wrong"
     run.assert_nothing_left()

@@ -31,7 +31,7 @@ TYPICAL = (
     "503 for ever",
     "errors that are a bomb",
 )
-"""One lie of a kind: pages, keys, bodies, statuses, documents. The others are slow tests."""
+"""One lie of a kind: pages, keys, bodies, statuses, documents. Slow tests tell all."""
 COMMANDS = {
     "status": ["status", "RUN"],
     "history": ["history", "RUN"],
@@ -119,13 +119,12 @@ def tell(
     return said
 
 
-@pytest.mark.parametrize("lie", [lie if lie in TYPICAL else pytest.param(lie, marks=pytest.mark.slow) for lie in LIES])
+@pytest.mark.parametrize("lie", TYPICAL)
 def test_a_lie_ends_commands_soon_and_in_words(
     lie: str, place: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command per lie, in turns; those that meet it."""
-    names = ("verify", "submit") if lie.startswith("heads of ") else ("submit",) if "writes" in lie else tuple(COMMANDS)
-    tell(place, lie, [names[list(LIES).index(lie) % len(names)]], tmp_path, capsys)
+    """One command per lie, in turns."""
+    tell(place, lie, [list(COMMANDS)[TYPICAL.index(lie)]], tmp_path, capsys)
 
 
 @pytest.mark.slow

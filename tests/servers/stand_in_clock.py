@@ -24,7 +24,7 @@ class StandInClock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        self.advance(seconds)
+        self.advance(max(seconds, 1e-6))  # less might change nothing, and a loop would wait for ever
 
     def advance(self, seconds: float) -> None:
         """Lets the seconds pass at once."""

@@ -47,11 +47,11 @@ def family_cases(slow: Collection[str] = ()) -> pytest.MarkDecorator:
     """Parametrises a test by `kind` and `case`.
 
     Args:
-        slow: Names of cases that are slow tests for every family but Llama.
+        slow: Names of cases that are slow tests, run in CI, for every family but Llama.
     """
+    marks = [pytest.mark.slow, pytest.mark.gate]
     marked = [
-        pytest.param(kind, case, marks=pytest.mark.slow if case in slow and kind != "llama" else ())
-        for kind, case in FAMILY_CASES
+        pytest.param(kind, case, marks=marks if case in slow and kind != "llama" else ()) for kind, case in FAMILY_CASES
     ]
     # Grouped by case: the tests of one share its model.
     return pytest.mark.parametrize(("kind", "case"), marked, scope="module")

@@ -108,7 +108,7 @@ EVENTS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.sampled_from([0, 2, 3, 5]), st.lists(EVENTS, max_size=14))
 def test_over_any_history_the_newest_whole_checkpoint_and_every_nth_stay(
     keep: int, keep_every: int, events: list[tuple[str, int]]

@@ -4,16 +4,18 @@ All messages go through a real TCPStore."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock, wait_until
 from test_save_and_load import ONE, RUN, adamw, model
 from told import Told
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from raypp.checkpoint import announce
+from raypp.checkpoint import save as save_module
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.save import CheckpointSaver
@@ -22,18 +24,49 @@ from raypp.storage.directory import DirectoryStore
 from raypp.storage.rate_limit import Pace
 
 TIMEOUT_S = 1.0
+"""Of `Link.clock`."""
+
+
+class Link(StoreAnnouncements):
+    """Shows whether a rank waits, and counts how often it saw progress of those it waits for."""
+
+    clock: FakeClock
+    waits = False
+    seen = 0
+
+    def wait_all(self, step: int, ranks: Any, timeout_s: float, stopped: Any = lambda: False, *more: Any) -> Any:
+        def asked() -> bool:
+            self.waits = True
+            return bool(stopped())
+
+        return super().wait_all(step, ranks, timeout_s, asked, *more)
+
+    def _look(self, *about: Any) -> bool:
+        changed = super()._look(*about)
+        self.seen += changed
+        return changed
+
+    def progresses(self, step: int, rank: int, value: int) -> None:
+        """Tells progress, a little before it would be late, and waits until it is seen."""
+        wait_until(lambda: self.waits)
+        before = self.seen
+        self.progress(step, rank, value)
+        self.clock.now += 0.4 * TIMEOUT_S
+        wait_until(lambda: self.seen > before)
 
 
 @pytest.fixture
-def announcements() -> Iterator[StoreAnnouncements]:
+def announcements(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield StoreAnnouncements(server, 1)
+    Link.clock = FakeClock(passes=False)
+    monkeypatch.setattr(announce, "time", Link.clock)
+    yield Link(server, 1)
     del server
 
 
 def save(
     root: Path,
-    announcements: StoreAnnouncements,
+    announcements: Link,
     rank: int,
     store: Any = None,
     timeout_s: float = TIMEOUT_S,
@@ -49,29 +82,37 @@ def save(
     return saver, told
 
 
-def test_a_rank_that_progresses_is_waited_for_and_its_part_is_committed(
-    tmp_path: Path, announcements: StoreAnnouncements
-) -> None:
+def test_a_rank_that_progresses_is_waited_for_and_its_part_is_committed(tmp_path: Path, announcements: Link) -> None:
     saver, told = save(tmp_path, announcements, 0)
-    for sent in range(25):
-        announcements.progress(1, 1, sent)
-        time.sleep(0.1)
+    for sent in range(1, 11):
+        announcements.progresses(1, 1, sent)
     announcements.announce(1, 1, {"object": None, "facts": {"stall_s": 0.0, "upload_s": 2.5}})
     assert saver.finish() == 1
-    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):  # the server keeps no message of a save that is over
-        announcements.wait_all(1, [0, 1], 0.1)
-    assert told.kinds() == ["committed"] and told.events[0].details["seconds"] > 2 * TIMEOUT_S
+    assert told.kinds() == ["committed"]
 
 
-def test_a_rank_that_stops_progressing_is_given_up_and_named(tmp_path: Path, announcements: StoreAnnouncements) -> None:
-    saver, told = save(tmp_path, announcements, 0)
-    for sent in range(8):
-        announcements.progress(1, 1, sent)
-        time.sleep(0.1)
+def give_up(saver: CheckpointSaver, link: Link) -> int | None:
+    """Lets the time pass until the save is given up; returns its step if it was committed."""
     while saver.busy:
-        announcements.progress(1, 1, 7)
-        time.sleep(0.1)
-    assert saver.wait() is None
+        link.clock.now += 0.1 * TIMEOUT_S
+        link.clock.sleep(0.0)
+    return saver.wait()
+
+
+def test_the_server_keeps_no_message_of_a_save_that_is_over(tmp_path: Path, announcements: Link) -> None:
+    saver, _ = save(tmp_path, announcements, 0)
+    announcements.announce(1, 1, {"object": None, "facts": {"stall_s": 0.0, "upload_s": 2.5}})
+    assert saver.finish() == 1
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 1\]"):
+        announcements.wait_all(1, [0, 1], 60.0, stopped=lambda: True)
+
+
+def test_a_rank_that_stops_progressing_is_given_up_and_named(tmp_path: Path, announcements: Link) -> None:
+    saver, told = save(tmp_path, announcements, 0)
+    for sent in range(1, 4):
+        announcements.progresses(1, 1, sent)
+    announcements.progress(1, 1, 3)
+    assert give_up(saver, announcements) is None
     assert "ranks [1] did not report in time" in told.events[0].message
     assert list_checkpoints(DirectoryStore(tmp_path), RUN) == []
 
@@ -88,26 +129,70 @@ class Marks(Told):
 
 
 def test_a_rank_that_waits_for_its_last_save_marks_progress_while_there_is_any(
-    tmp_path: Path, announcements: StoreAnnouncements
+    tmp_path: Path, announcements: Link
 ) -> None:
     """Without these marks the controller would take the wait for a hang."""
-
-    def upload() -> None:
-        for sent in range(10):
-            announcements.progress(1, 1, sent)
-            time.sleep(0.1)
-        time.sleep(1.0)  # longer than it is waited for
-
     saver, _ = save(tmp_path, announcements, 0)
     marks = Marks()
     saver._reporter = marks
-    other = threading.Thread(target=upload, daemon=True)
-    other.start()
-    saver._wait_for_last(2)
-    seconds = marks.events[-1].details["seconds"]
-    assert 3 <= marks.waits <= 12, "none for the time without progress"
-    assert seconds > 1.0
-    other.join()
+    waiting = threading.Thread(target=saver._wait_for_last, args=(2,), daemon=True)
+    waiting.start()
+    wait_until(lambda: marks.waits > 0)
+    for sent in range(1, 6):
+        before = marks.waits
+        announcements.progresses(1, 1, sent)
+        wait_until(lambda before=before: marks.waits > before)  # type: ignore[misc]
+    marked = marks.waits
+    give_up(saver, announcements)
+    waiting.join()
+    assert marks.waits == marked, "none for the time without progress"
+    assert marks.kinds()[-1] == "save_waited"
+
+
+class SlowStore(DirectoryStore):
+    """After each piece of an upload time passes, and the other rank sees that there is progress.
+
+    Args:
+        waiting: The other rank's link.
+        teller: The rank whose progress it looks at.
+    """
+
+    def __init__(self, root: Path, waiting: Link, teller: int) -> None:
+        super().__init__(root)
+        self._waiting, self._teller = waiting, teller
+        self.pieces = 0
+
+    def put_stream(self, key: str, chunks: Any, size: int) -> None:
+        def seen() -> Any:
+            wait_until(lambda: self._waiting.waits)
+            for chunk in chunks:
+                yield chunk
+                told, before = self._told(), self._waiting.seen
+                wait_until(lambda told=told: self._told() != told)  # type: ignore[misc]
+                Link.clock.now += 0.4 * TIMEOUT_S
+                wait_until(lambda before=before: self._waiting.seen > before)  # type: ignore[misc]
+                self.pieces += 1
+
+        super().put_stream(key, seen(), size)
+
+    def _told(self) -> bytes:
+        key = self._waiting._progress_key(1, self._teller)
+        return self._waiting._store.get(key) if self._waiting._store.check([key]) else b""
+
+
+def test_a_slow_upload_of_either_rank_delays_the_commit_and_both_learn_of_it(
+    tmp_path: Path, announcements: Link
+) -> None:
+    """The upload lasts longer than ranks wait for one that is silent."""
+    for slow in (0, 1):
+        root = tmp_path / str(slow)
+        links = [Link(announcements._store, slow) for _ in range(2)]
+        stores = {slow: SlowStore(root, links[1 - slow], 1 if slow else save_module._OUTCOME)}
+        savers = [save(root, links[rank], rank, store=stores.get(rank), pace=Pace(1e6)) for rank in (0, 1)]
+        assert [savers[rank][0].finish() for rank in (1 - slow, slow)] == [1, 1]
+        assert stores[slow].pieces > 3, "more than the time for which ranks wait"
+        assert len(read_commit(DirectoryStore(root), RUN, 1).objects) == 2
+        assert savers[0][1].kinds() == ["committed"]
 
 
 class HeldStore(DirectoryStore):
@@ -121,33 +206,17 @@ class HeldStore(DirectoryStore):
         def held() -> Any:
             for chunk in chunks:
                 yield chunk
-                assert self.go.wait(30)
+                assert self.go.wait(60)
 
         super().put_stream(key, held(), size)
 
 
-def test_a_slow_upload_of_either_rank_delays_the_commit_and_both_learn_of_it(
-    tmp_path: Path, announcements: StoreAnnouncements
-) -> None:
-    """The upload lasts twice as long as ranks wait for one that is silent."""
-    for slow in (0, 1):
-        root = tmp_path / str(slow)
-        size = sum(part.numel() * part.element_size() for part in model().parameters())
-        pace = {slow: Pace(size / (2 * TIMEOUT_S))}
-        link = StoreAnnouncements(announcements._store, slow)
-        savers = [save(root, link, rank, pace=pace.get(rank)) for rank in (0, 1)]
-        assert [saver.finish() for saver, _ in savers] == [1, 1]
-        assert len(read_commit(DirectoryStore(root), RUN, 1).objects) == 2
-        (done,) = savers[0][1].events
-        assert done.details["upload_s"] > 1.5 * TIMEOUT_S
-
-
-def test_an_upload_that_stands_still_is_no_progress(tmp_path: Path, announcements: StoreAnnouncements) -> None:
+def test_an_upload_that_stands_still_is_no_progress(tmp_path: Path, announcements: Link) -> None:
     held = HeldStore(tmp_path)
     slow, _ = save(tmp_path, announcements, 1, store=held)
     saver, told = save(tmp_path, announcements, 0)
     try:
-        assert saver.wait() is None
+        assert give_up(saver, announcements) is None
         assert "ranks [1] did not report in time" in told.events[0].message
     finally:
         held.go.set()

@@ -79,7 +79,7 @@ def test_a_plan_looks_at_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "a.jsonl").write_text(good * 3 + '{"messages": [{"role": "mage", "content": "a"}]}\n' * 9)
     assert run(["plan", "jobs/chat.yaml", "--set", f"data.path={tmp_path}/a.jsonl"]) == 2
     said = capsys.readouterr().err
-    assert "a.jsonl:4: messages[0]: there is no role 'mage'" in said and "4 more rows cannot be used" in said
+    assert "a.jsonl:4: messages[0]: there is no role 'mage'" in said and "6 more rows cannot be used" in said
     assert run(["plan", "jobs/chat.yaml", "--set", "data.chat_template=none.jinja"]) == 2
     assert "data.chat_template=none.jinja: there is no none.jinja" in capsys.readouterr().err
 

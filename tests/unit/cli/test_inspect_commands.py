@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import math
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from raypp.cli import inspect_commands
 from raypp.cli.main import run
 from raypp.clusters.known_runs import RunPlace, remember_run
 from raypp.observe.json_lines import LogLine, document
@@ -170,41 +171,48 @@ def test_a_rank_that_is_not_there_is_an_error_that_says_which_are(kjv, capsys):
     assert "0 to 3" in capsys.readouterr().err
 
 
-def test_logs_follow_prints_new_lines_until_the_run_ends(store, capsys):
+@pytest.fixture
+def between_looks(monkeypatch):
+    """What happens while a command that follows a run sleeps."""
+
+    def happens(*steps):
+        ahead = iter(steps)
+        monkeypatch.setattr(inspect_commands, "time", SimpleNamespace(sleep=lambda seconds: next(ahead)()))
+
+    return happens
+
+
+def test_logs_follow_prints_new_lines_until_the_run_ends(store, capsys, between_looks):
     recorder = RunRecorder(store, "kjv", "a1", interval_s=0.05)
     recorder.status(STATUS)
     recorder.log(LogLine("first", 0, "pp0", 1))
     recorder.flush()
 
-    def train():
-        time.sleep(0.7)
+    def more():
         recorder.log(LogLine("second", 0, "pp0", 1))
-        time.sleep(0.7)
+        recorder.flush()
+
+    def end():
         recorder.log(LogLine("last", 0, "pp0", 1))
         recorder.status(dataclasses.replace(STATUS, state=RunState.SUCCEEDED))
         recorder.close()
 
-    thread = threading.Thread(target=train)
-    thread.start()
+    between_looks(more, end)
     assert run(["logs", f"{store.url}/kjv", "--follow"]) == 0
-    thread.join()
     assert capsys.readouterr().out.splitlines() == ["pp0 | first", "pp0 | second", "pp0 | last"]
 
 
-def test_status_watch_prints_each_change_until_the_run_ends(store, capsys):
+def test_status_watch_prints_each_change_until_the_run_ends(store, capsys, between_looks):
     recorder = RunRecorder(store, "kjv", "a1", interval_s=0.05)
     recorder.status(STATUS)
     recorder.flush()
 
-    def train():
-        time.sleep(1.5)
+    def end():
         recorder.status(dataclasses.replace(STATUS, state=RunState.STOPPED, step=5))
         recorder.close()
 
-    thread = threading.Thread(target=train)
-    thread.start()
+    between_looks(lambda: None, end)
     assert run(["status", f"{store.url}/kjv", "--watch", "--json"]) == 0
-    thread.join()
     seen = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
     assert seen == ["RUNNING", "STOPPED"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from stand_in_clock import StandInClock
 from stand_in_workers import NODES, Actor, Devices, StandIns, Workers
 
@@ -302,3 +302,30 @@ def test_a_restarted_controller_adopts_the_living_and_reports_the_dead(
     assert [call[0] for rank in attempt.ranks if rank.actor for call in rank.actor.calls] == ["outcome"] * 3
     (failed,) = attempt.poll(0.0)
     assert (failed.failure.rank, failed.failure.kind, failed.failure.step) == (2, "killed", 7)
+
+
+def test_a_rank_whose_connection_breaks_is_asked_again(
+    attempt: StandIns, clock: StandInClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[int] = []
+    monkeypatch.setattr(rank_ends, "raylet_death", lambda rank: probed.append(rank.rank))
+    running(attempt)
+    for _ in range(2):
+        for rank in (2, 3):
+            attempt.tells(rank, ActorUnavailableError("the connection broke", None))
+        assert attempt.poll(0.0) == []
+    assert probed == [2], "a silent host costs seconds: it is probed once for all its ranks"
+    assert attempt.ranks[3].actor.calls[-2:] == [("outcome", 3, 30.0)] * 2
+    clock.advance(3)
+    attempt.tells(3, ActorUnavailableError("the connection broke", None))
+    assert attempt.poll(0.0) == [] and probed == [2, 3]
+
+
+def test_a_rank_whose_raylet_has_ended_is_lost_before_ray_tells(
+    attempt: StandIns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_ends, "raylet_death", lambda rank: Death(FailureKind.RAYLET_LOST, "the raylet ended"))
+    running(attempt)
+    attempt.tells(2, ActorUnavailableError("the connection broke", None))
+    assert failures(attempt.poll(0.0)) == [(2, "raylet_lost")]
+    assert attempt.ranks[2].bundle not in attempt.workers.seated

@@ -167,8 +167,9 @@ def test_a_check_at_submit_finds_what_is_wrong_with_the_template(chats: Path) ->
 def test_a_tokenizer_that_does_not_fit_the_model_is_named(tmp_path: Path) -> None:
     write(tmp_path / "c.jsonl", [{"messages": turns("a", "b")}])
     tokenizer = write_tokenizer(tmp_path / "model", CHATML)
-    (problem,) = check_data(chat_job(tmp_path / "c.jsonl", tokenizer=str(tokenizer), vocab_size=300))
-    assert problem.key == "model.vocab_size" and "but model.vocab_size is 300" in problem.what
+    (problem,) = check_data(chat_job(tmp_path / "c.jsonl", tokenizer=str(tokenizer), vocab_size=100))
+    assert problem.key == "data.path" and "c.jsonl:1: has the token" in problem.what
+    assert "but model.vocab_size is 100" in problem.what
 
 
 def refused(job: Job) -> RayppError:

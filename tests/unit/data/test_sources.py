@@ -237,7 +237,7 @@ def test_a_fraction_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
     message = refused(kind="text", path="jobs/data", vocab_size=200)
-    assert message == "model.vocab_size: the tokenizer has 257 ids, but model.vocab_size is 200"
+    assert message == "model.vocab_size: every text gets the token '∎' (id 256), but model.vocab_size is 200"
 
 
 def test_an_unknown_kind_is_refused_with_the_list_of_those_there_are() -> None:
@@ -290,7 +290,7 @@ def test_a_tokenizer_file_is_used_without_its_truncation_and_padding(tmp_path: P
     assert [train.ids(i).tolist() for i in range(2)] == [[0, 1, 7, 0, 3], [1, 3]]
     assert job_tokenizer(request).vocab_size == 8
     small = request.model_copy(update={"model": request.model.model_copy(update={"vocab_size": 7})})
-    with pytest.raises(DataError, match="the tokenizer has 8 ids"):
+    with pytest.raises(DataError, match=r"a.txt:1 has the token 'three' \(id 7\), but model.vocab_size is 7"):
         open_documents(small)
 
 
@@ -342,4 +342,4 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path: Path) -> None:
     assert "does not exist" in refused(**data, tokenizer=f"{tmp_path}/none.json")
     file = Path(a_tokenizer(tmp_path))
     file.write_text(file.read_text().replace("<eos>", "four"))
-    assert "has no end-of-text token" in refused(**data, tokenizer=str(file))
+    assert "names its end-of-text token" in refused(**data, tokenizer=str(file))

@@ -31,9 +31,13 @@ ALIKE = {
     "smollm3",
 }  # fmt: skip
 """Families whose keys another one reads alike. Their walks take a minute and are slow tests."""
-every_family = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ALIKE else ()) for kind in FAMILIES]
-)
+OFTEN = {"llama", "gpt_oss"}
+"""The others are slow tests that CI runs."""
+MARKS = {
+    kind: [] if kind in OFTEN else [pytest.mark.slow] if kind in ALIKE else [pytest.mark.slow, pytest.mark.gate]
+    for kind in FAMILIES
+}
+every_family = pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in MARKS.items()])
 TOKENS = torch.randint(0, 60, (1, 33), generator=torch.Generator().manual_seed(0))
 WINDOW = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
 OF_IMAGES = {"get_text_config", "text_config", "vision_config", "image_token_id", "mm_tokens_per_image"}
@@ -207,7 +211,7 @@ def test_a_config_of_transformers_4_is_read_alike(kind: str, case: str, tmp_path
     (tmp_path / "old" / "config.json").write_text(json.dumps(written))
     again = transformers.AutoConfig.from_pretrained(tmp_path / "old")
     assert again.rope_parameters == config.rope_parameters, "transformers 5 reads it alike"
-    old, new = (options_in(tmp_path / name).model_dump(exclude={"from_hf"}) for name in ("old", "new"))
+    old, new = (options_in(tmp_path / name).model_dump(exclude={"from_hf", "original"}) for name in ("old", "new"))
     assert old == new
 
 

@@ -104,13 +104,20 @@ def loaded(folder: Path) -> Any:
     return model.double()
 
 
+OFTEN = {"llama", "gemma3", "qwen3_moe", "gpt_oss"}
+"""A plain family, one of other norms, and two of experts. The others are slow tests."""
+
+
 @pytest.fixture(scope="module")
 def peft() -> Any:
     """PEFT takes seconds to import, in every worker that collects this file."""
     return pytest.importorskip("peft")
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in OFTEN else [pytest.mark.slow, pytest.mark.gate]) for kind in FAMILIES],
+)
 def test_peft_computes_the_logits_of_exported_adapters_and_of_the_merged_model(
     kind: str, tmp_path: Path, peft: Any
 ) -> None:
@@ -311,15 +318,17 @@ def test_peft_computes_the_logits_of_some_adapters_of_layers_with_experts(
     torch.testing.assert_close(their_logits(adapted), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("grown", [0, 4])
+@pytest.mark.parametrize(("grown", "older"), [(0, False), (4, False), (0, True)])
 def test_a_merged_export_has_the_config_of_its_base_and_peft_is_told_of_rows_that_its_base_lacks(
-    grown: int, tmp_path: Path
+    grown: int, older: bool, tmp_path: Path
 ) -> None:
     base = folder_of("llama", tmp_path / "base")
     config = json.loads((base / "config.json").read_text()) | {"max_position_embeddings": 4096, "max_window_layers": 9}
     (base / "config.json").write_text(json.dumps(config))
     rows = config["vocab_size"] + grown
     options = hf_options(DecoderOptions(from_hf=str(base), lora=LoraOptions(**LORA), vocab_size=rows))
+    if older:  # a run of a version that did not keep config.json
+        options = options.model_copy(update={"original": None})
     store, commit = saved(whole(options), options, tmp_path / "store")
     export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
     assert json.loads((tmp_path / "merged" / "config.json").read_text()) == {**config, "vocab_size": rows}

@@ -47,6 +47,16 @@ KINDS = {
     "phi3": SIZES,
 }
 
+OFTEN = {("int8", "qwen3_moe"), ("nf4", "gpt_oss")}
+bases_and_kinds = pytest.mark.parametrize(
+    ("base", "kind"),
+    [
+        pytest.param(base, kind, marks=() if (base, kind) in OFTEN else pytest.mark.slow)
+        for base in BASES
+        for kind in KINDS
+    ],
+)
+
 
 def options_of(folder: Path, base: str, kind: str = "qwen2") -> DecoderOptions:
     return hf_options(
@@ -64,8 +74,7 @@ def file_tensor(tensors: dict[str, np.ndarray], name: str) -> torch.Tensor:
     return torch.from_numpy(np.stack([tensors[f"{block}.{e}.{matrix}.weight"] for e in range(4)]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("base", BASES)
+@bases_and_kinds
 def test_weights_are_quantised_as_they_are_read(
     base: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,8 +94,7 @@ def test_weights_are_quantised_as_they_are_read(
     assert not any(name.endswith((".gate.weight", "norm.weight", ".bias", "head.weight")) for name in stored)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("base", BASES)
+@bases_and_kinds
 def test_a_merged_model_computes_what_was_trained(base: str, kind: str, tmp_path: Path) -> None:
     """In fp64, where products differ by rounding only, and the files by the rounding of fp32."""
     write_hf_folder(tmp_path / "hf", kind=kind, **KINDS[kind])

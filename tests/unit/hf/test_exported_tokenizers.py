@@ -142,9 +142,8 @@ def test_a_tokenizer_file_is_copied_with_the_files_beside_it(tmp_path: Path) -> 
     }  # fmt: skip
     copied = {name: content for name, content in files.files.items() if name != "generation_config.json"}
     assert all(content == (source.parent / name).read_bytes() for name, content in copied.items())
-    # Documents of training ended with 3, turns of a chat end with 4.
     generation = json.loads(files.files["generation_config.json"])
-    assert generation == {"eos_token_id": [4, 3], "top_p": 0.8, "pad_token_id": 5} and files.ids["eos_id"] == 3
+    assert generation == {"eos_token_id": 4, "top_p": 0.8, "pad_token_id": 5} and files.ids["eos_id"] == 4
     again = transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path / "out"))
     assert (again.eos_token, again.model_max_length) == ("<|im_end|>", 77)
     turns = [{"role": "user", "content": "in the beginning"}]

@@ -1,16 +1,16 @@
-"""Whatever a file holds, reading it ends with a result or a `RayppError`, and soon."""
+"""Whatever a file holds, reading it ends with a result or a `RayppError`, without much work."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from counted_calls import counted_calls
 from file_cases import CONFIG, LINKS, LLAMA, MOE, Case, all_cases, model_file, special_files, use_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ from raypp.hf.export_model import run_tokenizer
 from raypp.spec.models import DecoderOptions
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-_SLOWEST_S = 5.0  # of CPU; the goal is 2 s on an idle machine
+_MOST_CALLS = 5_000_000
 _EVERY = 16
 _GROUPS = 8
 
@@ -45,9 +45,9 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _try(name: str, case: Case, room: Path) -> str:
     """Runs a case in an empty folder; returns what is wrong with how it ended, or nothing."""
     room.mkdir()
-    before = time.process_time()
     try:
-        case(room)
+        with counted_calls() as calls:
+            case(room)
     except RayppError as error:
         if len(str(error)) > 6000 or _CONTROL.search(str(error)):
             return f"{name}: {len(str(error))} characters: {str(error)[:200]!r}"
@@ -55,8 +55,7 @@ def _try(name: str, case: Case, room: Path) -> str:
         return f"{name}: {type(error).__name__}: {error}"
     finally:
         shutil.rmtree(room)
-    took = time.process_time() - before
-    return f"{name}: {took:.1f} s" if took > _SLOWEST_S else ""
+    return f"{name}: {calls.count:,} calls" if calls.count > _MOST_CALLS else ""
 
 
 @pytest.mark.parametrize("group", range(_GROUPS))
@@ -76,7 +75,7 @@ _JSON: Any = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     base=st.sampled_from([CONFIG, MOE]),
     kind=st.sampled_from(

@@ -82,13 +82,13 @@ def test_commands_show_text_of_others(text: str, coloured: bool, capsys: pytest.
     assert {"status a", "events a", "logs a", "list", "plan values.yaml"} - refused <= shown
 
 
-def test_json_commands_print_json(text: str, coloured: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_commands_print_json(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in nasty.json_commands(text):
         code = run(arguments)
         assert code in (0, 1)
         told = capsys.readouterr()
         assert nasty.faults(told.out) == []  # JSON has no colours
-        assert nasty.faults(told.err, coloured=coloured, live=coloured) == []
+        assert nasty.faults(told.err) == []
         lines = told.out.splitlines()
         if code and not lines:  # the document is refused
             assert nasty.MARK in told.err or "COMMIT" in told.err

@@ -5,19 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from their_models import family_cases, keys_of, loaded, their_config, their_instance
+from their_models import FAMILY_CASES, family_cases, keys_of, loaded, their_config, their_instance
 
 from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.pipeline.next_token import Choice
 
 NEW = 6
 PROMPTS = ((5, 17, 3, 80, 41, 9, 66, 12, 31, 58, 2, 90), (44, 7, 13))
-
-OTHER_WEIGHTS = {
-    "biases", "odd widths", "tied, another base", "tied, no factors", "tied, normed choices", "tied, sums to 1",
-    "tied, wide heads", "untied",
-}  # fmt: skip
-"""Cases whose weights differ, but not what a token sees of those before it."""
 
 
 def decoded(stages: list[torch.nn.Module], prompts: tuple[tuple[int, ...], ...], *, rows: int) -> list[list[int]]:
@@ -43,7 +37,7 @@ def decoded(stages: list[torch.nn.Module], prompts: tuple[tuple[int, ...], ...],
     return found
 
 
-@family_cases(slow=OTHER_WEIGHTS)
+@family_cases(slow={case for _, case in FAMILY_CASES} - {"plain"})
 def test_greedy_tokens_are_those_of_transformers(kind: str, case: str, tmp_path: Path) -> None:
     config = their_config(kind, keys_of(kind, case))
     model = their_instance(kind, config).eval()

@@ -71,7 +71,7 @@ def test_prompts_and_their_answers_fit_into_the_context() -> None:
             encode_prompts(SOURCE, tokenizer, texts, new)
 
 
-def test_prompts_of_a_hugging_face_model_have_its_special_tokens_and_those_of_a_run_do_not(tmp_path: Path) -> None:
+def test_prompts_have_the_special_tokens_of_their_model(tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({"<bos>": 0, "<eos>": 1, "in": 2, "the": 3, "?": 4}, unk_token="?"))
@@ -85,7 +85,9 @@ def test_prompts_of_a_hugging_face_model_have_its_special_tokens_and_those_of_a_
         (found,) = encode_prompts(model, one, ["in the beginning"], None)
         assert found.tokens == theirs("in the beginning")["input_ids"] == [0, 2, 3, 4, 1]
         (found,) = encode_prompts(SOURCE, one, ["in the beginning"], None)
-        assert found.tokens == [2, 3, 4]
+        assert found.tokens == [0, 2, 3, 4], "without the end, which would end the text"
+    old = open_tokenizer(str(tmp_path / "tokenizer.json"), False)
+    assert encode_prompts(SOURCE, old, ["in the"], None)[0].tokens == [2, 3]
 
 
 def test_text_comes_in_whole_characters() -> None:

@@ -36,7 +36,7 @@ from raypp.storage.directory import DirectoryStore
 from raypp.train.optimizer import build_optimizer
 
 transformers: Any = Lazily("transformers")
-every_case = family_cases()
+every_case = family_cases(slow={case for _, case in FAMILY_CASES} - {"plain"})
 once_each = pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(kind, case, marks=() if case == "plain" else pytest.mark.slow) for kind, case in FAMILY_CASES],
@@ -148,7 +148,7 @@ def test_logits_gradients_and_an_optimizer_step_are_those_of_transformers(kind: 
     assert not still, "every parameter affects the loss, so the comparison covers it"
 
 
-@family_cases(slow={"odd widths"})
+@every_case
 def test_two_stages_compute_the_bits_of_one(kind: str, case: str, theirs: Any) -> None:
     folder = theirs(kind, case).folder
     loss, gradients = trained(loaded(folder))

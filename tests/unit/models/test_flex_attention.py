@@ -20,8 +20,7 @@ RULES = [
 ]  # fmt: skip
 LENGTHS = [
     [5],
-    [140, 77, 128, 3],
-    *(pytest.param(lengths, marks=pytest.mark.slow) for lengths in ([128], [129, 127, 128])),
+    *(pytest.param(lengths, marks=pytest.mark.slow) for lengths in ([140, 77, 128, 3], [128], [129, 127, 128])),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from raypp.models.documents import PackedDocuments
@@ -11,6 +12,8 @@ from raypp.models.stage import build_stage
 from raypp.spec.models import DecoderOptions
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_neither_lengths_nor_the_number_of_documents_compile_a_block_again() -> None:
     """torch compiles a block eight times at most, and then runs it uncompiled."""
     sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "vocab_size": 31}

@@ -30,7 +30,7 @@ def pairs_seen(hop: HopSegments, own: np.ndarray, other: np.ndarray, tokens: int
 
 
 @given(packed_rows())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_query_sees_every_key_of_its_past_in_its_document_once(case: tuple[int, int, int, list[int]]) -> None:
     size, row_len, rows, lengths = case
     counts = np.zeros((rows * row_len,) * 2, dtype=np.int64)

@@ -56,7 +56,7 @@ def packed_rows(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
 
 
 @given(packed_rows())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_query_sees_every_key_of_its_past_in_its_document_once(case: tuple[int, int, int, list[int]]) -> None:
     size, row_len, rows, lengths = case
     plans = [plan_ring(lengths, row_len, rank, size) for rank in range(size)]
@@ -67,7 +67,7 @@ def test_every_query_sees_every_key_of_its_past_in_its_document_once(case: tuple
 
 
 @given(packed_rows(), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_with_a_window_it_sees_only_the_last_of_them(case: tuple[int, int, int, list[int]], window: int) -> None:
     size, row_len, rows, lengths = case
     plans = [plan_ring(lengths, row_len, rank, size, window=window) for rank in range(size)]

@@ -35,7 +35,7 @@ trains = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(meshes, pipelines, trains, st.integers(1, 20), st.sampled_from(["llama", "qwen3_moe"]))
 def test_a_job_has_problems_with_fixes_or_a_plan(
     mesh: dict, pipeline: dict, train: dict, layers: int, kind: str

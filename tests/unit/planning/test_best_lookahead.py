@@ -56,8 +56,8 @@ def on_a_cable(schedule: str, pp: int, link: float) -> list[Depth]:
 
 @pytest.mark.parametrize(
     ("schedule", "half", "whole"),
-    [("interleaved_1f1b", 0.96, 0.90), ("interleaved_zero_bubble", 0.95, 0.88), ("zbv", 0.95, 0.90),
-     ("dualpipev", 0.96, 0.89)],
+    [("interleaved_1f1b", 0.96, 0.90), pytest.param("interleaved_zero_bubble", 0.95, 0.88, marks=pytest.mark.slow),
+     pytest.param("zbv", 0.95, 0.90, marks=pytest.mark.slow), ("dualpipev", 0.96, 0.89)],
 )  # fmt: skip
 def test_schedules_with_several_stages_per_rank_reach_these_shares_of_a_free_link(schedule, half, whole):
     """A message takes half a forward of a rank, and a whole one."""

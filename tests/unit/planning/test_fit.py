@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 from planned_jobs import job_with, typed
 
 from raypp.planning.check import check_plan
@@ -50,6 +51,8 @@ def test_a_job_that_cannot_fit_is_refused_per_rank_with_changes_that_fit() -> No
         assert max(needs(typed(job, words))) <= capacity
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_measured_excess_makes_changes_need_more() -> None:
     job = large()
     capacity = int(0.6 * max(needs(job)))

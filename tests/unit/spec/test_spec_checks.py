@@ -116,14 +116,15 @@ def test_a_remote_path_is_not_looked_for() -> None:
     assert found(data={"path": "s3://bucket/none.txt"}) == {}
 
 
-def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_is_a_file_or_the_folder_of_one(tmp_path: Path) -> None:
     text, tokenizer = tmp_path / "a.txt", tmp_path / "tokenizer.json"
     text.write_text("x")
-    vocabulary = {"model": {"vocab": {"a": 0, "b": 999}}, "added_tokens": [{"id": 1000, "content": "<s>"}]}
-    tokenizer.write_text(json.dumps(vocabulary))
+    tokenizer.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 999}}}))
     data = {"path": str(text), "tokenizer": str(tokenizer)}
-    assert "has ids up to 1000 | use at least 1001" in found(model={"vocab_size": 1000}, data=data)["model.vocab_size"]
-    assert found(model={"vocab_size": 1001}, data=data) == {}
+    assert found(model={"vocab_size": 900}, data=data) == {}, "whether the data use more is seen as they are encoded"
+    assert found(data={**data, "tokenizer": str(tmp_path)}) == {}
+    (tmp_path / "none").mkdir()
+    assert "has no tokenizer.json" in found(data={**data, "tokenizer": str(tmp_path / "none")})["data.tokenizer"]
     tokenizer.write_text("{")
     assert "is not a tokenizer.json" in found(data=data)["data.tokenizer"]
     assert "there is no" in found(data={**data, "tokenizer": "none.json"})["data.tokenizer"]

@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import pairwise
 
 import pytest
+from fake_clock import FakeClock
 
+from raypp.storage import rate_limit
 from raypp.storage.other_traffic import LOW_PRIORITY, OtherTraffic
 from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
 
@@ -108,12 +111,16 @@ def test_connections_that_come_and_go_are_noticed() -> None:
         until(False, traffic)
 
 
-def take_all(pace: Pace, total: int) -> float:
-    """Returns the seconds that the pieces of an upload wait in all."""
-    begun = time.monotonic()
+def take_all(pace: Pace, total: int) -> None:
     for _ in range(0, total, pace.piece_bytes):
         pace.take(pace.piece_bytes)
-    return time.monotonic() - begun
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(rate_limit, "time", clock)
+    return clock
 
 
 def test_pieces_wait_for_the_end_of_a_message() -> None:
@@ -135,16 +142,13 @@ def test_pieces_wait_for_the_end_of_a_message() -> None:
         assert pace.yielded_s > 0
 
 
-def test_a_save_goes_on_although_the_others_never_pause() -> None:
+def test_a_save_goes_on_although_the_others_never_pause(clock: FakeClock) -> None:
     """It takes at most 1 + YIELDED times as long as with the limit alone."""
-    with connection() as (sender, _receiver):
-        send_unread(sender)
-        pace = Pace(2e6, gives_way=OtherTraffic(elsewhere).is_under_way)
-        seconds = 400_000 / 2e6
-        took = take_all(pace, 400_000)
-        assert pace.yielded_s > YIELDED * seconds * 0.8
-        assert took >= (1 + YIELDED) * seconds * 0.8
-        assert pace.yielded_s <= YIELDED * seconds + 1.0, "the last wait may end late on a busy machine"
+    pace, begun, seconds = Pace(2e6, gives_way=lambda: True), clock.now, 400_000 / 2e6
+    take_all(pace, 400_000)
+    assert pace.yielded_s == pytest.approx(YIELDED * seconds)
+    last_piece_s = pace.piece_bytes / 2e6
+    assert clock.now == pytest.approx(begun + (1 + YIELDED) * seconds - last_piece_s)
 
 
 def test_without_other_traffic_nothing_is_lost() -> None:
@@ -153,37 +157,42 @@ def test_without_other_traffic_nothing_is_lost() -> None:
     assert pace.yielded_s == 0
 
 
-def test_what_waited_together_does_not_leave_together() -> None:
+class Turns:
+    """Turns of the writers, with the times at which they ended."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.ended: list[float] = []
+        self._clock, self._lock = clock, threading.Lock()
+
+    def acquire(self, timeout: float) -> bool:
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self.ended.append(self._clock.now)
+        self._lock.release()
+
+
+def test_what_waited_together_does_not_leave_together(clock: FakeClock) -> None:
     """Four parts wait for the same message: the limit holds after it, too."""
-    busy = threading.Event()
-    busy.set()
-    pace, sent = Pace(1e6, gives_way=busy.is_set), []
-    begun = time.monotonic()
-
-    def send() -> None:
-        for _ in range(4):
-            pace.take(pace.piece_bytes)
-            sent.append(time.monotonic())
-
-    threads = [threading.Thread(target=send) for _ in range(4)]
+    begun = clock.now
+    pace = Pace(1e6, gives_way=lambda: clock.now < begun + 0.02)
+    turns = pace._bucket.turn = Turns(clock)  # type: ignore[assignment]
+    threads = [threading.Thread(target=take_all, args=(pace, 4 * pace.piece_bytes)) for _ in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.02)
-    busy.clear()
     for thread in threads:
         thread.join()
-    for moment, total in zip(sorted(sent), range(pace.piece_bytes, 10**9, pace.piece_bytes), strict=False):
-        assert total <= (moment - begun) * 1e6 + pace.piece_bytes, "ahead of the limit by more than a piece"
+    assert len(turns.ended) == 16
+    apart = [later - earlier for earlier, later in pairwise(turns.ended)]
+    assert min(apart) == pytest.approx(pace.piece_bytes / 1e6), "ahead of the limit"
 
 
 def test_an_upload_that_gives_way_can_be_stopped() -> None:
     stop = threading.Event()
     pace = Pace(1e4, gives_way=lambda: True).shared(stop.is_set)
     threading.Timer(0.1, stop.set).start()
-    begun = time.monotonic()
     with pytest.raises(Abandoned):
-        take_all(pace, 10**6)
-    assert time.monotonic() - begun < 10
+        take_all(pace, 10**6)  # 100 s
 
 
 def test_one_that_waits_for_its_turn_can_be_stopped_alone() -> None:

@@ -94,7 +94,8 @@ def test_a_meeting_point_that_somebody_else_has_taken_meanwhile_is_told_as_that(
 
 
 def test_a_join_whose_server_goes_while_it_connects_ends_with_the_attempt() -> None:
-    """Rank 0 listens and is killed before it serves: TCPStore alone tries again for a minute."""
+    """Rank 0 listens and is killed before it serves: TCPStore alone tries again until its timeout,
+    here for longer than the test may take."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         ended = threading.Event()
@@ -109,12 +110,10 @@ def test_a_join_whose_server_goes_while_it_connects_ends_with_the_attempt() -> N
         dropping.start()
         cutting = threading.Timer(0.3, cut_connections, (port,))
         cutting.start()
-        began = time.monotonic()
         try:
             with pytest.raises(dist.DistNetworkError, match="no rank 0 at"):
-                connect("127.0.0.1", port, 2, serve=False, timeout_s=60.0)
+                connect("127.0.0.1", port, 2, serve=False, timeout_s=3600.0)
         finally:
             ended.set()
             dropping.join()
             cutting.join()
-        assert time.monotonic() - began < 30.0
