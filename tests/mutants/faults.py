@@ -380,6 +380,13 @@ FAULTS = [
         '"B"',
         "measured costs of messages belong to the wrong kind of pass",
     ),
+    Fault(
+        "runtime-weight-backwards-add-in-bf16",
+        _RUNTIME,
+        "                    add_to_sums(module)\n",
+        "                    pass\n",
+        "with bf16 weights, zero-bubble schedules lose small gradients",
+    ),
     # Posting.
     Fault(
         "posting-ahead-on-cuda", _POSTING,

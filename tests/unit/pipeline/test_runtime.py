@@ -88,6 +88,8 @@ class Sharded(FSDPModule, nn.Identity):
     """A module as FSDP leaves it, which knows only whether its weights are gathered."""
 
     gathered = False
+    summed = 0
+    """How often a weight backward added its gradients to FSDP's sum."""
 
     @classmethod
     def made(cls) -> Any:
@@ -125,6 +127,8 @@ class Stage:
         self.bwd_cache: dict[int, Any] = {}
         self.later: dict[int, Tensor] = {}
         self.gradient = 0.0
+        for module in self.submod.modules():
+            module.summed = 0
 
     def did(self, kind: str, microbatch: int) -> None:
         log = self.world.log[self.group_rank]
@@ -277,6 +281,14 @@ class Pipeline:
         return [float(loss) for loss in losses]
 
 
+@pytest.fixture(autouse=True)
+def sums_of_weight_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(module: Any) -> None:
+        module.summed += 1
+
+    monkeypatch.setattr(runtime, "add_to_sums", add)
+
+
 def check_numbers(pipeline: Pipeline, losses: list[float]) -> None:
     """Checks the losses of a step, the gradients, and that nothing is left of it."""
     weights = [stage.weight for stage in pipeline.stages.values()]
@@ -284,6 +296,8 @@ def check_numbers(pipeline: Pipeline, losses: list[float]) -> None:
     inputs = sum(range(1, MICROBATCHES + 1))
     for stage in pipeline.stages.values():
         assert stage.gradient == inputs * math.prod(weights) / stage.weight
+        halves = sum(a.stage == stage.stage_index and a.kind == "W" for a in pipeline.program[stage.group_rank])
+        assert {module.summed for module in stage.submod.modules()} == {halves}
         assert not (stage.fwd_cache or stage.bwd_cache or stage.received or stage.received_grads or stage.later)
     world = pipeline.world
     assert world.posted == world.sent, "the receives of a channel meet its sends in order"
