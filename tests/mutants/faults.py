@@ -342,7 +342,7 @@ FAULTS = [
         "runtime-held-sums-twice", _RUNTIME,
         "            stage.perform_reduce_grad(1)\n        self._held.clear()\n",
         "            stage.perform_reduce_grad(1)\n",
-        "gradients are summed over replicas twice",
+        "a stage hands its gradients to FSDP twice in a step",
     ),
     Fault(
         "runtime-old-arrivals-after-a-new-program", _RUNTIME,
