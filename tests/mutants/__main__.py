@@ -220,7 +220,9 @@ def _print_table(before: Path, after: Path) -> None:
         cells = []
         for found in results:
             one = found.get(fault.name)
-            killed_by = "not run" if one is None else f"`{_short(one.killed_by)}`" if one.killed_by else "**no test that ran**"
+            killed_by = (
+                "not run" if one is None else f"`{_short(one.killed_by)}`" if one.killed_by else "**no test that ran**"
+            )
             cells.append(f"{killed_by} | {'' if one is None else f'{one.seconds:.0f}'}")
         print(f"| `{fault.name}` | {' | '.join(cells)} |")
 
