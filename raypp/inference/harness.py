@@ -138,7 +138,8 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
             if not 0 < limit < self._max_length:
                 what = f"asks for {limit} new tokens, but the model's context has {self._max_length}"
                 raise JobError(Problem(TASKS, what, "set max_gen_toks in the task's generation_kwargs"))
-            prompts.append(Encoded(text, self.tok_encode(text)[limit - self._max_length :], limit))
+            tokens = self.tok_encode(text) or [self.prefix_token_id]  # something to continue
+            prompts.append(Encoded(text, tokens[limit - self._max_length :], limit))
             until = settings.get("until") or []
             stops.append([until] if isinstance(until, str) else list(until))
             drawn = settings.get("do_sample", False)

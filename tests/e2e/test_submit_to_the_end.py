@@ -103,6 +103,8 @@ def test_a_run_whose_driver_takes_a_moment_to_leave_can_be_gone_on_with(laptop: 
     assert status is not None and status["status"] == "SUCCEEDED"  # the resume waited for the driver to exit
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_can_be_read_from_its_store_when_the_cluster_is_gone(laptop: Laptop, undisturbed: Run) -> None:
     place = laptop.directory / "copied"
     copy_run(laptop.store(), "undisturbed", place)

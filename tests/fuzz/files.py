@@ -138,9 +138,11 @@ def jsonl(data: bytes) -> None:
     b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}\n',
     b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}\n',
     b'{"prompt": "a", "completion": "b"}\n',
-    b'[{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}, {"segments": [{"label": true}]}]',
-    b'{"messages": [{"role": "assistant", "weight": 0, "tool_calls": [{"function": {"arguments": "{}"}}]}]}\n',
-    b'{"conversations": [{"from": "tool_call", "value": "{\\"name\\": \\"a\\"}"}], "system": "s", "tools": "[]"}\n',
+    b'[{"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]},\n'
+    b'{"segments": [{"label": true, "text": "a"}]}]',
+    b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "weight": 1, '
+    b'"content": "b", "tool_calls": [{"function": {"name": "c", "arguments": "{}"}}]}]}\n',
+    b'{"conversations": [{"from": "gpt", "value": "a"}], "system": "s", "tools": "[{}]"}\n',
 )
 def chat(data: bytes) -> None:
     _with_file("a.jsonl", data, lambda path: use_data("chat", str(path), chat_template=str(_TEMPLATE)))

@@ -96,9 +96,7 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
         reshape = sizing.check(machine, cast(Attempt, placing), _Room("r", 4, {}))
         assert (reshape.shape.pp if reshape else None) == (None if gib == 20 else 3)
     assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
-    why = (
-        "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20.0 GiB)"
-    )
+    why = "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20 GiB)"
     assert all(event.message == why for event in told)
 
 

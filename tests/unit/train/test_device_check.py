@@ -42,7 +42,7 @@ def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> 
     offloading = job(model=large, train={"precision": "bf16", "optimizer": {"offload": True}})
     seat = local_seat(0, 2, 1, offloading, device="cuda")
     (problem,) = host_problems(offloading, seat, 8 * GIB)
-    assert "localhost has 8.0 GiB of host memory free; 2 of its ranks offload" in problem.what
+    assert "localhost has 8 GiB of host memory free; 2 of its ranks offload" in problem.what
     assert host_problems(offloading, seat, 64 * GIB) == []
     assert host_problems(job(model=large), seat, 1) == []
 
@@ -65,7 +65,7 @@ def test_a_job_that_does_not_fit_is_refused_with_changes_that_do() -> None:
         data={"kind": "synthetic", "seq_len": 4096},
     )
     (problem,) = device_problems(large, local_seat(0, 2, 1, large, device="cuda"), 2, T4)
-    assert problem.what.startswith("rank 0 on localhost, Tesla T4: a device has 15.0 GiB; ranks are planned")
+    assert problem.what.startswith("rank 0 on localhost, Tesla T4: a device has 15 GiB; ranks are planned")
     assert "pp0 " in problem.what and "pp1 " in problem.what and problem.fix
 
 

@@ -39,12 +39,12 @@ def job() -> Job:
 def test_the_text_says_what_held_the_memory() -> None:
     lines = told(STATS, {"weights": 9 * GIB, "gradients": 9 * GIB, "optimizer state": 18 * GIB})
     assert lines == [
-        "of 80.0 GiB, 512.0 MiB are free; torch holds 77.0 GiB, CUDA, NCCL and other processes 2.5 GiB",
-        "tensors: 60.0 GiB at the end, 76.0 GiB at the peak: weights 9.0 GiB, gradients 9.0 GiB, "
-        "optimizer state 18.0 GiB, everything else (activations, logits, gathered weights) 40.0 GiB",
-        "17.0 GiB are reserved but in no tensor (3 retries): fragmented; "
+        "of 80 GiB, 512 MiB are free; torch holds 77 GiB, CUDA, NCCL and other processes 2.5 GiB",
+        "tensors: 60 GiB at the end, 76 GiB at the peak: weights 9 GiB, gradients 9 GiB, "
+        "optimizer state 18 GiB, everything else (activations, logits, gathered weights) 40 GiB",
+        "17 GiB are reserved but in no tensor (3 retries): fragmented; "
         "PYTORCH_ALLOC_CONF=expandable_segments:True in resources.env may help",
-        "largest blocks: 4.0 GiB, 2.0 GiB, 1.0 GiB, 300.0 MiB, 200.0 MiB",
+        "largest blocks: 4 GiB, 2 GiB, 1 GiB, 300 MiB, 200 MiB",
     ]
 
 

@@ -1,0 +1,109 @@
+"""Tasks have the figures of the harness's own model, and texts the loss of transformers, for each
+family's kind of tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_tokenizers import write_family
+from lazily import Lazily
+from local_tasks import TASKS, write_tasks
+from their_models import keys_of, their_config, their_instance
+from training import thinned
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+transformers: Any = Lazily("transformers")
+ROOT = Path(__file__).parents[2]
+KINDS = {
+    "llama2-metaspace": "llama", "llama2": "llama", "gemma": "gemma2", "qwen": "qwen2", "llama3": "llama",
+    "mistral-im-end": "mistral", "phi3": "phi3", "deepseek": "llama", "smollm": "llama",
+}  # fmt: skip
+"""The model family of each kind of tokenizer."""
+PREPEND = ("llama2", "mistral-im-end", "phi3")
+"""Where transformers 5 has its own rules for texts that begin with a space or a special token."""
+PROGRAM = """
+import functools, json, sys
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from raypp.inference import harness
+from raypp.inference.eval_job import data_job, task_job
+from raypp.inference.evaluate import evaluate
+from raypp.inference.source import find_source
+folder, names = sys.argv[1], sys.argv[2].split(",")
+harness.TaskManager = functools.partial(TaskManager, include_defaults=False)  # thousands of files
+source = find_source(folder)
+ours = harness.run_tasks(source, task_job(source, 1), names, None)["tasks"]
+loss = evaluate(source, data_job(source, "held.txt", 1))
+model, tasks = f"pretrained={folder},dtype=float32", TaskManager(include_defaults=False)
+theirs = simple_evaluate(
+    "hf", model, names, batch_size=1, device="cpu", log_samples=False, task_manager=tasks, bootstrap_iters=0
+)
+print(json.dumps([ours, theirs["results"], loss]))
+"""
+
+
+def continued(model: Any, tokenizer: Any, text: str) -> str:
+    ids = torch.tensor([tokenizer(text)["input_ids"][-116:]])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    return re.split("e|\n", tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))[0]
+
+
+@pytest.mark.parametrize("name", thinned(list(KINDS), {"llama2-metaspace", "gemma", "qwen"}))
+def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    kind, folder = KINDS[name], tmp_path / "model"
+    sizes = {"vocab_size": 800, "max_position_embeddings": 128, "num_hidden_layers": 2}
+    model = their_instance(kind, their_config(kind, {**keys_of(kind, "plain"), **sizes}))
+    write_family(name, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    draw = random.Random(5)
+    words = (ROOT / "jobs/data/kjv-new-testament.txt").read_text().split()[:4000]
+
+    def phrase(most: int) -> str:
+        start = draw.randrange(len(words) - most)
+        return " ".join(words[start : start + draw.randrange(1, most)])
+
+    rows = [
+        {"question": phrase(20), "choices": [f" {phrase(4)}" for _ in range(4)], "answer": draw.randrange(4)}
+        for _ in range(10)
+    ]
+    rows[0]["question"] = " ".join(words[:200])  # longer than the model's context
+    if name not in PREPEND:
+        rows[1]["question"] = "" if tokenizer("")["input_ids"] else "In"
+        rows[2]["question"] = f"{tokenizer.bos_token or tokenizer.eos_token}{phrase(9)}"
+    for row in rows:
+        guessed = continued(model, tokenizer, row["question"]) if row["question"] and draw.random() < 0.6 else ""
+        row["continuation"] = guessed or phrase(3)
+    texts = [phrase(40) for _ in range(6)]
+    (tmp_path / "held.txt").write_text("\n\n".join(texts))
+    names = write_tasks(tmp_path, rows, f"{tmp_path}/rows.jsonl")
+    command = [sys.executable, "-c", PROGRAM, str(folder), names]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "RAYPP_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs, found = json.loads(done.stdout.splitlines()[-1])
+    assert ours.keys() == theirs.keys() == TASKS.keys()
+    for task, metrics in ours.items():
+        # Without bootstrapping the harness has no errors of perplexities.
+        same = {metric: value for metric, value in theirs[task].items() if metric in metrics and value != "N/A"}
+        assert same
+        assert {metric: metrics[metric] for metric in same} == pytest.approx(same, rel=1e-4), task
+    total, tokens = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="sum"))
+        tokens += len(ids) - 1
+    assert found["tokens"] == tokens and found["loss"] == pytest.approx(total / tokens, rel=1e-5)
