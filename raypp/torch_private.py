@@ -248,7 +248,7 @@ def add_to_sums(module: Any) -> None:
     for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
         weight = getattr(record, "_unsharded_param", None)
         gradient = None if weight is None else weight.grad
-        if gradient is None or record.reduce_dtype in (None, gradient.dtype):
+        if weight is None or gradient is None or record.reduce_dtype in (None, gradient.dtype):
             continue
         weight.grad = None
         if record.unsharded_accumulated_grad is None:
