@@ -330,6 +330,6 @@ def _fetched(url: str, add_bos: AddBos) -> PromptTokenizer:
             raise DataError(Problem(KEY, f"{url} has more than {BOUNDS.size:,} bytes", "check the file"))
         path.write_bytes(content)
         for name in BESIDE:
-            if (content := files.small_file(name, _SMALL.size)) is not None:
-                (Path(here) / name).write_bytes(content)
+            if (beside := files.small_file(name, _SMALL.size)) is not None:
+                (Path(here) / name).write_bytes(beside)
         return FileTokenizer(path, add_bos)
