@@ -57,14 +57,16 @@ def start_fork_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-def _serve(connection: Any, rank: int, world: int) -> None:
+def _serve(connection: Any, rank: int, world: int, once: bool) -> None:
     # Each rank would start as many compiling processes as there are cores; each imports torch.
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCHINDUCTOR_COMPILE_THREADS="1")
     torch.set_num_threads(1)
     faulthandler.enable()  # A rank that a signal ends prints where it was.
     with contextlib.suppress(EOFError):  # the tests have closed this world
-        while True:
+        more = True
+        while more:
             function, port, arguments = connection.recv()
+            more = not once
             try:
                 # Sends plain bytes: torch would share tensors through file descriptors that close
                 # when this process exits.
@@ -81,15 +83,16 @@ class World:
 
     Args:
         size: Number of ranks.
+        once: They run one function, and each process ends with it, which its peers notice.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, once: bool = False) -> None:
         start_fork_server()
         self.size = size
         self._pipes, self._processes = [], []
         for rank in range(size):
             here, there = _context.Pipe()
-            process = _context.Process(target=_serve, args=(there, rank, size), daemon=True)
+            process = _context.Process(target=_serve, args=(there, rank, size, once), daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
@@ -130,7 +133,7 @@ class World:
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Runs a function once in a world of its own (`World.run`)."""
-    ranks = World(world)
+    ranks = World(world, once=True)
     try:
         return ranks.run(function, *arguments)
     finally:
