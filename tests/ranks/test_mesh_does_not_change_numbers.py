@@ -172,6 +172,12 @@ def test_backwards_of_weights_after_each_other_sum_bf16_gradients_in_fp32(tmp_pa
     assert_identical(found[""], one_process("bf16"))
 
 
+def test_a_split_backward_of_more_stages_than_stay_gathered_gives_the_bits_of_one_stage() -> None:
+    pipeline, train = {"stages_per_rank": 4}, {"precision": "bf16"}
+    found = Batch(1, {"": document(schedule="interleaved_zero_bubble", pipeline=pipeline, train=train)}, STEPS)
+    assert_identical(found[""], one_process("bf16"))
+
+
 SHARDED = {
     kind.name: document(
         pp=2, fsdp=2, microbatches=4, schedule=kind.name, pipeline={"stages_per_rank": kind.nearest_stages(2)}
