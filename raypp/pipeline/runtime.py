@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
-from raypp.parallel.late_sums import reduce_within_backward
+from raypp.parallel.late_sums import free_within_backward, reduce_within_backward
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.clock import ActionClock
@@ -376,17 +376,22 @@ class ProgramRuntime:
         if arrived:
             self._await((Computation.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
-        last = self._last_whole.get(stage.stage_index) == microbatch
-        if last and isinstance(stage.submod, FSDPModule) and self._sums_within(stage):
-            reduce_within_backward(stage.submod, stage.fwd_cache[microbatch][0][0] if loss is None else loss)
-            if stage.device.type != "cpu":
-                self._reducing.append(stage)
+        if kind == "B" and isinstance(stage.submod, FSDPModule):
+            root = stage.fwd_cache[microbatch][0][0] if loss is None else loss
+            if self._last_whole.get(stage.stage_index) == microbatch and self._sums_within(stage):
+                reduce_within_backward(stage.submod, root)
+                if stage.device.type != "cpu":
+                    self._reducing.append(stage)
+            elif stage.frees_weights:
+                free_within_backward(stage.submod, root)
         with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
             if arrived:
                 stage.unpack_backward(microbatch)
             if kind == "I":
                 self._gather_for_part(stage)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
+            if kind == "I" and stage.frees_weights:
+                self._reshard(stage, microbatch)
         if loss is not None and kind == "B":
             self._losses[microbatch] = loss.detach()  # releases the graph
         if stage.is_first or not stage.below_trains:
@@ -405,6 +410,8 @@ class ProgramRuntime:
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
             for module in _sharded(stage):
                 add_to_sums(module)
+            if stage.frees_weights:
+                self._reshard(stage, microbatch)
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()
 
