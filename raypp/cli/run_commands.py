@@ -99,7 +99,7 @@ def stop_command(run: str, no_save: bool) -> None:
 
 def command_of(place: RunPlace) -> Callable[[str], str]:
     """Returns a function that saves or stops a run and describes the result."""
-    return lambda name: {"save": _save, "stop": _stop}[name](Run(place))
+    return lambda name: (_save if name == "save" else _stop)(Run(place))
 
 
 def _says(what: str) -> Callable[[], None]:

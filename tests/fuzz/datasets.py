@@ -68,7 +68,8 @@ def _hf(name: str, data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RAYPP_CACHE_DIR"] = f"{folder}/cache"
         (Path(folder) / name).write_bytes(data)
-        use_data("hf", f"{folder}/{name}", chat_template=_TEMPLATE)
+        template = _TEMPLATE if b"messages" in data else None  # with texts it would be refused
+        use_data("hf", f"{folder}/{name}", chat_template=template)
 
 
 def _shards(folder: str) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raypp.cli.load_job import load_checked_job
-
+from raypp.api.checked_job import load_checked_job
 from raypp.errors import RayppError
 from raypp.planning.check import check_plan
 from raypp.planning.plan import make_plan

@@ -327,9 +327,8 @@ FAULTS = [
     Fault(
         "runtime-frees-the-outer-weights-only",
         _RUNTIME,
-        "            for module in stage.submod.modules():\n                if isinstance(module, FSDPModule):\n"
-        "                    module.reshard()\n",
-        "            stage.submod.reshard()\n",
+        "        for module in _sharded(stage):\n            module.reshard()\n",
+        "        for module in _sharded(stage)[:1]:\n            module.reshard()\n",
         "the gathered weights of all blocks stay in memory, and a step computes with old ones",
     ),
     Fault(
@@ -342,7 +341,7 @@ FAULTS = [
         "runtime-held-sums-twice", _RUNTIME,
         "            stage.perform_reduce_grad(1)\n        self._held.clear()\n",
         "            stage.perform_reduce_grad(1)\n",
-        "gradients are summed over replicas twice",
+        "a stage hands its gradients to FSDP twice in a step",
     ),
     Fault(
         "runtime-old-arrivals-after-a-new-program", _RUNTIME,
@@ -379,6 +378,13 @@ FAULTS = [
         '"I" if (stage.stage_index, microbatch) in self._split else "B"',
         '"B"',
         "measured costs of messages belong to the wrong kind of pass",
+    ),
+    Fault(
+        "runtime-weight-backwards-add-in-bf16",
+        _RUNTIME,
+        "                add_to_sums(module)\n",
+        "                pass\n",
+        "with bf16 weights, zero-bubble schedules lose small gradients",
     ),
     # Posting.
     Fault(

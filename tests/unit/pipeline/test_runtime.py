@@ -90,9 +90,11 @@ class Sharded(FSDPModule, nn.Identity):
     Attributes:
         gathered: They are gathered, or on their way.
         awaited: They have arrived: a forward and a whole backward wait for them in hooks.
+        summed: How often a weight backward added its gradients to FSDP's sum.
     """
 
     gathered = awaited = False
+    summed = 0
 
     @classmethod
     def made(cls) -> Any:
@@ -130,6 +132,8 @@ class Stage:
         self.bwd_cache: dict[int, Any] = {}
         self.later: dict[int, Tensor] = {}
         self.gradient = 0.0
+        for module in self.submod.modules():
+            module.summed = 0
 
     def did(self, kind: str, microbatch: int) -> None:
         log = self.world.log[self.group_rank]
@@ -290,9 +294,11 @@ class Pipeline:
 
 
 @pytest.fixture(autouse=True)
-def nothing_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins of FSDP's modules have no gradients."""
-    monkeypatch.setattr(runtime, "add_to_sums", lambda module: None)
+def sums_of_weight_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(module: Any) -> None:
+        module.summed += 1
+
+    monkeypatch.setattr(runtime, "add_to_sums", add)
 
 
 def check_numbers(pipeline: Pipeline, losses: list[float]) -> None:
@@ -302,6 +308,8 @@ def check_numbers(pipeline: Pipeline, losses: list[float]) -> None:
     inputs = sum(range(1, MICROBATCHES + 1))
     for stage in pipeline.stages.values():
         assert stage.gradient == inputs * math.prod(weights) / stage.weight
+        halves = sum(a.stage == stage.stage_index and a.kind == "W" for a in pipeline.program[stage.group_rank])
+        assert {module.summed for module in stage.submod.modules()} == {halves}
         assert not (stage.fwd_cache or stage.bwd_cache or stage.received or stage.received_grads or stage.later)
     world = pipeline.world
     assert world.posted == world.sent, "the receives of a channel meet its sends in order"

@@ -62,6 +62,8 @@ def test_a_measured_excess_makes_changes_need_more() -> None:
         assert 1.5 * max(needs(typed(job, words))) <= capacity + 1
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_model_that_nothing_makes_fit_is_told_as_that() -> None:
     (problem,) = memory_problems(large(), 1 << 20)
     assert "no change that was tried fits" in problem.fix and "the nearest: --set" in problem.fix
