@@ -243,18 +243,11 @@ def add_to_sums(module: Any) -> None:
 
     FSDP does so at the end of a backward. A separate backward of the weights has no such end, and
     the next one would add to gradients in the dtype of the computation. Uses `FSDPParam`'s
-    `_unsharded_param`, `reduce_dtype` and `unsharded_accumulated_grad`. Since 2.4.
+    `accumulate_unsharded_grad_if_needed` and `to_accumulated_grad_if_needed`. Since 2.4.
     """
     for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
-        weight = getattr(record, "_unsharded_param", None)
-        gradient = None if weight is None else weight.grad
-        if weight is None or gradient is None or record.reduce_dtype in (None, gradient.dtype):
-            continue
-        weight.grad = None
-        if record.unsharded_accumulated_grad is None:
-            record.unsharded_accumulated_grad = gradient.to(record.reduce_dtype)
-        else:
-            record.unsharded_accumulated_grad += gradient
+        record.accumulate_unsharded_grad_if_needed()  # to the sum, if there is one
+        record.to_accumulated_grad_if_needed()  # a sum of its own, if there is none
 
 
 # Sums over replicas (parallel.replica_sums).

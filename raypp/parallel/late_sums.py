@@ -132,6 +132,16 @@ def reduce_within_backward(stage: FSDPModule, root: Tensor) -> None:
     root.register_hook(last)  # type: ignore[no-untyped-call]
 
 
+def free_within_backward(stage: FSDPModule, root: Tensor) -> None:
+    """Makes the backward from `root` free the gathered weights of each block after its use.
+
+    Args:
+        stage: The stage.
+        root: As for `reduce_within_backward`, which frees them, too.
+    """
+    root.register_hook(lambda _: stage.set_reshard_after_backward(True))  # type: ignore[no-untyped-call]
+
+
 def sum_by_parts(stage: nn.Module, *, late: bool) -> LateSums:
     """Installs `LateSums` on a sharded stage on CPU. The caller calls `wait` after each step."""
     sums = LateSums(late=late)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
-from raypp.parallel.late_sums import reduce_within_backward
+from raypp.parallel.late_sums import free_within_backward, reduce_within_backward
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.clock import ActionClock
@@ -151,6 +151,11 @@ def _backward_next(program: Program, stage: int) -> bool:
     actions = [(action.kind, action.microbatch) for action in own if action.stage == stage]
     forwards, backwards = actions[::2], actions[1::2]
     return forwards == [("F", m) for _, m in forwards] and backwards == [("B", m) for _, m in forwards]
+
+
+def _sharded(stage: PlannedStage) -> list[FSDPModule]:
+    """Returns the parts of a stage that FSDP gathers; empty if the stage is a plain module."""
+    return [module for module in stage.submod.modules() if isinstance(module, FSDPModule)]
 
 
 class ProgramRuntime:
@@ -371,15 +376,22 @@ class ProgramRuntime:
         if arrived:
             self._await((Computation.RECV_B, stage.stage_index, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
-        last = self._last_whole.get(stage.stage_index) == microbatch
-        if last and isinstance(stage.submod, FSDPModule) and self._sums_within(stage):
-            reduce_within_backward(stage.submod, stage.fwd_cache[microbatch][0][0] if loss is None else loss)
-            if stage.device.type != "cpu":
-                self._reducing.append(stage)
+        if kind == "B" and isinstance(stage.submod, FSDPModule):
+            root = stage.fwd_cache[microbatch][0][0] if loss is None else loss
+            if self._last_whole.get(stage.stage_index) == microbatch and self._sums_within(stage):
+                reduce_within_backward(stage.submod, root)
+                if stage.device.type != "cpu":
+                    self._reducing.append(stage)
+            elif stage.frees_weights:
+                free_within_backward(stage.submod, root)
         with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
             if arrived:
                 stage.unpack_backward(microbatch)
+            if kind == "I":
+                self._gather_for_part(stage)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
+            if kind == "I" and stage.frees_weights:
+                self._reshard(stage, microbatch)
         if loss is not None and kind == "B":
             self._losses[microbatch] = loss.detach()  # releases the graph
         if stage.is_first or not stage.below_trains:
@@ -394,10 +406,12 @@ class ProgramRuntime:
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("W", stage), self._moved_back("W", stage, microbatch):
+            self._gather_for_part(stage)
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
-            for module in stage.submod.modules():
-                if isinstance(module, FSDPModule):
-                    add_to_sums(module)
+            for module in _sharded(stage):
+                add_to_sums(module)
+            if stage.frees_weights:
+                self._reshard(stage, microbatch)
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()
 
@@ -423,24 +437,33 @@ class ProgramRuntime:
     # Weights.
 
     def _unshard(self, stage: PlannedStage, microbatch: int) -> None:
-        if not isinstance(stage.submod, FSDPModule):
-            return
-        if stage.frees_weights:
+        if stage.frees_weights and isinstance(stage.submod, FSDPModule):
             # Each block gathers its weights when it is reached, and frees them after its use. All
             # of them at once could be more than the device holds.
             stage.submod.unshard(async_op=True)
             return
-        for module in stage.submod.modules():
-            if isinstance(module, FSDPModule):
-                # Its first forward waits for it in FSDP's own hook, block by block: the rest
-                # of the stage is still being gathered while its first blocks compute.
+        for module in _sharded(stage):
+            # Its first forward waits for it in FSDP's own hook, block by block: the rest of the
+            # stage is still being gathered while its first blocks compute.
+            module.unshard(async_op=True)
+
+    def _gather_for_part(self, stage: PlannedStage) -> None:
+        """Gathers all weights of a stage, and waits for them, before one part of a split backward.
+
+        Both parts look up the parameters before any hook of FSDP runs, and know only gathered ones:
+        torch would leave out the gradients of the others. The part for the weights runs no hook.
+        The first stage has a single part, a whole backward.
+        """
+        if not stage.is_first:
+            modules = _sharded(stage)
+            for module in modules:
                 module.unshard(async_op=True)
+            for module in modules:
+                module.unshard()
 
     def _reshard(self, stage: PlannedStage, microbatch: int) -> None:
-        if isinstance(stage.submod, FSDPModule):
-            for module in stage.submod.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        for module in _sharded(stage):
+            module.reshard()
 
     def _reduce(self, stage: PlannedStage, microbatch: int) -> None:
         # A reduction under way on a GPU ends with the step: ending it here would make what this

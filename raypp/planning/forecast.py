@@ -195,6 +195,7 @@ def _outside_schedule(
     sent = collectives(job, machines, mesh, seats, gathered, trained)
     copied = _copies(job, costs, gathered, trained)
     unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
+    unshard *= gatherings(job, pipeline.program)
     updated = max(one.rest + one.experts for one in trained) / (job.mesh.fsdp * job.mesh.cp)
     update = costs.optimizer_s * updated / slowest
     return unshard, reduce, update + _state_copies(job, machines, costs, pipeline, kind)
@@ -235,7 +236,7 @@ def _stage_times(
 
 
 def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequence[Sharded]) -> tuple[float, float]:
-    """Returns the seconds of local copies for gathering weights and reducing gradients.
+    """Returns the seconds of local copies for gathering weights once and reducing gradients.
 
     They add to the time on the wire.
 
@@ -255,7 +256,7 @@ def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequen
         sent = each * sum_bytes(job) * (one.rest_sent + one.experts_sent)
         return costs.sum_s * one.held + sent + replicas * (one.rest + one.experts)
 
-    return gatherings(job) * max(map(gather, gathered)), max(map(reduce, trained))
+    return max(map(gather, gathered)), max(map(reduce, trained))
 
 
 def _state_copies(job: Job, machines: Machines, costs: Costs, pipeline: ResolvedPipeline, kind: Kind) -> float:

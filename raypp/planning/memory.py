@@ -131,7 +131,7 @@ def rank_memory(
         messages=_received(job, stages, cut, actions, kind),
         runtime=0,
     )
-    fsdp = Gathered.of(job, stages, cut, kind)
+    fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
     played = _moments(job, fsdp, stages, cut, actions, waiting, kind)
     gradients, activations, logits, working, sent = max(played, key=sum)
     moments = (
@@ -337,8 +337,8 @@ class Gathered:
     sum_bytes: int
 
     @classmethod
-    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> Gathered:
-        """Returns the figures of a rank's stages.
+    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind, *, split: bool) -> Gathered:
+        """Returns the figures of a rank's stages; `split`: it splits backwards.
 
         A reduction has a buffer with what is sent and, if there are other ranks, one with what is
         received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`,
@@ -368,8 +368,9 @@ class Gathered:
         weights = flat = sum(sorted(gathered.values())[-_UNSHARDED_STAGES:])
         layers = max((cut[stage] for stage in stages), default=0)
         if job.mesh.reshard_after_forward and layers:
-            weights = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
-            flat = flat if kind == "cpu" else weights
+            two = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
+            flat = flat if kind == "cpu" else two
+            weights = max(two, *gathered.values()) if split else two  # a part of a backward needs its whole stage
         total = sum(trained.values())
         share = weight_bytes(job) * _trained_share(job, stages, cut)
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)

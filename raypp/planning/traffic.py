@@ -17,6 +17,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.sizes import sizes_of
+from raypp.schedules.action import Program
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
 
@@ -167,7 +168,7 @@ def collectives(
     gathered: Sequence[Sharded],
     trained: Sequence[Sharded],
 ) -> tuple[float, float]:
-    """Returns the seconds of gathering weights and of summing gradients over shards.
+    """Returns the seconds of gathering weights once, and of summing gradients over shards.
 
     Both for the slowest pipeline rank. The sums over replicas are in `planning.replica_sum_costs`.
 
@@ -189,7 +190,7 @@ def collectives(
         return _over(link, each * one.rest_sent) + experts
 
     return (
-        gatherings(job) * max(seconds(one, 1) for one in gathered),
+        max(seconds(one, 1) for one in gathered),
         max(seconds(one, sum_bytes(job)) for one in trained),
     )
 
@@ -199,9 +200,14 @@ def link_of_replicas(machines: Machines, mesh: Mesh, seats: Sequence[Node]) -> L
     return _slowest(machines, seats, mesh.groups("dp_replicate"))
 
 
-def gatherings(job: Job) -> int:
-    """Returns how often sharded weights are gathered in a step."""
-    return 2 * job.pipeline.microbatches if job.mesh.reshard_after_forward else 1
+def gatherings(job: Job, program: Program) -> int:
+    """Returns how often a step gathers sharded weights: at most one time for each of its actions.
+
+    The stage with most actions counts.
+    """
+    if not job.mesh.reshard_after_forward:
+        return 1
+    return max(Counter(action.stage for line in program.values() for action in line).values())
 
 
 def _slowest(machines: Machines, seats: Sequence[Node], groups: Sequence[Sequence[int]]) -> Link | None:

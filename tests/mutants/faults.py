@@ -327,9 +327,8 @@ FAULTS = [
     Fault(
         "runtime-frees-the-outer-weights-only",
         _RUNTIME,
-        "            for module in stage.submod.modules():\n                if isinstance(module, FSDPModule):\n"
-        "                    module.reshard()\n",
-        "            stage.submod.reshard()\n",
+        "        for module in _sharded(stage):\n            module.reshard()\n",
+        "        for module in _sharded(stage)[:1]:\n            module.reshard()\n",
         "the gathered weights of all blocks stay in memory, and a step computes with old ones",
     ),
     Fault(
@@ -383,8 +382,8 @@ FAULTS = [
     Fault(
         "runtime-weight-backwards-add-in-bf16",
         _RUNTIME,
-        "                    add_to_sums(module)\n",
-        "                    pass\n",
+        "                add_to_sums(module)\n",
+        "                pass\n",
         "with bf16 weights, zero-bubble schedules lose small gradients",
     ),
     # Posting.

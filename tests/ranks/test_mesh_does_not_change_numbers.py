@@ -10,9 +10,12 @@ import torch
 from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
 from own_schedule import backwards_in_pairs
-from training import Batch, InBothTypes, Numbers, merged, thinned, train_steps
+from torch.distributed.tensor import DTensor
+from training import Batch, InBothTypes, Numbers, merged, seat_of, thinned, train_steps
 
+from raypp.measure.parity import train_some_steps
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
+from raypp.spec.load import parse_job
 
 pytestmark = pytest.mark.ranks
 
@@ -172,6 +175,12 @@ def test_backwards_of_weights_after_each_other_sum_bf16_gradients_in_fp32(tmp_pa
     assert_identical(found[""], one_process("bf16"))
 
 
+def test_a_split_backward_of_more_stages_than_stay_gathered_gives_the_bits_of_one_stage() -> None:
+    pipeline, train = {"stages_per_rank": 4}, {"precision": "bf16"}
+    found = Batch(1, {"": document(schedule="interleaved_zero_bubble", pipeline=pipeline, train=train)}, STEPS)
+    assert_identical(found[""], one_process("bf16"))
+
+
 SHARDED = {
     kind.name: document(
         pp=2, fsdp=2, microbatches=4, schedule=kind.name, pipeline={"stages_per_rank": kind.nearest_stages(2)}
@@ -231,6 +240,35 @@ def test_resharding_between_microbatches_changes_nothing() -> None:
     resharded["mesh"]["reshard_after_forward"] = True
     found = Batch(2, {"kept": kept, "resharded": resharded}, STEPS)
     assert_identical(found["resharded"], found["kept"])
+
+
+def gathered_blocks(rank: int, world: int, port: int, document: dict[str, Any]) -> dict[str, list[int]]:
+    """Trains a step. Returns how many blocks have their weights gathered, of all that this rank
+    holds: when an action begins, and when the backward of a block ends."""
+    job, found = parse_job(document), {"actions": [], "backwards": []}
+
+    def watch(step: int, runner: Any) -> None:
+        blocks = [block for module in runner.built.modules for block in module.get_submodule("model.layers").children()]
+
+        def count(kept: list[int]) -> None:
+            kept.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
+
+        runner.built.runtime.mark = lambda action: count(found["actions"])
+        for block in blocks:
+            block.register_full_backward_hook(lambda *_: count(found["backwards"]))
+
+    train_some_steps(job, seat_of(rank, world, port, job, device="cpu"), 1, lambda *_: None, before=watch)
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "stages", "most"), [("1f1b", 1, 1), ("interleaved_zero_bubble", 2, 2)])
+def test_resharded_weights_are_freed_by_backwards_too(schedule: str, stages: int, most: int) -> None:
+    """Of four blocks one is gathered, or the two of a stage: a split backward needs all of them."""
+    job = document(schedule=schedule, pipeline={"stages_per_rank": stages}, train={"precision": "bf16"})
+    job["mesh"]["reshard_after_forward"] = True
+    (found,) = run_ranks(1, gathered_blocks, job)
+    assert set(found["actions"]) == {0}
+    assert max(found["backwards"]) == most
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ partial rotation; experts; a shared expert; sinks, and experts with biases."""
 AXES: dict[str, dict[str, Any]] = {
     "pp": {},
     "dp_replicate": {"dp_replicate": 2},
-    "fsdp": {"fsdp": 2},
+    "fsdp": {"fsdp": 2, "reshard_after_forward": True},
     "ring": {"cp": 2, "cp_style": "ring"},
     "ulysses": {"cp": 2, "cp_style": "ulysses"},
     "ep": {"fsdp": 2, "ep": 2},

@@ -85,11 +85,16 @@ class Received:
 
 
 class Sharded(FSDPModule, nn.Identity):
-    """A module as FSDP leaves it, which knows only whether its weights are gathered."""
+    """A module as FSDP leaves it, which knows only where its weights are.
 
-    gathered = False
+    Attributes:
+        gathered: They are gathered, or on their way.
+        awaited: They have arrived: a forward and a whole backward wait for them in hooks.
+        summed: How often a weight backward added its gradients to FSDP's sum.
+    """
+
+    gathered = awaited = False
     summed = 0
-    """How often a weight backward added its gradients to FSDP's sum."""
 
     @classmethod
     def made(cls) -> Any:
@@ -98,10 +103,10 @@ class Sharded(FSDPModule, nn.Identity):
         return module
 
     def unshard(self, async_op: bool = False) -> None:
-        self.gathered = True
+        self.gathered, self.awaited = True, self.awaited or not async_op
 
     def reshard(self) -> None:
-        self.gathered = False
+        self.gathered = self.awaited = False
 
 
 class Stage:
@@ -136,7 +141,12 @@ class Stage:
         if kind in "FBIW":
             name = f"{self.stage_index}{kind}{microbatch}"
             assert self.world.marks[self.group_rank][-1] == name, "a rank that computes says that it waits"
-            assert all(module.gathered for module in self.submod.modules()), "the weights are not there"
+            modules = list(self.submod.modules())
+            assert all(module.gathered for module in modules), "the weights are not there"
+            if kind in "FB" or self.is_first:
+                for module in modules:
+                    module.awaited = True
+            assert all(module.awaited for module in modules), "a part of a backward knows only weights that are there"
 
     def forward_one_chunk(self, microbatch: int, inputs: tuple[Tensor, ...], kwargs: Any, **_: bool) -> Tensor:
         self.did("F", microbatch)
@@ -232,9 +242,11 @@ class Offload:
 class Pipeline:
     """The ranks of a schedule's pipeline."""
 
-    def __init__(self, name: str, ranks: int, *, replicated: bool = False, backward: bool = True) -> None:
+    def __init__(
+        self, name: str, ranks: int, *, each: int = 2, replicated: bool = False, backward: bool = True
+    ) -> None:
         kind = schedule_named(name)
-        self.each, self.ranks, self.name, self.placement = kind.nearest_stages(2), ranks, name, kind.placement
+        self.each, self.ranks, self.name, self.placement = kind.nearest_stages(each), ranks, name, kind.placement
         placed = place_stages(ranks, ranks * self.each, kind.placement)
         holder = {stage: rank for rank, stages in enumerate(placed) for stage in stages}
         self.world = World([holder[stage] for stage in range(ranks * self.each)])
@@ -319,6 +331,11 @@ def test_a_step_computes_every_gradient_and_sums_each_stage_once(name: str, rank
     kinds = {(kind, stage) for kind, stage, message in pipeline.world.timed if not message}
     assert {(kind, stage) for kind, stage, message in pipeline.world.timed if message} <= kinds
     assert splits_backward(pipeline.program) == any(kind == "W" for kind, _ in kinds)
+
+
+def test_a_part_of_a_backward_waits_for_weights_that_its_stage_has_just_fetched_again() -> None:
+    pipeline = Pipeline("interleaved_zero_bubble", 2, each=5)
+    check_numbers(pipeline, pipeline.run())
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())

@@ -64,6 +64,12 @@ def test_sharded_weights_over_a_cable_are_gathered_and_reduced_once_a_step():
     assert slow.parts["unshard"] > 0 and slow.parts["reduce"] == pytest.approx(slow.parts["unshard"])  # both fp32
     again = job_with(mesh={"pp": 1, "fsdp": 2, "reshard_after_forward": True}, pipeline={"microbatches": 4})
     assert forecast(again, Machines.alike(2, 1, 1.0), UNIT).parts["unshard"] == pytest.approx(8 * slow.parts["unshard"])
+    split = job_with(
+        mesh={"pp": 1, "fsdp": 2, "reshard_after_forward": True},
+        pipeline={"microbatches": 4, "schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+    )
+    parts = forecast(split, Machines.alike(2, 1, 1.0), UNIT).parts
+    assert parts["unshard"] == pytest.approx(12 * slow.parts["unshard"])
 
 
 EXPERTS = {"kind": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128, "num_layers": 4}

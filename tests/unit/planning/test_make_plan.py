@@ -110,6 +110,15 @@ def test_fsdp_divides_weights_and_states_and_gathers_the_rest() -> None:
     assert resharded.gathered < sharded.gathered
 
 
+def test_a_split_backward_gathers_the_weights_of_its_whole_stage() -> None:
+    def gathered(schedule: str, freed: bool) -> int:
+        mesh = {"fsdp": 2, "reshard_after_forward": freed}
+        return memory_of(mesh=mesh, pipeline={"schedule": schedule}).memory[0].gathered
+
+    split = "interleaved_zero_bubble"
+    assert gathered("1f1b", True) < gathered(split, True) == gathered(split, False)
+
+
 def test_activations_count_the_microbatches_in_flight() -> None:
     one = memory_of(pipeline={"schedule": "1f1b", "layers_per_stage": [4, 4]})
     all_of_them = memory_of(pipeline={"schedule": "gpipe", "layers_per_stage": [4, 4]})
