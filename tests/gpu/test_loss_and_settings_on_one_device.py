@@ -23,8 +23,16 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("backward_next", [True, False])
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "backward_next"),
+    [
+        (torch.bfloat16, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        pytest.param(torch.float32, False, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_loss_in_chunks_is_the_one_from_whole_logits(
     dtype: torch.dtype, backward_next: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

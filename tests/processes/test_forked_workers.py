@@ -92,6 +92,8 @@ def node(tmp_path: Path) -> Iterator[Node]:
                 process.kill()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     found = node.worker("first", OF_ITS_OWN="1")
     assert found["argv"] == ["worker.py", "first", "0.0"]
@@ -114,6 +116,8 @@ def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     assert found["environment"].keys() - other["environment"].keys() == set()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(node: Node) -> None:
     clients = [node.client(f"worker-{number}", 300) for number in range(3)]
     workers = []

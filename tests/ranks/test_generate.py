@@ -102,12 +102,16 @@ def alone(place: Path) -> dict[float, Any]:
     }
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [(2, 1.5)]))
 def test_every_pipeline_generates_the_same_tokens(place: Path, alone: Any, pp: int, temperature: float) -> None:
     choice = {"temperature": temperature, "top_p": 0.9, "seed": 7} if temperature else {}
     assert generated(find_source(f"{place}/plain"), pp, **choice) == alone[temperature]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_texts_end_where_they_should(alone: Any) -> None:
     drawn = alone[1.5]
     assert {finish for _, finish in drawn} == {"eos", "length"}
@@ -169,6 +173,8 @@ def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
     assert too_long.returncode == 2 and "--chat: the conversation has" in too_long.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_an_error_of_any_rank_ends_all_and_is_shown(place: Path, tmp_path: Path) -> None:
     source = find_source(f"{place}/plain")
     damaged = Source(**{**vars(source), "store": str(tmp_path)})

@@ -116,6 +116,8 @@ def test_the_contract_tests_take_up_a_new_family_the_day_it_appears(tree: Path) 
         assert f"{test}\n" in done, done[-5000:]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_model_of_ones_own_is_counted_as_it_is_built_and_trains_like_one_process(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text(OWN, encoding="utf-8")
     (tmp_path / "job.yaml").write_text(JOB.format(kind="my_models:build", place=tmp_path), encoding="utf-8")
