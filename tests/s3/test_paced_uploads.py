@@ -135,7 +135,7 @@ def test_connections_of_a_store_have_low_priority_where_the_system_allows_it(sto
     options = low_priority_options()
     if not options:
         pytest.skip("this system lets nobody set a priority")
-    session: Any = store._clients.current._endpoint.http_session._session  # type: ignore[attr-defined]
+    session: Any = store._clients.current._endpoint.http_session  # type: ignore[attr-defined]
     assert store.endpoint is not None
     connection = session._manager.connection_from_url(store.endpoint)._get_conn()
     connection.connect()
