@@ -197,7 +197,6 @@ def test_the_request_of_another_job_gets_an_interpreter_of_its_own(node: Node) -
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 def test_no_worker_starts_for_a_client_that_ray_has_given_up(node: Node) -> None:
     node.worker("first")
     (server,) = node.servers()
@@ -248,7 +247,6 @@ fork_server.main()
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 def test_garbage_and_silence_do_not_keep_a_server_from_its_work(node: Node) -> None:
     node.worker("first")
     here = Path.cwd()

@@ -249,7 +249,6 @@ def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, ru
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

@@ -65,7 +65,6 @@ def test_the_contract_tests_take_up_new_kinds_the_day_they_appear(tree: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 def test_two_ranks_train_with_a_schedule_of_ones_own_module(tmp_path: Path) -> None:
     (tmp_path / "my_orders.py").write_text(SCHEDULE)
     (tmp_path / "job.yaml").write_text(job_text(tmp_path, schedule="my_orders:build", data="text", optimizer="adamw"))
