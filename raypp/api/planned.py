@@ -6,7 +6,7 @@ from pathlib import Path
 
 from raypp.api.checked_job import checked
 from raypp.api.torch_process import ask
-from raypp.errors import RunFailedError
+from raypp.errors import JobError, RunFailedError
 from raypp.planning.costs import device_named, read_costs
 from raypp.planning.machines import read_machines
 from raypp.planning.plan import Plan, make_plan
@@ -40,14 +40,33 @@ def plan(
     """
     job = checked(job_file(job)).job
     count_own_model(job)
-    grounds = Grounds(
+    grounds = grounds_of(job, device=device, link_gbps=link_gbps, links=links, per_node=per_node, costs=costs)
+    return make_plan(job, link_gbps=link_gbps, grounds=grounds)
+
+
+def grounds_of(
+    job: Job,
+    *,
+    device: str | None,
+    link_gbps: float | None,
+    links: str | Path | None,
+    per_node: int | None,
+    costs: str | Path | None,
+) -> Grounds:
+    """Collects what `plan` is told about machines and costs.
+
+    Raises:
+        JobError: A file cannot be used, the device is unknown, or links are given twice.
+    """
+    if links is not None and (link_gbps is not None or per_node is not None):
+        raise JobError("--links already describes nodes and links", "leave out --link-gbps and --per-node")
+    return Grounds(
         machines=read_machines(Path(links)) if links is not None else None,
         costs=read_costs(Path(costs), job) if costs is not None else None,
         device=device_named(device).name if device is not None else None,
         link_gbps=link_gbps,
         per_node=per_node,
     )
-    return make_plan(job, link_gbps=link_gbps, grounds=grounds)
 
 
 def count_own_model(job: Job) -> None:

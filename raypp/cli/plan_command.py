@@ -127,24 +127,14 @@ def _grounds(
     Raises:
         JobError: A file cannot be used, or the device is unknown.
     """
-    from raypp.planning.costs import device_named, read_costs
-    from raypp.planning.machines import read_machines
-    from raypp.planning.predict import Grounds
+    from raypp.api.planned import grounds_of
 
-    if links is not None and (link_gbps is not None or per_node is not None):
-        raise JobError("--links already describes nodes and links", "leave out --link-gbps and --per-node")
     if costs is not None and measure is not None:
         raise JobError("--measure writes the file that --costs reads", "use only one of them")
     if measure is not None:
         _measure(job, measure)
     known = costs or measure
-    return Grounds(
-        machines=read_machines(links) if links is not None else None,
-        costs=read_costs(known, job) if known is not None else None,
-        device=device_named(device).name if device is not None else None,
-        link_gbps=link_gbps,
-        per_node=per_node,
-    )
+    return grounds_of(job, device=device, link_gbps=link_gbps, links=links, per_node=per_node, costs=known)
 
 
 _WARN_ABOVE = 0.05
