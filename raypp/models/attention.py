@@ -83,13 +83,17 @@ def _document(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: AttentionRule, 
 
 def _attend(q_NTHD: Tensor, k_NTKD: Tensor, v_NTKD: Tensor, scale: float | None) -> Tensor:
     """Computes causal attention in N documents: `[N, T, H or K, D]` to `[N, T, H, D]`."""
+    heads, kv_heads = q_NTHD.shape[2], k_NTKD.shape[2]
+    if q_NTHD.is_cuda and heads != kv_heads and q_NTHD.dtype == torch.float32:
+        # No kernel for fp32 that keeps no scores of T × T takes fewer key/value heads than queries.
+        k_NTKD, v_NTKD = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k_NTKD, v_NTKD))
     out_NHTD = F.scaled_dot_product_attention(
         q_NTHD.transpose(1, 2),
         k_NTKD.transpose(1, 2),
         v_NTKD.transpose(1, 2),
         is_causal=True,
         scale=scale,
-        enable_gqa=q_NTHD.shape[2] != k_NTKD.shape[2],
+        enable_gqa=heads != k_NTKD.shape[2],
     )
     return out_NHTD.transpose(1, 2)
 

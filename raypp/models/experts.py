@@ -142,12 +142,14 @@ def held(parameter: Tensor) -> Tensor:
 def can_group(rows_NC: Tensor, stack: Stack) -> bool:
     """Returns whether the grouped kernel can run rows `[N, C]` and the matrices of a stack.
 
-    It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included.
+    It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included. On other
+    cards than those of compute capability 9 and 10, torch's version makes the host wait.
     """
     if isinstance(stack, AdaptedStack):
         return all(can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
     return (
         rows_NC.is_cuda
+        and torch.cuda.get_device_capability(rows_NC.device)[0] in (9, 10)
         and rows_NC.dtype == torch.bfloat16
         and (isinstance(stack, QuantisedStack) or stack.dtype == torch.bfloat16)
         and len(rows_NC) > 0

@@ -208,8 +208,37 @@ def grouped_product(rows: Tensor, stack: Stack, ends_E: Tensor) -> Tensor:
         ends_E: Where each expert's rows end, int32 `[E]`.
     """
     if isinstance(stack, Tensor):
-        return F.grouped_mm(rows, stack.mT, offs=ends_E)
+        return F.grouped_mm(rows, _without_rows_zero(stack, ends_E).mT, offs=ends_E)
     if isinstance(stack, QuantisedStack):
         return stack.grouped_product(rows, ends_E)
-    low = F.grouped_mm(rows, stack.a.mT, offs=ends_E)
-    return grouped_product(rows, stack.weight, ends_E) + F.grouped_mm(low, stack.b.mT, offs=ends_E) * stack.scale
+    low = grouped_product(rows, stack.a, ends_E)
+    return grouped_product(rows, stack.weight, ends_E) + grouped_product(low, stack.b, ends_E) * stack.scale
+
+
+def _without_rows_zero(stack: Tensor, ends_E: Tensor) -> Tensor:
+    """Returns the matrices `[E, out, in]`; gradients of those of experts without rows will be zero.
+
+    On cards of compute capability 10 torch's kernel is reported to leave other values there
+    (pytorch issue 172439); a Hopper writes zeros.
+    """
+    if not stack.requires_grad or torch.cuda.get_device_capability(stack.device)[0] == 9:
+        return stack
+    result: Tensor = _GradientOfRows.apply(stack, ends_E)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GradientOfRows(torch.autograd.Function):
+    """Passes matrices on; the backward sets the gradients of experts without rows to zero."""
+
+    @staticmethod
+    def forward(ctx: Any, stack_Eoi: Tensor, ends_E: Tensor) -> Tensor:
+        """Returns the matrices `[E, out, in]`."""
+        ctx.save_for_backward(ends_E)
+        return stack_Eoi.view_as(stack_Eoi)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient `[E, out, in]`, in new memory."""
+        (ends_E,) = ctx.saved_tensors
+        rows_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+        return gradient.masked_fill((rows_E == 0)[:, None, None], 0), None

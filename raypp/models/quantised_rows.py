@@ -24,6 +24,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from raypp.models import fused
 from raypp.spec.quantised import BLOCK, NF4, Base, row_bytes
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -70,6 +71,13 @@ def dequantise_rows(bytes_MR: Tensor, base: Base, width: int, dtype: torch.dtype
     """
     flat_MR = bytes_MR.reshape(-1, bytes_MR.shape[-1]).to(torch.uint8)
     out_MC = torch.empty(len(flat_MR), width, dtype=dtype, device=bytes_MR.device)
+    kernels = fused.kernels(out_MC.device)
+    if kernels is not None and dtype != torch.float64:
+        if base == "int8":
+            kernels.from_int8(flat_MR, out_MC)
+        else:
+            kernels.from_nf4(flat_MR, out_MC, _table(out_MC.device))
+        return out_MC.view(*bytes_MR.shape[:-1], width)
     convert = _from_int8 if base == "int8" else _from_nf4
     step = _rows_at_a_time(out_MC)
     for first in range(0, len(flat_MR), step):

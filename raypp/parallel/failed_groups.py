@@ -34,9 +34,11 @@ def check_groups() -> None:
     """
     if _aborted.is_set():
         raise dist.DistBackendError("this rank aborted its NCCL communicators")
-    if not (torch.cuda.is_available() and dist.is_available() and dist.is_initialized()):
+    if not (torch.cuda.is_available() and dist.is_nccl_available() and dist.is_initialized()):
         return
     for backend in backends_on(torch.device("cuda")):
+        if not isinstance(backend, dist.ProcessGroupNCCL):  # gloo serves CUDA, too, where ranks compute on CPUs
+            continue
         error = backend.get_error()
         if error.name != "SUCCESS":
             raise dist.DistBackendError(f"an NCCL communicator of this rank failed ({error.name}); its log says why")

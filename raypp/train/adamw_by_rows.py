@@ -3,7 +3,8 @@
 torch's fused AdamW computes in the dtype of the weights and rounds them to nearest. This one takes
 some rows, computes in fp32, and rounds weights and moments when it puts them back, so the fp32
 copies are small. It uses only operations that IEEE 754 defines to the bit, one at a time, so a
-value does not depend on its place among the rows, nor on the mesh.
+value does not depend on its place among the rows, nor on the mesh. On CUDA one kernel computes a
+whole parameter with the same bits (`models.triton_kernels`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 
 from raypp.checkpoint.state import SCALE
 from raypp.errors import JobError, Problem
+from raypp.models import fused
 from raypp.parallel.shard import local_part, local_rows, zeros_beside
 from raypp.train.bf16_weights import Bf16Weights, as_rows
-from raypp.train.quantised_moments import BLOCK, blocks_of, dequantise, quantise
+from raypp.train.quantised_moments import BLOCK, blocks_of, dequantise, quantise, tables
 
 _VALUES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Values of one turn. On CPUs they stay in the cache; on a GPU a turn takes about 0.2 GB."""
@@ -71,6 +73,25 @@ class AdamWByRows(torch.optim.Optimizer):
         local = local_part(parameter)
         if not local.numel():
             return
+        kernels = fused.kernels(local.device)
+        if kernels is not None:
+            place, key = self.weights.rounding(parameter)
+            small = "exp_avg" + SCALE in state
+            moments, scales = (
+                tuple(as_rows(local_part(state[name + kind])) for name in ("exp_avg", "exp_avg_sq"))
+                for kind in (("", SCALE) if small else ("", ""))
+            )
+            kernels.adamw(
+                as_rows(local_part(parameter.detach())),
+                as_rows(local_part(parameter.grad).contiguous()),  # type: ignore[arg-type]
+                moments,
+                scales if small else None,
+                tables(local.device) if small else (),
+                None if place is None else (place.rows_R, place.width, place.start, key),
+                (self.weights.factor, beta1, 1 - beta1, beta2, 1 - beta2, 1 / root, group["eps"], rate,
+                 1 - group["lr"] * group["weight_decay"]),
+            )  # fmt: skip
+            return
         columns = local.shape[-1]
         rows = max(1, _VALUES_AT_A_TIME.get(local.device.type, 1 << 22) // columns)
         for first in range(0, local.numel() // columns, rows):
@@ -80,7 +101,7 @@ class AdamWByRows(torch.optim.Optimizer):
             square = _read(state, "exp_avg_sq", turn).mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
             _write(state, "exp_avg", turn, average)
             _write(state, "exp_avg_sq", turn, square)
-            change = average.div_(square.sqrt_().div_(root).add_(group["eps"])).mul_(rate)
+            change = average.div_(square.sqrt_().mul_(1 / root).add_(group["eps"])).mul_(rate)
             values = self.weights.values(parameter, turn).mul_(1 - group["lr"] * group["weight_decay"])
             self.weights.write(parameter, values.sub_(change), turn)
 

@@ -62,15 +62,21 @@ class Bf16Weights:
             rows: Their place among this rank's rows.
         """
         weight = as_rows(local_part(parameter.detach()))[rows]
-        if weight.dtype != torch.bfloat16:
+        place, key = self.rounding(parameter)
+        if place is None:
             weight.copy_(values)
             return
-        if parameter not in self._rows:
-            self._rows[parameter] = local_rows(parameter)
-        place = self._rows[parameter]
-        key = rounding_key(self.seed, self.step, self._names[parameter])
         bits = random_bits(key, place.rows_R[rows], place.width, place.start, weight.shape[1])
         weight.copy_(round_to_bf16(values, bits))
+
+    def rounding(self, parameter: nn.Parameter) -> tuple[LocalRows | None, int]:
+        """Returns what the random bits of this step depend on: the place of this rank's part of a
+        weight, None unless it is in bf16, and the key."""
+        if parameter.dtype != torch.bfloat16:
+            return None, 0
+        if parameter not in self._rows:
+            self._rows[parameter] = local_rows(parameter)
+        return self._rows[parameter], rounding_key(self.seed, self.step, self._names[parameter])
 
 
 def as_rows(tensor: Tensor) -> Tensor:

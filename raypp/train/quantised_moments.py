@@ -63,6 +63,19 @@ def _lowest_codes(signed: bool, device: torch.device) -> Tensor:
     return torch.bucketize(lowest, _borders(signed, torch.device("cpu"))[:-1]).to(device, non_blocking=True)
 
 
+@lru_cache(maxsize=16)
+def tables(device: torch.device) -> tuple[Tensor, ...]:
+    """Returns the tables of `triton_kernels.adamw`: for the signed first and the second moment, the
+    numbers fp32 `[256]`, their borders fp32 `[256]`, and the lowest codes uint8 `[65536]`."""
+    return tuple(
+        table
+        for signed in (True, False)
+        for table in (
+            code_values(signed, device), _borders(signed, device), _lowest_codes(signed, device).to(torch.uint8)
+        )
+    )  # fmt: skip
+
+
 def _nearest_codes(values: Tensor, *, signed: bool) -> Tensor:
     """Returns the codes int64 `[...]` of numbers from -1 to 1, fp32 `[...]`.
 

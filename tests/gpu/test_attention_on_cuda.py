@@ -189,3 +189,14 @@ def test_nothing_waits_for_the_device_between_a_step_s_copy_and_the_last_backwar
     for batch, before in zip(batches, host, strict=True):
         assert torch.equal(batch.tokens_BT.cpu(), before.tokens_BT)
         assert torch.equal(batch.documents.cu_seqlens.cpu(), before.documents.cu_seqlens)
+
+
+@pytest.mark.gpu
+def test_grouped_heads_in_fp32_keep_no_scores_of_whole_rows() -> None:
+    heads, tokens, width = 8, 4096, 64
+    q, k, v = (torch.randn(tokens, n, width, device="cuda", requires_grad=True) for n in (heads, 2, 2))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    documents = PackedDocuments.of_lengths((tokens,), kernel=PLAIN).moved(lambda t: t.to(CUDA))
+    packed_attention(q, k, v, documents).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * tokens**2 * 4 / 2
