@@ -9,8 +9,6 @@ Legend: M rows, C weights in a row, R bytes in a row; N blocks of a row, B value
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -82,7 +80,7 @@ def adamw(
 
 
 @triton.jit
-def _fp32_at(bytes_pointer: Any) -> Any:
+def _fp32_at(bytes_pointer):
     """Reads an fp32 number from four bytes at any address."""
     bits = tl.load(bytes_pointer).to(tl.uint32)
     bits |= tl.load(bytes_pointer + 1).to(tl.uint32) << 8
@@ -92,7 +90,7 @@ def _fp32_at(bytes_pointer: Any) -> Any:
 
 
 @triton.jit
-def _from_int8(source: Any, out: Any, width: Any, stride: Any, TILE: tl.constexpr) -> None:
+def _from_int8(source, out, width, stride, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < width
@@ -102,21 +100,22 @@ def _from_int8(source: Any, out: Any, width: Any, stride: Any, TILE: tl.constexp
 
 
 @triton.jit
-def _from_nf4(source: Any, out: Any, table: Any, width: Any, stride: Any, TILE: tl.constexpr) -> None:
+def _from_nf4(source, out, table, width, stride, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = source + row * stride
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = column < width
+    pair = tl.program_id(1) * (TILE // 2) + tl.arange(0, TILE // 2)
+    inside = pair < width // 2
     step = _fp32_at(start + width // 2 + width // 64)
-    k = tl.load(start + width // 2 + column // 64, mask=inside, other=0).to(tl.float32)
-    pair = tl.load(start + column // 2, mask=inside, other=0).to(tl.int32)
-    code = tl.where(column % 2 == 0, pair >> 4, pair & 15)
-    values = tl.load(table + code) * (step * (k * k))
-    tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=inside)
+    k = tl.load(start + width // 2 + pair // 32, mask=inside, other=0).to(tl.float32)
+    scale = step * (k * k)
+    both = tl.load(start + pair, mask=inside, other=0).to(tl.int32)
+    values = tl.interleave(tl.load(table + (both >> 4)) * scale, tl.load(table + (both & 15)) * scale)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
-def _quantised(values: Any, borders: Any, lowest: Any, SIGNED: tl.constexpr) -> Any:
+def _quantised(values, borders, lowest, SIGNED: tl.constexpr):
     """Returns codes `[n, B]` and scales `[n]` of `[n, B]`, as `quantised_moments.quantise`."""
     scale = tl.max(tl.abs(values), axis=1)
     quotient = tl.div_rn(values, tl.where(scale > 0, scale, 1.0)[:, None])
@@ -129,7 +128,7 @@ def _quantised(values: Any, borders: Any, lowest: Any, SIGNED: tl.constexpr) -> 
 
 
 @triton.jit
-def _random_bits(row: Any, column: Any, words: Any, key: Any) -> Any:
+def _random_bits(row, column, words, key):
     """Returns 16 random bits for elements, as `stochastic_rounding.random_bits`."""
     z = (row * words + column // 4 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.int64).to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -140,13 +139,13 @@ def _random_bits(row: Any, column: Any, words: Any, key: Any) -> Any:
 
 @triton.jit(do_not_specialize=["key", "start"])
 def _adamw(
-    weight: Any, gradient: Any, average: Any, square: Any, average_scale: Any, square_scale: Any,
-    average_numbers: Any, average_borders: Any, average_lowest: Any,
-    square_numbers: Any, square_borders: Any, square_lowest: Any, rows: Any,
-    blocks: Any, per_row: Any, columns: Any, size: Any, words: Any, start: Any, key: Any,
-    factor: Any, beta1: Any, rest1: Any, beta2: Any, rest2: Any, inverse_root: Any, eps: Any, rate: Any, keep: Any,
+    weight, gradient, average, square, average_scale, square_scale,
+    average_numbers, average_borders, average_lowest,
+    square_numbers, square_borders, square_lowest, rows,
+    blocks, per_row, columns, size, words, start, key,
+    factor, beta1, rest1, beta2, rest2, inverse_root, eps, rate, keep,
     SMALL: tl.constexpr, ROUND: tl.constexpr, TOGETHER: tl.constexpr, SIDE: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
     exists = block < blocks
     row = block // per_row
