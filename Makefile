@@ -70,7 +70,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call install,$(VENV),"$$(grep '^torch==' constraints.txt)")
 
 $(STAMP211): pyproject.toml constraints.txt
-	$(call install,$(VENV211),torch==2.11.0)
+	$(call install,$(VENV211),torch==2.11.0 triton==3.6.0)
 
 demo: venv
 	@$(BIN)/raypp local up

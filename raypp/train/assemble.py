@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.data.loader import Loader, open_loader
 from raypp.mesh.geometry import Mesh
+from raypp.models import fused
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.stage import parameter_names
 from raypp.parallel.attention_choice import choose_attention
@@ -102,7 +103,7 @@ def assemble(
     if allocator is not None:
         set_product_precision(job)
         if seat.rank == 0:
-            tell(cuda_event(job, seat, allocator, torch.cuda.get_device_name(device)))
+            tell(cuda_event(job, seat, allocator, torch.cuda.get_device_name(device), fused.reason_against(device)))
     with ExitStack() as stack:
         with part("rendezvous"):
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))

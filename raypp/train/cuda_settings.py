@@ -53,8 +53,16 @@ def set_product_precision(job: Job) -> None:
     torch.set_float32_matmul_precision("high" if job.train.tf32 else "highest")
 
 
-def cuda_event(job: Job, seat: Seat, allocator: str, device: str) -> Event:
-    """Returns the `cuda` event for the run's records: device, versions, precision, allocator."""
+def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str | None) -> Event:
+    """Returns the `cuda` event for the run's records: device, versions, precision, allocator.
+
+    Args:
+        job: The job.
+        seat: The rank's seat.
+        allocator: From `prepare_allocator`.
+        device: The device's name.
+        unfused: Why the kernels of `models.triton_kernels` do not run; None: they do.
+    """
     precision = job.train.precision
     products = "bf16" if job.train.computes_in == "bf16" else ("tf32" if job.train.tf32 else "fp32")
     details = {
@@ -64,6 +72,9 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str) -> Event:
         "precision": precision,
         "products": products,
         "allocator": allocator,
+        "kernels": "triton" if unfused is None else "torch",
     }
     words = f"{device}, torch {torch.__version__}: precision {precision}, products in {products}; {allocator}"
+    if unfused is not None:
+        words += f"; AdamW by rows and quantised weights use torch's slower kernels, with the same bits: {unfused}"
     return Event("cuda", words, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=details)
