@@ -176,7 +176,7 @@ def write(found: dict[str, dict[str, Any]], steps: int, out: Path, begun: str) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder for wire.md and wire.svg")
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for wire.md and wire.svg")
     add_resume(parser)
     options = parser.parse_args()
     announce()

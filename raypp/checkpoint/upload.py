@@ -1,4 +1,9 @@
-"""Uploads one rank's part of a save from the snapshot's memory: concurrent checksums, retries."""
+"""Uploads one rank's part of a save from the snapshot's memory: concurrent checksums, retries.
+
+An upload takes at least one SHA-256 pass: the header holds every CRC-32 and is hashed first, so it
+is sent last, and the sum is that of the whole object. A hash of hashes would run in parallel, but
+only raypp could check it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A row of data to token ids, and which of them carry loss. Reads no file."""
+"""A row of data to token ids, and which of them carry loss. Reads no file.
+
+`{% generation %}` marks say which tokens the assistant writes. Without them prefixes are compared,
+and where one is no prefix, the compiled template tells what its loop wrote for each message. A loop
+in a macro cannot be followed: the row is an error, because a guess would train on questions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a rank does that a cluster has given a seat: it evaluates a model, or generates with it."""
+"""What a rank does that a cluster has given a seat: it evaluates a model, or generates with it.
+
+There is no controller, no record and no second attempt: Ray ends actors and placement group with
+the job, and a command that failed is typed again.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 `NAME/traces/a2-s00000012/rank-00003.json` is what rank 3 did from step 12 of attempt 2 on. All
 times of a trace are on rank 0's clock.
+
+torch's profiler shows kernels of one rank on its own clock, without messages and what waits for
+them; spans sent with the reports would all pass through one controller.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 library.
 
 The library can be slow, hang, crash or print what it likes: training does not notice.
+
+It is a process because a call that hangs cannot be interrupted in a thread, and because a library's
+exit hooks may wait for its server.
 """
 
 from __future__ import annotations

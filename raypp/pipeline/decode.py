@@ -5,6 +5,9 @@ turn over the stages. The rank of the last stage chooses the tokens and sends th
 every rank knows when a group is done. Hidden states wait for nothing but their input: while one
 group is in the last stage, others are in those before.
 
+The prompts that share a product are chosen by the batch size, never by the mesh, and finished rows
+are computed until their group ends: products of other shapes round otherwise.
+
 Legend: B rows of a group, T tokens of a row, C hidden size.
 """
 

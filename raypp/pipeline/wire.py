@@ -11,6 +11,9 @@ precision and are used only if the job requests them:
   fp32's bytes plus 4 per row; each number is within one scale. The random numbers are a function
   of the message's identity (seed, step, stage, microbatch), so a restarted run repeats them.
 
+There is no error feedback: the next step's activations belong to other tokens, and its state would
+have to be saved and re-cut with the mesh. Evaluation sends values as computed.
+
 Legend: N rows, H hidden size.
 """
 

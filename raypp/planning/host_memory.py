@@ -2,7 +2,7 @@
 
 The memory tier keeps whole copies of a rank's state in files. A new snapshot never overwrites the
 only whole one, neither here nor at the partner, so two files on each side are the least. Two more
-let a rank take snapshots while an older one is on its way (docs/design/0028).
+let a rank take snapshots while an older one is on its way (docs/design/0009).
 """
 
 from __future__ import annotations

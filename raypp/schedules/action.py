@@ -49,6 +49,11 @@ def with_whole_backwards(program: Program) -> Program:
     """Returns a program whose backwards are whole: I becomes B, and W is left out.
 
     The other actions keep their order, so gradients are sent as early as before.
+
+    A compiled block needs it: its backward is one node, which torch's split runs twice, on a graph
+    whose saved tensors the first run has reused. Linear layers outside the compiled parts would
+    have weight gradients for W again, but no fusions around their products; worth measuring on a
+    GPU.
     """
     return {
         rank: [Action(a.stage, "B", a.microbatch) if a.kind == "I" else a for a in actions if a.kind != "W"]

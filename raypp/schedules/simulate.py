@@ -1,4 +1,8 @@
-"""Simulates a program: when each action runs, given the time of every action and message."""
+"""Simulates a program: when each action runs, given the time of every action and message.
+
+A program is put into one order that does not depend on times, so every simulation is one pass over
+it. Periods and replicas are not merged: sums in another order change the last bits.
+"""
 
 from __future__ import annotations
 

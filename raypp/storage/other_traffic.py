@@ -4,6 +4,10 @@ Connections of uploads and copies carry a mark (`low_priority_options`). All oth
 are those of the training: gloo's, NCCL's over sockets, the rendezvous. The kernel knows how many
 bytes of a TCP connection have not been acknowledged, whoever wrote them, so neither torch nor the
 steps take part in this.
+
+What the runtime knows of its sends would not do: gloo's are complete when the kernel has their
+bytes. `sock_diag` would show other processes, too, but walks the kernel's whole table; TCP_INFO
+grew over the kernels. NCCL over RDMA bypasses the kernel and is not seen.
 """
 
 from __future__ import annotations

@@ -52,6 +52,18 @@ def test_the_page_on_architecture_lists_the_packages_and_the_files_that_stand_al
     assert sorted(table_of(page)) == sorted(alone)
 
 
+def test_the_road_of_the_page_on_architecture_leads_through_code_that_is_there() -> None:
+    text = (REPOSITORY / "docs/architecture.md").read_text(encoding="utf-8")
+    road = re.findall(r"`(\w+/[\w/]+\.py):([\w.]+)`", text)
+    assert len(road) > 20
+    for place, name in road:
+        body: list[ast.stmt] = ast.parse((REPOSITORY / "raypp" / place).read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            found = [one for one in body if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == part]
+            assert len(found) == 1, f"{place} has no {name}"
+            body = found[0].body
+
+
 def test_every_package_and_file_has_a_layer_and_the_page_shows_the_layers() -> None:
     config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = config["tool"]["importlinter"]["contracts"]
