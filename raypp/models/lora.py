@@ -221,7 +221,7 @@ def _without_rows_zero(stack: Tensor, ends_E: Tensor) -> Tensor:
     On cards of compute capability 10 torch's kernel is reported to leave other values there
     (pytorch issue 172439); a Hopper writes zeros.
     """
-    if not stack.requires_grad or torch.cuda.get_device_capability(stack.device)[0] == 9:
+    if not stack.is_cuda or not stack.requires_grad or torch.cuda.get_device_capability(stack.device)[0] == 9:
         return stack
     result: Tensor = _GradientOfRows.apply(stack, ends_E)  # type: ignore[no-untyped-call]
     return result

@@ -11,6 +11,7 @@ from reference import run, whole_model
 from torch.utils.checkpoint import checkpoint
 
 from raypp.models.experts import StackedExperts, grouped, one_by_one
+from raypp.models.lora import _GradientOfRows
 from raypp.models.moe import MixtureOfExperts, router_sums, weighted
 from raypp.spec.models import MoeOptions
 
@@ -164,3 +165,11 @@ def test_the_block_is_a_weighted_sum_of_its_experts() -> None:
         parts = [F.silu(gate[e] @ x[0, token]) * (up[e] @ x[0, token]) for e in chosen[token]]
         expected = sum(w * (down[e] @ part) for w, e, part in zip(weights[token], chosen[token], parts, strict=True))
         torch.testing.assert_close(block(x)[0, token], expected)
+
+
+def test_experts_without_rows_get_zero_gradients() -> None:
+    stack = torch.ones(4, 2, 3, requires_grad=True)
+    ends = torch.tensor([2, 2, 5, 5], dtype=torch.int32)
+    _GradientOfRows.apply(stack, ends).backward(torch.full((4, 2, 3), 7.0))
+    assert stack.grad is not None
+    assert stack.grad[:, 0, 0].tolist() == [7, 0, 7, 0]
