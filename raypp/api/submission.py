@@ -87,7 +87,10 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
         say(f"warning: {limit}")
     _check_name(file, store, resume, say)
     _check_not_running(file.job, store, cluster)
-    return Prepared(file, store, cluster, resume, client.check_resources(file.job, cluster), versions)
+    device = client.check_resources(file.job, cluster)
+    if remark := client.precision_remark(file.job, device):
+        say(f"warning: {remark}")
+    return Prepared(file, store, cluster, resume, device, versions)
 
 
 def start(prepared: Prepared, say: Say) -> RunPlace:

@@ -123,6 +123,14 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     )
 
 
+def precision_remark(job: Job, device: str) -> str | None:
+    """Returns what to know of a job that computes in fp32 on GPUs; None of any other."""
+    if device != "cuda" or job.train.precision != "fp32":
+        return None
+    products = "TF32, at half the rate of bf16" if job.train.tf32 else "fp32, at a small part of the rate of bf16"
+    return f"train.precision is fp32: the GPUs multiply in {products}, and activations take twice the memory; set bf16"
+
+
 def _smallest_gpu(nodes: Sequence[NodeResources]) -> int:
     """Returns the bytes of the smallest GPU among these nodes; 0 if none is known."""
     return min((node.gpu_bytes for node in nodes if node.gpus and node.gpu_bytes), default=0)

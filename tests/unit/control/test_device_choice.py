@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypp.clusters.dashboard import NodeResources
-from raypp.control.client import device_for
+from raypp.control.client import device_for, precision_remark
 from raypp.errors import ResourcesError
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -95,3 +95,10 @@ def test_offloading_to_nodes_with_too_little_memory_is_refused() -> None:
         device_for(offloading, nodes(8 * GIB))
     assert device_for(offloading, nodes(64 * GIB)) == "cuda"
     assert device_for(offloading, nodes(0)) == "cuda", "the ranks check what is unknown here"
+
+
+def test_fp32_on_gpus_is_told() -> None:
+    assert "TF32, at half the rate of bf16" in (precision_remark(job(), "cuda") or "")
+    assert "a small part" in (precision_remark(job(train={"tf32": False}), "cuda") or "")
+    assert precision_remark(job(train={"precision": "bf16"}), "cuda") is None
+    assert precision_remark(job(), "cpu") is None
