@@ -33,6 +33,12 @@ ROWS, LENGTHS = 2, [[5, 20, 3], [28]]
 TOKENS = 32
 
 
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card whose branches are taken: one with torch's fast grouped kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
 def on_cuda(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA)
 
@@ -77,6 +83,11 @@ def test_a_wait_is_found() -> None:
         torch.zeros(3, device=CUDA).sum().item()
 
 
-def test_the_branches_are_those_of_cuda() -> None:
+@pytest.mark.parametrize(("capability", "fast"), [((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_experts_are_grouped_where_the_host_need_not_wait(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     with fake_tensors():
-        assert can_group(torch.empty(4, 16, dtype=torch.bfloat16, device=CUDA), torch.empty(2, 16, 24).bfloat16())
+        rows = torch.empty(4, 16, dtype=torch.bfloat16, device=CUDA)
+        assert can_group(rows, torch.empty(2, 16, 24).bfloat16()) == fast
