@@ -1,38 +1,33 @@
-"""A block is compiled once, whatever its microbatches hold."""
+"""Blocks are compiled once for all lengths that a run negotiates, not once for each."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
 
 import pytest
 import torch
+from small_models import small_options
+from torch._dynamo.testing import CompileCounter
 
 from raypp.models.documents import PackedDocuments
 from raypp.models.stage import build_stage
-from raypp.spec.models import DecoderOptions
+from raypp.parallel.apply import _compile_blocks
 
 
-@pytest.mark.slow
-@pytest.mark.gate
-def test_neither_lengths_nor_the_number_of_documents_compile_a_block_again() -> None:
-    """torch compiles a block eight times at most, and then runs it uncompiled."""
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 24, "vocab_size": 31}
-    stage = build_stage(DecoderOptions(kind="llama", **sizes), range(2), first=True, last=True).to_empty(device="cpu")
-    graphs: list[Any] = []
-
-    def count(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compiler.reset()
-    for block in stage.model.layers.children():
-        block.forward = torch.compile(block.forward, backend=count, dynamic=True)
-    compiled = []
-    for tokens, documents in ((24, [24]), (40, [10, 30]), (16, [3, 4, 9]), (56, [8] * 7), (32, [2] * 16)):
-        rows = [documents, [tokens]]
-        packed = PackedDocuments.of_rows(rows, tokens)
-        given = torch.zeros(2, tokens, dtype=torch.int64)
-        stage(given, given, packed, given.bool())
-        compiled.append(len(graphs))
-    # The first microbatch finds documents of one length, and some guards on tensors settle.
-    assert 0 < compiled[1] == compiled[-1]
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_twenty_lengths_compile_no_more_than_two(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    compile_, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=counter, **options))
+    options = small_options(kind)
+    stage = build_stage(options, range(options.num_layers), first=False, last=False).to_empty(device="cpu")
+    _compile_blocks(stage)
+    choose, counts = random.Random(0), []
+    for length in choose.sample(range(9, 400), 20):
+        documents = PackedDocuments.of_rows([[length - 5, 5], [length]], length)
+        positions = torch.arange(length).repeat(2, 1)
+        hidden = torch.zeros(2, length, options.hidden_size, requires_grad=True)
+        labelled = torch.ones(2, length, dtype=torch.bool)
+        stage(hidden, positions_BT=positions, documents=documents, labelled_BT=labelled).sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[0] > 0
+    assert counts[-1] == counts[1], counts
