@@ -198,8 +198,10 @@ def main() -> None:
     measured = matmul_rate(device, precision)
     print(f"{name}; a product of matrices in {precision}: {measured / 1e12:.2f} TFLOP/s measured"
           + (f", {sheet / 1e12:.0f} by the data sheet" if sheet else ""))  # fmt: skip
-    print("\n| model | T | variant | tokens/s | × first | peak GiB | MFU 6N | causal | full | of matmul |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "\n| model | T | variant | tokens/s | × first | peak GiB: reserved | in use | MFU 6N | causal | full | of matmul |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     first: dict[tuple[str, int], float] = {}
     for variant in variants(options.models, options.seq_lens):
         if options.only not in variant.name:
@@ -207,7 +209,7 @@ def main() -> None:
         begin = f"| {variant.model} | {variant.seq_len} | {variant.name} |"
         found = run(variant, precision, options.steps)
         if isinstance(found, str):
-            print(f"{begin} {found} | | | | | | |", flush=True)
+            print(f"{begin} {found} | | | | | | | |", flush=True)
             continue
         rate = statistics.median(t / s for t, s in list(zip(found["tokens"], found["wall"], strict=True))[WARM:])
         reference = first.setdefault((variant.model, variant.seq_len), rate)
@@ -215,8 +217,8 @@ def main() -> None:
         flops = model_flops(job_of(settings, world=1, steps=1))
         shares = [f"{rate * each / sheet:.1%}" if sheet else "" for each in flops.values()]
         print(
-            f"{begin} {rate:,.0f} | {rate / reference:.2f} | {found['peak_mib'] / 1024:.2f} | {' | '.join(shares)} "
-            f"| {rate * flops['causal'] / measured:.1%} |",
+            f"{begin} {rate:,.0f} | {rate / reference:.2f} | {found['peak_mib'] / 1024:.2f} "
+            f"| {found['used_mib'] / 1024:.2f} | {' | '.join(shares)} | {rate * flops['causal'] / measured:.1%} |",
             flush=True,
         )
 

@@ -155,9 +155,11 @@ def main() -> None:
     if os.environ.get("BENCH_OUT"):
         with open(f"{os.environ['BENCH_OUT']}.{seat.rank}", "w") as out:  # noqa: PTH123
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            used = peak
             if seat.device == "cuda":
-                peak = torch.cuda.max_memory_reserved() / 2**20
-            figures = {"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens, "peak_mib": peak}
+                peak, used = torch.cuda.max_memory_reserved() / 2**20, torch.cuda.max_memory_allocated() / 2**20
+            figures = {"wall": wall, "cpu": cpu, "parts": timer.parts, "tokens": timer.tokens}
+            figures |= {"peak_mib": peak, "used_mib": used}
             json.dump({**figures, "bytes": timer.bytes, "events": timer.events}, out)
 
 
