@@ -199,7 +199,7 @@ def main() -> None:
     print(f"{name}; a product of matrices in {precision}: {measured / 1e12:.2f} TFLOP/s measured"
           + (f", {sheet / 1e12:.0f} by the data sheet" if sheet else ""))  # fmt: skip
     print(
-        "\n| model | T | variant | tokens/s | × first | peak GiB: reserved | in use | MFU 6N | causal | full | of matmul |"
+        "\n| model | T | variant | tokens/s | × first | GiB reserved | GiB used | MFU 6N | causal | full | of matmul |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     first: dict[tuple[str, int], float] = {}
