@@ -46,7 +46,7 @@ def torchrun(tmp_path: Path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("more", [(), ("--standalone",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--standalone",), marks=pytest.mark.slow)])
 def test_a_wait_of_ten_minutes_becomes_a_sentence(more: tuple[str, ...], torchrun) -> None:
     done = torchrun(*more, "--nproc-per-node", "2", "-m", "raypp.train", "--job", "any.yaml")
     assert done.returncode == 2, done.stderr

@@ -1,4 +1,4 @@
-"""A clock that passes only when told to: takes the place of the module `time` of code that waits."""
+"""A clock that passes only when told to: takes the place of the module `time` in a test."""
 
 from __future__ import annotations
 
