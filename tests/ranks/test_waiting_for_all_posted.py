@@ -128,7 +128,7 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "ulysses": (4, experts({"pp": 2, "cp": 2, "cp_style": "ulysses", "ep": 2}), 1),
     "recomputed experts": (4, experts({"pp": 2, "fsdp": 2, "ep": 2}, train={"activation_checkpointing": "full"}), 1),
 }
-QUICK, GATE = ("1f1b", "zbv", "tied"), ("dualpipev", "sharded", "ring", "the links are timed")
+QUICK, GATE = ("1f1b", "zbv", "tied"), ("sharded", "ring")
 
 
 @pytest.mark.parametrize("name", thinned(CASES, QUICK, GATE))
