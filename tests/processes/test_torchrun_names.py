@@ -64,6 +64,8 @@ def test_the_line_of_the_readme_works(torchrun) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.gate
 def test_other_programs_are_left_alone(torchrun, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("print('ran')")
     done = torchrun("--master-port", "29541", "--nproc-per-node", "1", str(tmp_path / "other.py"))

@@ -214,8 +214,8 @@ CASES = {
 }
 
 
-QUICK = ["bf16_pure, 8bit, offloaded", "full, tied", "ulysses", "interleaved"]
-GATE = ["qlora", "replicated, weights freed", "int8 sums", "olmo3"]
+QUICK = ["bf16_pure, 8bit, offloaded", "full, tied"]
+GATE = ["qlora", "ulysses", "interleaved", "int8 sums"]
 ALONE = ("bf16", "split", "held sums")
 """Cases with other reductions."""
 

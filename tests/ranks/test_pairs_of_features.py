@@ -150,15 +150,13 @@ REFERENCE_SUMS = InBothTypes(
 
 
 def each_value() -> list[Any]:
-    """Returns the cells. `make test` runs few of them, which have each value, and each axis with
-    both kinds of reference."""
-    shown = {cell: {*cell, (cell.axis, cell.bitwise())} for cell in CELLS}
-    missing, quick = set[Any]().union(*shown.values()), set[Cell]()
+    """Returns the cells; `make test` runs few of them, which have each value."""
+    missing, quick = {value for values in VALUES for value in values}, set[Cell]()
     while missing:
         # Of equally many new values, those without experts, which compute least.
-        best = max(CELLS, key=lambda cell: (len(shown[cell] & missing), "num_experts" not in MODELS[cell.family]))
+        best = max(CELLS, key=lambda cell: (len(missing & {*cell}), "num_experts" not in MODELS[cell.family]))
         quick.add(best)
-        missing -= shown[best]
+        missing -= {*best}
     slow = (pytest.mark.slow, pytest.mark.gate)
     return [pytest.param(cell, marks=() if cell in quick else slow) for cell in CELLS]
 

@@ -75,7 +75,7 @@ PIPELINES = Batch(
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    thinned(PIPELINES.jobs, [("int8", "zbv"), ("bf16", "weights freed after use")]),
+    thinned(PIPELINES.jobs, [("int8", "zbv")], [("bf16", "weights freed after use")]),
 )
 def test_a_pipeline_gives_the_bits_of_one_process(model: str, way: str) -> None:
     found, reference = PIPELINES[model, way], ONE[model]
