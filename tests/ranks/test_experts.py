@@ -192,7 +192,8 @@ def with_each_optimizer(world: int, mesh: dict[str, int]) -> InBothTypes:
 ALONE, SPREAD = with_each_optimizer(1, {}), with_each_optimizer(4, {"fsdp": 4, "ep": 2})
 
 
-@pytest.mark.parametrize("kind", thinned(OPTIMIZERS, [], ["muon"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_other_optimizers_update_spread_experts_like_one_process(kind: str) -> None:
     assert_same_sums(SPREAD.numbers(kind), ALONE.numbers(kind))
 

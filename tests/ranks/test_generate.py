@@ -149,7 +149,6 @@ def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
     source = find_source(f"{place}/chat")
     tokenizer, template = source.open_tokenizer(), source.open_template()

@@ -139,7 +139,7 @@ EXACT = Batch(
 )
 
 
-@pytest.mark.parametrize("name", thinned(INT8_CASES, QUICK, ["pp 2, dp 2, adapters"]))
+@pytest.mark.parametrize("name", thinned(INT8_CASES, QUICK))
 def test_replicas_stay_equal_to_the_bit_and_near_the_exact_sums(name: str) -> None:
     int8, exact = IN_INT8.ranks(name), EXACT.ranks(name)
     weights: dict[str, torch.Tensor] = {}

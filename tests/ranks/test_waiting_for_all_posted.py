@@ -145,7 +145,8 @@ def lived(rank: int, world: int, port: int, source: dict[str, Any], waiting: boo
     return found
 
 
-@pytest.mark.parametrize("name", thinned(["pp", "V"], [], ["pp"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp", "V"])
 def test_a_whole_run_that_evaluates_and_decodes_does_not_hang(name: str, tmp_path: Path) -> None:
     cases = []
     for waiting in (False, True):
