@@ -37,7 +37,7 @@ TESTS ?=
 WORKERS ?= logical
 # Some unit tests wait; one process more than there are cores computes meanwhile.
 UNIT_WORKERS := $(if $(filter logical,$(WORKERS)),$(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))),$(WORKERS))
-# Clusters of test-ray that run side by side, each with whole files of tests.
+# Clusters of test-ray and of test-e2e that run side by side, each with whole files of tests.
 CLUSTERS ?= 1
 ON_CLUSTERS := $(if $(filter-out 1,$(CLUSTERS)),-n $(CLUSTERS) --dist loadfile)
 # SLOW=1: a tier's slow tests instead, for example the full matrices of test-unit and test-ranks.
@@ -100,7 +100,7 @@ test-ray: venv
 	@$(PYTEST) $(ON_CLUSTERS) $(RAY)
 
 test-e2e: venv
-	@$(PYTEST) $(E2E)
+	@$(PYTEST) $(ON_CLUSTERS) $(E2E)
 
 test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)

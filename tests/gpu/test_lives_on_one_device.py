@@ -62,6 +62,8 @@ def life(rank: int, world: int, port: int, job: dict[str, Any], device: str, att
     }
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run_saves_evaluates_and_resumes_as_on_the_cpu(tmp_path: Path) -> None:
     on_cpu = run_on_one_device(2, life, document("whole", tmp_path / "cpu"), "cpu")[0]
     whole = run_on_one_device(2, life, document("whole", tmp_path / "whole"), DEVICE)[0]
@@ -89,6 +91,7 @@ def shared_memory() -> Iterator[Path]:
     assert not left, f"left in shared memory: {left}"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_resumes_from_snapshots_in_host_memory(tmp_path: Path, shared_memory: Path) -> None:
     tier = {"memory_tier": True, "memory_every_steps": 1, "every_steps": 0}
     killed = document("killed", tmp_path / "killed", checkpoint=tier, train={"eval_every_steps": 0})

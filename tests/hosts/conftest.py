@@ -66,13 +66,18 @@ class Office(Laptop):
         for host in range(self.bed.size):
             self.bed.heal(host)
             self.bed.thaw(host)
-        time.sleep(0.5)
-        alive = {node.ip for node in self.bed.nodes()}
-        for host in range(1, self.bed.size):
-            # A node that was silent for long is declared dead a little later, and then exits.
-            if self.bed.network.address(host) not in alive or not self.bed.network.pids(host):
-                self.bed.start(host)
-        wait_for(lambda: len(self.bed.nodes()) == self.bed.size, "the nodes' return")
+        started: set[int] = set()
+
+        def have_returned() -> bool:
+            alive = {node.ip for node in self.bed.nodes()}
+            for host in set(range(1, self.bed.size)) - started:
+                # A node declared dead after a long silence exits when it hears so.
+                if self.bed.network.address(host) not in alive or not self.bed.network.pids(host):
+                    self.bed.start(host)
+                    started.add(host)
+            return len(alive) == self.bed.size
+
+        wait_for(have_returned, "the nodes' return")
 
 
 @pytest.fixture(scope="session")

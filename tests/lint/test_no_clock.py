@@ -20,7 +20,7 @@ READINGS = {
 TIMES = {"time", "updated_at"}
 """Fields that hold the time of an event."""
 MEASURES = {
-    "cpu_s", "freed_s", "held_s", "last_stall_s", "lost_s", "stall_s", "told_s", "upload_mb_per_s", "upload_s",
+    "cpu_s", "freed_s", "gbps", "held_s", "last_stall_s", "lost_s", "stall_s", "told_s", "upload_mb_per_s", "upload_s",
     "wall_s", "yielded_s",
 }  # fmt: skip
 """Fields that hold a measured time or rate."""
@@ -195,6 +195,7 @@ def test_planted_asserts_are_found() -> None:
         "assert all(event.time - other.time < 5 for event in events)",
         "assert saving.last_stall_s > 0.1 and done",
         "assert details['upload_s'] > 1.5 * TIMEOUT_S",
+        "for link in links.values():\n    assert 0.3 * RATE < link['gbps'] < 1.05 * RATE",
         "now = time.monotonic()\nassert wait(lambda: time.monotonic() - now > 0.02)",
     ]
     sources = [Source.of("tests.planted", f"import time\n{text}") for text in planted]

@@ -46,7 +46,7 @@ def torchrun(tmp_path: Path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("more", [(), ("--standalone",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--standalone",), marks=pytest.mark.slow)])
 def test_a_wait_of_ten_minutes_becomes_a_sentence(more: tuple[str, ...], torchrun) -> None:
     done = torchrun(*more, "--nproc-per-node", "2", "-m", "raypp.train", "--job", "any.yaml")
     assert done.returncode == 2, done.stderr
@@ -64,6 +64,8 @@ def test_the_line_of_the_readme_works(torchrun) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.gate
 def test_other_programs_are_left_alone(torchrun, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("print('ran')")
     done = torchrun("--master-port", "29541", "--nproc-per-node", "1", str(tmp_path / "other.py"))

@@ -126,7 +126,6 @@ def test_a_run_that_goes_back_within_one_life_goes_on_in_one_curve(begin: Any, t
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 @needs("mlflow")
 @needs("sqlalchemy")
 def test_mlflow_has_one_run_with_each_step_once(begin: Any, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_pipeline_gives_the_bits_of_one_process(case: str) -> None:
     assert_identical(PIPELINES[case], ONE[case.partition(",")[0]])
 
 
-@pytest.mark.parametrize(("model", "way"), thinned(MESHES, [("llama", "fsdp")], [("qwen3_moe", "ep, selective")]))
+@pytest.mark.parametrize(("model", "way"), thinned(MESHES, [], [("qwen3_moe", "ep, selective")]))
 def test_ranks_that_share_a_step_add_the_same_gradients(model: str, way: str) -> None:
     assert_same_sums(SUMS.numbers((model, way)), SUMS_OF_ONE.numbers(model))
 

@@ -145,7 +145,6 @@ def test_without_held_out_data_the_training_data_are_used(folder: Path, run: str
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 def test_transformers_finds_the_same_loss(folder: Path, run: str, exported: Path) -> None:
     model, tokenizer = (
         transformers.AutoModelForCausalLM.from_pretrained(exported),

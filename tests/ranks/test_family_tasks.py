@@ -57,7 +57,7 @@ def continued(model: Any, tokenizer: Any, text: str) -> str:
     return re.split("e|\n", tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))[0]
 
 
-@pytest.mark.parametrize("name", thinned(list(KINDS), {"gemma"}, {"qwen"}))
+@pytest.mark.parametrize("name", thinned(KINDS, [], ["gemma"]))
 def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     kind, folder = KINDS[name], tmp_path / "model"

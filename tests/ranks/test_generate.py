@@ -102,9 +102,7 @@ def alone(place: Path) -> dict[float, Any]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.gate
-@pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [(2, 1.5)]))
+@pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [], [(2, 1.5)]))
 def test_every_pipeline_generates_the_same_tokens(place: Path, alone: Any, pp: int, temperature: float) -> None:
     choice = {"temperature": temperature, "top_p": 0.9, "seed": 7} if temperature else {}
     assert generated(find_source(f"{place}/plain"), pp, **choice) == alone[temperature]
@@ -151,7 +149,6 @@ def test_a_run_with_adapters_generates_what_its_merged_export_does(place: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.gate
 def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
     source = find_source(f"{place}/chat")
     tokenizer, template = source.open_tokenizer(), source.open_template()

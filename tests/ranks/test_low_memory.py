@@ -158,7 +158,7 @@ def test_the_same_gradients_give_the_same_bits_on_every_mesh(
     ("way", "mesh"),
     [
         pytest.param("bf16_pure", {"fsdp": 2}, marks=pytest.mark.slow),
-        ("both", {"fsdp": 2}),
+        pytest.param("both", {"fsdp": 2}, marks=(pytest.mark.slow, pytest.mark.gate)),
         pytest.param("both", {"pp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,

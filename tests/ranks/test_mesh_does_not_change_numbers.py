@@ -96,7 +96,7 @@ def layers_for(stages: int) -> int:
 
 
 PIPELINES = [size for schedule in SCHEDULES.names() for size in sizes_of(schedule)]
-QUICK, GATE = ([size for size in PIPELINES if size[1] == ranks] for ranks in (3, 4))
+QUICK = [size for size in PIPELINES if size[1] == 3 and size[0] in ("1f1b", "interleaved_zero_bubble", "zbv")]
 PIPELINE_BATCHES = {
     world: Batch(
         world,
@@ -113,7 +113,7 @@ PIPELINE_BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("schedule", "pp", "stages_per_rank"), thinned(PIPELINES, QUICK, GATE))
+@pytest.mark.parametrize(("schedule", "pp", "stages_per_rank"), thinned(PIPELINES, QUICK))
 def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bit(
     schedule: str, pp: int, stages_per_rank: int
 ) -> None:
@@ -123,7 +123,7 @@ def test_a_pipeline_gives_losses_gradients_and_weights_of_one_process_bit_for_bi
 
 DEEPER = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 AHEAD = [(name, pp, lookahead) for name in DEEPER for pp in (2, 3, 4) for lookahead in (1, 2, 4)]
-QUICK_AHEAD = [key for key in AHEAD if key[1:] == (2, 2)]
+QUICK_AHEAD = [("1f1b", 2, 2), ("zbv", 2, 2)]
 SETTINGS = Batch(
     2,
     {
@@ -230,11 +230,12 @@ MESH_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("mesh", thinned(MESHES, MESHES[-1:], MESHES[:2]), ids=str)
+@pytest.mark.parametrize("mesh", thinned(MESHES, MESHES[-1:]), ids=str)
 def test_data_parallel_meshes_add_up_what_one_process_does(mesh: dict[str, int]) -> None:
     assert_same_sums(MESH_BATCHES[2 * len(mesh)].numbers(str(mesh)), sums_of_one_process())
 
 
+@pytest.mark.slow
 def test_resharding_between_microbatches_changes_nothing() -> None:
     kept, resharded = replicated(fsdp=2), replicated(fsdp=2)
     resharded["mesh"]["reshard_after_forward"] = True

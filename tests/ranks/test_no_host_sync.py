@@ -214,8 +214,8 @@ CASES = {
 }
 
 
-QUICK = ["bf16_pure, 8bit, offloaded", "qlora", "full, tied", "ulysses", "interleaved"]
-GATE = ["selective", "replicated, weights freed", "int8 sums", "olmo3", "bf16, offloaded"]
+QUICK = ["bf16_pure, 8bit, offloaded", "full, tied"]
+GATE = ["qlora", "ulysses", "interleaved", "int8 sums"]
 ALONE = ("bf16", "split", "held sums")
 """Cases with other reductions."""
 

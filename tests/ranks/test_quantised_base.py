@@ -75,7 +75,7 @@ PIPELINES = Batch(
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    thinned(PIPELINES.jobs, [("int8", "zbv"), ("bf16", "weights freed after use")], [("experts", "1f1b")]),
+    thinned(PIPELINES.jobs, [("int8", "zbv")], [("bf16", "weights freed after use")]),
 )
 def test_a_pipeline_gives_the_bits_of_one_process(model: str, way: str) -> None:
     found, reference = PIPELINES[model, way], ONE[model]
@@ -141,7 +141,7 @@ def without_base(numbers: Numbers) -> Numbers:
     return Numbers(*map(others, numbers))
 
 
-@pytest.mark.parametrize(("model", "way"), thinned(SUMS.jobs, [("int8", "fsdp, recomputed")], [("experts", "ep")]))
+@pytest.mark.parametrize(("model", "way"), thinned(SUMS.jobs, [], [("int8", "fsdp, recomputed")]))
 def test_ranks_that_share_a_step_add_the_same_gradients(model: str, way: str) -> None:
     assert_same(SUMS.numbers((model, way)), SUMS_OF_ONE.numbers(model))
 

@@ -53,7 +53,7 @@ def test_a_pipeline_gives_the_bits_of_one_process(name: str) -> None:
     assert_identical(PIPELINE[name], ONE[name])
 
 
-@pytest.mark.parametrize("name", thinned(MODELS, ["dynamic"], ["longrope", "dense layers"]))
+@pytest.mark.parametrize("name", thinned(MODELS, ["dynamic"], ["longrope"]))
 def test_shared_rows_and_experts_add_up_what_one_process_does(name: str) -> None:
     assert_same_sums(SUMS.numbers(name), SUMS_OF_ONE.numbers(name))
 

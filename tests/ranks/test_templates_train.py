@@ -17,7 +17,7 @@ from raypp.spec.load import job_document
 pytestmark = pytest.mark.ranks
 STEPS = 8
 QUICK = ["own-model", "finetune-hf"]
-GATE = ["quickstart", "experts", "long-context", "qlora-30b", "replicas"]
+GATE = ["qlora-30b"]
 
 
 def train_twin(rank: int, world: int, port: int, *arguments: Any) -> dict[str, Any]:

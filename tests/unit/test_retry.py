@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fake_clock import FakeClock
+from stand_in_clock import StandInClock
 
 from raypp import retry
 from raypp.retry import Backoff
@@ -12,8 +12,8 @@ FAST = Backoff(timeout_s=0.2, first_s=0.001, longest_s=0.01)
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
+    clock = StandInClock()
     monkeypatch.setattr(retry, "time", clock)
     return clock
 
@@ -26,7 +26,7 @@ def test_pauses_grow_up_to_the_longest_and_keep_their_certain_part() -> None:
     assert all(0.5 <= value <= 1.0 for value in values) and len(set(values)) > 100
 
 
-def test_no_pause_goes_beyond_the_deadline(clock: FakeClock) -> None:
+def test_no_pause_goes_beyond_the_deadline(clock: StandInClock) -> None:
     pauses = Backoff(timeout_s=0.05, first_s=10.0, longest_s=10.0).pauses()
     assert next(pauses) <= 0.05
     clock.now += 0.06
@@ -46,7 +46,7 @@ def test_a_call_is_repeated_while_its_failure_may_pass() -> None:
     assert len(tries) == 3
 
 
-def test_a_failure_that_cannot_pass_is_raised_at_once_and_any_other_at_the_deadline(clock: FakeClock) -> None:
+def test_a_failure_that_cannot_pass_is_raised_at_once_and_any_other_at_the_deadline(clock: StandInClock) -> None:
     tries: list[int] = []
 
     def never() -> None:
@@ -62,7 +62,7 @@ def test_a_failure_that_cannot_pass_is_raised_at_once_and_any_other_at_the_deadl
     assert len(tries) > 3 and clock.now == pytest.approx(begun + 0.2)
 
 
-def test_a_condition_is_waited_for_until_the_deadline(clock: FakeClock) -> None:
+def test_a_condition_is_waited_for_until_the_deadline(clock: StandInClock) -> None:
     begun = clock.now
     assert FAST.wait(lambda: clock.now > begun + 0.02)
     assert clock.now < begun + 0.04

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_clock import FakeClock
 from safetensors import safe_open
 from safetensors.torch import load_file
+from stand_in_clock import StandInClock
 from told import Told
 from torch import nn
 
@@ -267,7 +267,7 @@ class SlowStore(DirectoryStore):
 def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = FakeClock()
+    clock = StandInClock()
     monkeypatch.setattr(save, "time", clock)
     slow, told = SlowStore(tmp_path), Told()
     stage = model()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_clock import FakeClock, wait_until
+from stand_in_clock import StandInClock, wait_until
 from test_save_and_load import ONE, RUN, adamw, model
 from told import Told
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ TIMEOUT_S = 1.0
 class Link(StoreAnnouncements):
     """Shows whether a rank waits, and counts how often it saw progress of those it waits for."""
 
-    clock: FakeClock
+    clock: StandInClock
     waits = False
     seen = 0
 
@@ -58,7 +58,7 @@ class Link(StoreAnnouncements):
 @pytest.fixture
 def announcements(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    Link.clock = FakeClock(passes=False)
+    Link.clock = StandInClock(passes=False)
     monkeypatch.setattr(announce, "time", Link.clock)
     yield Link(server, 1)
     del server

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_clock import FakeClock
+from stand_in_clock import StandInClock
 from test_save_and_load import RUN, adamw, model, same_state, saver, train
 from told import Told
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ def optimizer_of(kind: str, stage: nn.Module) -> torch.optim.Optimizer:
 def test_the_next_update_waits_for_a_slow_copy_and_every_bit_is_that_of_the_save(
     tmp_path: Path, held_copies: threading.Event, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = FakeClock()
+    clock = StandInClock()
     monkeypatch.setattr(device_clock, "time", clock)
 
     def begin_copy(*_: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_clock import FakeClock
+from stand_in_clock import StandInClock
 
 from raypp.memory import tier as tier_module
 from raypp.memory.fetch import choose
@@ -310,7 +310,7 @@ def test_a_copy_arrives_whole_and_says_so(receiver: tuple[CopyReceiver, list[Slo
 def test_copies_keep_to_the_cap_that_uploads_have(
     receiver: tuple[CopyReceiver, list[Slot]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = FakeClock()
+    clock = StandInClock()
     monkeypatch.setattr(rate_limit, "time", clock)
     server, slots = receiver
     slot = sealed(tmp_path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_clock import FakeClock
 from planned_jobs import job_with
+from stand_in_clock import StandInClock
 
 from raypp.errors import ResourcesError
 from raypp.planning import fit_search, search
@@ -45,7 +45,7 @@ def large(case: str) -> Job:
     return job_with(**document)
 
 
-class Impatient(FakeClock):
+class Impatient(StandInClock):
     """Goes on by a second whenever somebody looks at it."""
 
     def monotonic(self) -> float:
@@ -54,7 +54,7 @@ class Impatient(FakeClock):
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     clock = Impatient()
     for module in (fit_search, search):
         monkeypatch.setattr(module, "time", clock)

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from itertools import pairwise
 
 import pytest
-from fake_clock import FakeClock
+from stand_in_clock import StandInClock
 
 from raypp.storage import rate_limit
 from raypp.storage.other_traffic import LOW_PRIORITY, OtherTraffic
@@ -117,8 +117,8 @@ def take_all(pace: Pace, total: int) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
+    clock = StandInClock()
     monkeypatch.setattr(rate_limit, "time", clock)
     return clock
 
@@ -142,7 +142,7 @@ def test_pieces_wait_for_the_end_of_a_message() -> None:
         assert pace.yielded_s > 0
 
 
-def test_a_save_goes_on_although_the_others_never_pause(clock: FakeClock) -> None:
+def test_a_save_goes_on_although_the_others_never_pause(clock: StandInClock) -> None:
     """It takes at most 1 + YIELDED times as long as with the limit alone."""
     pace, begun, seconds = Pace(2e6, gives_way=lambda: True), clock.now, 400_000 / 2e6
     take_all(pace, 400_000)
@@ -160,7 +160,7 @@ def test_without_other_traffic_nothing_is_lost() -> None:
 class Turns:
     """Turns of the writers, with the times at which they ended."""
 
-    def __init__(self, clock: FakeClock) -> None:
+    def __init__(self, clock: StandInClock) -> None:
         self.ended: list[float] = []
         self._clock, self._lock = clock, threading.Lock()
 
@@ -172,7 +172,7 @@ class Turns:
         self._lock.release()
 
 
-def test_what_waited_together_does_not_leave_together(clock: FakeClock) -> None:
+def test_what_waited_together_does_not_leave_together(clock: StandInClock) -> None:
     """Four parts wait for the same message: the limit holds after it, too."""
     begun = clock.now
     pace = Pace(1e6, gives_way=lambda: clock.now < begun + 0.02)
