@@ -62,6 +62,7 @@ ALLOWED = {
     ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
     ("raypp.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
     ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
+    ("raypp.models.attention._attend", "repeat_interleave"): _COUNT,
     ("raypp.parallel.attention_blocks._per_query_head", "repeat_interleave"): _COUNT,
     ("raypp.parallel.ulysses.ulysses_attention", "repeat_interleave"): _COUNT,
     (
