@@ -23,6 +23,8 @@ _FULL = (
     "CUDA error: out of memory",
     "Cuda failure 2 'out of memory'",
     "Cuda failure 'out of memory'",
+    "Failed to CUDA malloc",
+    "Failed to CUDA calloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )

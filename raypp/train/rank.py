@@ -32,7 +32,7 @@ from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.between_steps import BetweenSteps
 from raypp.train.device_memory import device_memory_error, out_of_device_memory
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
-from raypp.train.lost_peer import LostPeerError, lost_peer
+from raypp.train.lost_peer import LostPeerError, explained, lost_peer
 from raypp.train.recent_reports import RecentReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.resume import Restorable, check_shared, restore_newest
@@ -55,6 +55,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
     Raises:
         LostPeerError: Another rank died; this rank did not fail.
         DeviceMemoryError: The device is out of memory; says what held it and what would fit.
+        NcclError: NCCL failed because of this rank's card, node or settings; says what helps.
         NotSavedError: The checkpoint after the last step, or before a stop, could not be saved.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
@@ -66,6 +67,8 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
             raise device_memory_error(error, job, seat) from error
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
+        if (own := explained(error)) is not error:
+            raise own from error
         raise
 
 
