@@ -7,8 +7,10 @@ code imports.
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
+import shutil
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -39,6 +41,12 @@ def need(module: str, extra: str, what: str, node: str = "") -> None:
         where = f"on node {node}" if node else "here"
         fix = f"pip install 'raypp[{extra}]'" + (" there, into the Python that runs Ray" if node else "")
         raise JobError(Problem(what, f"needs {module}, which is not installed {where}", fix))
+
+
+def c_compiler() -> str | None:
+    """Returns this machine's C compiler, which Triton runs for every kernel; None without one."""
+    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def is_older(version: str, oldest: str) -> bool:

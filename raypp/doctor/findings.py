@@ -207,9 +207,18 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
     if slow := those(lambda node: node["lookup_s"] > LOOKUP_REPORTED_S):
         what = f"{_some(slow)} takes seconds to look up its own address; every rendezvous waits for this"
         yield _found(Severity.SLOWS, what, "add the addresses and names of all nodes to /etc/hosts on every node")
-    if small := those(lambda node: node["shm_free"] is not None and node["shm_free"] < SHM_BYTES):
-        what = f"less than 1 GiB of /dev/shm is free on {_some(small)}"
-        yield _found(Severity.SLOWS, what, "start containers with --shm-size; delete files that dead processes left")
+    small = those(lambda node: node["shm_free"] is not None and node["shm_free"] < SHM_BYTES)
+    for several in (True, False):
+        if nodes := [ip for ip in small if (ip in those(lambda node: node["gpus"] > 1)) is several]:
+            what = f"less than 1 GiB of /dev/shm is free on {_some(nodes)}"
+            if several:
+                what += ", where NCCL needs it between GPUs that do not reach each other's memory"
+            fix = "start containers with --shm-size=8g; delete files that dead processes left in /dev/shm"
+            yield _found(Severity.BREAKS if several else Severity.SLOWS, what, fix)
+    if without := those(lambda node: node["gpus"] > 0 and "compiler" in node and not node["compiler"]):
+        what = f"{_some(without)} {'has' if len(without) == 1 else 'have'} no C compiler"
+        fix = "install gcc and the C library's headers (apt-get install gcc libc6-dev), or set CC"
+        yield _found(Severity.SLOWS, f"{what}: train.compile is refused there, and flex attention is not used", fix)
     if full := those(lambda node: node["disk_free"] is not None and node["disk_free"] < DISK_BYTES):
         what = f"less than 2 GiB of disk is free where Ray keeps its files on {_some(full)}"
         yield _found(Severity.BREAKS, what, "free disk space, or start Ray with --temp-dir on another disk")

@@ -23,6 +23,7 @@ import psutil
 
 from raypp.control.credentials import load_private_environment
 from raypp.data.sources import check_data
+from raypp.environment import c_compiler
 from raypp.errors import RayppError, in_words
 from raypp.spec.job import Job
 from raypp.storage import open_store
@@ -92,6 +93,7 @@ class NodeProbe:
                 if one.address
             ],
             "lookup_s": _lookup_seconds(ip),
+            "compiler": c_compiler(),
             "infiniband": _names("/sys/class/infiniband"),
         }
 

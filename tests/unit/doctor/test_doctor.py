@@ -147,6 +147,22 @@ def _other_driver(report: dict[str, Any]) -> None:
         node["torch"] |= {"devices": [{"kind": "H", "flops": 7e14, "capability": [9, 0]}], "driver": driver}
 
 
+def _little_shared_memory(report: dict[str, Any]) -> None:
+    report["nodes"][1]["shm_free"] = 64 << 20
+
+
+def _little_shared_memory_for_two_cards(report: dict[str, Any]) -> None:
+    _little_shared_memory(report)
+    report["nodes"][1]["gpus"] = 2
+    report["nodes"][1]["torch"]["devices"] = [{"kind": "x", "flops": 1e10}] * 2
+
+
+def _no_compiler(report: dict[str, Any]) -> None:
+    report["nodes"][0]["compiler"] = None
+    report["nodes"][1] |= {"gpus": 1, "compiler": None}
+    report["nodes"][1]["torch"]["devices"] = [{"kind": "x", "flops": 1e10}]
+
+
 @pytest.mark.parametrize(
     ("harm", "severity", "told"),
     [
@@ -174,6 +190,13 @@ def _other_driver(report: dict[str, Any]) -> None:
         (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
         (_hidden, Severity.BREAKS, "torch sees on 10.0.0.2 (CUDA_VISIBLE_DEVICES is '' on 10.0.0.2)"),
         (_old, Severity.NOTE, "T4 (7.5) on 10.0.0.1, 10.0.0.2 is too old for bf16"),
+        (_little_shared_memory, Severity.SLOWS, "less than 1 GiB of /dev/shm is free on 10.0.0.2"),
+        (
+            _little_shared_memory_for_two_cards,
+            Severity.BREAKS,
+            "less than 1 GiB of /dev/shm is free on 10.0.0.2, where NCCL",
+        ),
+        (_no_compiler, Severity.SLOWS, "10.0.0.2 has no C compiler: train.compile is refused there"),
         (_other_driver, Severity.NOTE, "different GPU drivers: 550.54 on 10.0.0.1, 570.1 on 10.0.0.2"),
     ],
 )
