@@ -54,6 +54,7 @@ __all__ = [
     "reduced_together",
     "register_fake_device",
     "restart_group_names",
+    "set_compile_threads",
     "set_local",
     "set_operation_timeout",
     "stage_backward_input",
@@ -359,6 +360,16 @@ read_scalar = torch.ops.aten._local_scalar_dense.default
 
 copy_to = torch.ops.aten._to_copy.default
 """The operator of `Tensor.to`. Since 2.4."""
+
+
+def set_compile_threads(count: int) -> None:
+    """Sets how many processes torch.compile starts; call it before anything is compiled.
+
+    `torch._inductor.config.compile_threads` (since 2.0).
+    """
+    from torch._inductor import config
+
+    config.compile_threads = count
 
 
 def register_fake_device(name: str, module: Any) -> None:

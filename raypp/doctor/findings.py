@@ -230,6 +230,8 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
         node = next(one for one in _working(report) if one["ip"] == blind[0])
         visible = node["torch"].get("visible")
         told = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r} on {node['ip']})"
+        if node["torch"].get("why"):
+            told += f" ({node['torch']['why']})"
         fix = "install a CUDA build of torch that fits the driver (see nvidia-smi), and check CUDA_VISIBLE_DEVICES"
         yield _found(Severity.BREAKS, f"Ray counts more GPUs than torch sees on {_some(blind)}{told}", fix)
 
@@ -289,6 +291,22 @@ def _cards(report: dict[str, Any]) -> Iterator[Finding]:
             major, minor = card.get("capability", BF16_SINCE)
             if (major, minor) < BF16_SINCE and node["ip"] not in old[f"{card['kind']} ({major}.{minor})"]:
                 old[f"{card['kind']} ({major}.{minor})"].append(node["ip"])
+        places = [card["bus"] for card in cards if card.get("bus")]
+        if len(set(places)) < len(places):
+            what = f"node {node['ip']} has parts of one card (MIG) as several devices; NCCL does not connect them"
+            fix = "give a run one part of each card, or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer)"
+            yield _found(Severity.SLOWS, what, fix)
+        for kind in dict.fromkeys(card["kind"] for card in cards if card.get("time_limit")):
+            what = f"the driver of {node['ip']} ends kernels that run for seconds on {kind}, which drives a display"
+            fix = (
+                "run no desktop on that card (`sudo systemctl isolate multi-user.target`, or another card for the "
+                'display); or set Option "Interactive" "off" in the Device section of xorg.conf'
+            )
+            yield _found(Severity.BREAKS, f"{what}: NCCL's run for as long as they wait for another rank", fix)
+        for kind in dict.fromkeys(card["kind"] for card in cards if card.get("supported") is False):
+            what = f"torch on {node['ip']} has no kernels for {kind}"
+            fix = "install a torch that is built for this card (an older CUDA supports older cards)"
+            yield _found(Severity.BREAKS, what, fix)
     for kind, nodes in old.items():
         what = f"{kind} on {_some(nodes)} is too old for bf16, which needs compute capability 8.0 (A100)"
         yield _found(Severity.NOTE, what, "use train.precision fp32 there, or leave these nodes out")

@@ -25,7 +25,7 @@ from raypp.parallel.rank_groups import make_groups
 from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.pipeline.next_token import Choice
 from raypp.records import Seat
-from raypp.train.cuda_settings import prepare_queues, set_product_precision
+from raypp.train.cuda_settings import prepare_driver, set_product_precision
 from raypp.train.lost_peer import explained, lost_peer
 from raypp.train.own_seat import local_seat
 from raypp.train.process_group import joined, pick_device
@@ -67,7 +67,7 @@ def _seat_here(source: Source, pp: int, rank: int, port: int) -> Seat:
         ResourcesError: There are GPUs, but fewer than ranks.
         JobError: See `Source.job`.
     """
-    prepare_queues()
+    prepare_driver()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.device_count() < pp:
         what = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"

@@ -31,6 +31,7 @@ from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.between_steps import BetweenSteps
 from raypp.train.device_memory import device_memory_error, out_of_device_memory
+from raypp.train.device_memory import free_cache as free_cache
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
 from raypp.train.lost_peer import LostPeerError, explained, lost_peer
 from raypp.train.recent_reports import RecentReports
@@ -55,6 +56,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
     Raises:
         LostPeerError: Another rank died; this rank did not fail.
         DeviceMemoryError: The device is out of memory; says what held it and what would fit.
+        DeviceTakenError: It is, because other processes hold memory of it.
         NcclError: NCCL failed because of this rank's card, node or settings; says what helps.
         NotSavedError: The checkpoint after the last step, or before a stop, could not be saved.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.

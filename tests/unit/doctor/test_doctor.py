@@ -147,6 +147,30 @@ def _other_driver(report: dict[str, Any]) -> None:
         node["torch"] |= {"devices": [{"kind": "H", "flops": 7e14, "capability": [9, 0]}], "driver": driver}
 
 
+def _with_card(report: dict[str, Any], **facts: Any) -> None:
+    card = {"kind": "x", "flops": 1e10, "bus": "0:41:0", "supported": True, "time_limit": False}
+    report["nodes"][1]["gpus"] = 1
+    report["nodes"][1]["torch"]["devices"] = [card | facts]
+
+
+def _display(report: dict[str, Any]) -> None:
+    _with_card(report, time_limit=True)
+
+
+def _no_kernels(report: dict[str, Any]) -> None:
+    _with_card(report, supported=False)
+
+
+def _parts_of_a_card(report: dict[str, Any]) -> None:
+    _with_card(report)
+    report["nodes"][1]["torch"]["devices"] *= 2
+
+
+def _old_driver(report: dict[str, Any]) -> None:
+    _blind(report)
+    report["nodes"][1]["torch"]["why"] = "The NVIDIA driver on your system is too old (found version 11040)"
+
+
 def _little_shared_memory(report: dict[str, Any]) -> None:
     report["nodes"][1]["shm_free"] = 64 << 20
 
@@ -190,6 +214,10 @@ def _no_compiler(report: dict[str, Any]) -> None:
         (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
         (_hidden, Severity.BREAKS, "torch sees on 10.0.0.2 (CUDA_VISIBLE_DEVICES is '' on 10.0.0.2)"),
         (_old, Severity.NOTE, "T4 (7.5) on 10.0.0.1, 10.0.0.2 is too old for bf16"),
+        (_display, Severity.BREAKS, "the driver of 10.0.0.2 ends kernels that run for seconds on x"),
+        (_no_kernels, Severity.BREAKS, "torch on 10.0.0.2 has no kernels for x"),
+        (_parts_of_a_card, Severity.SLOWS, "node 10.0.0.2 has parts of one card (MIG) as several devices"),
+        (_old_driver, Severity.BREAKS, "torch sees on 10.0.0.2 (The NVIDIA driver on your system is too old"),
         (_little_shared_memory, Severity.SLOWS, "less than 1 GiB of /dev/shm is free on 10.0.0.2"),
         (
             _little_shared_memory_for_two_cards,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypp.control.rank_process import NCCL_OF_TORCH
+from raypp.environment import NCCL_OF_TORCH
 from raypp.parallel.rank_groups import _PIPELINE_CTAS, _few_ctas
 from raypp.train.cuda_settings import _ALLOCATOR, ALLOCATOR_VARIABLES
 from raypp.train.device_memory import _FULL
