@@ -7,7 +7,6 @@ from pathlib import Path
 
 from raypp.measure.device_speed import kernel_time_limit
 
-
 _DRIVER = """
 int cuInit(unsigned flags) { return ANSWER; }
 int cuDeviceGet(int *device, int index) { *device = index; return 0; }
