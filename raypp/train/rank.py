@@ -6,6 +6,7 @@ import json
 from contextlib import AbstractContextManager, ExitStack
 from typing import cast
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
@@ -19,6 +20,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.failed_groups import check_groups
 from raypp.pipeline.agreement import SnapshotState
+from raypp.pipeline.device_clock import device_marks
 from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -159,7 +161,7 @@ def _assembled(
         rendezvous=rendezvous,
         draw=False,
         part=part,
-        mark=lambda action: reporter.phase("step", action),
+        mark=device_marks(reporter.phase, "step", torch.device(seat.device, seat.device_index)),
         tell=reporter.event,
     )
 

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ class ConsoleReporter:
             self._status = replace(self._status, **changed)  # type: ignore[arg-type]
             self._recorder.status(self._status)
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: Callable[[], bool] | None = None) -> None:
         pass
 
     def step(self, report: StepReport) -> None:
