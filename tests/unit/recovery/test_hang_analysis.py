@@ -161,9 +161,7 @@ PHASES = st.one_of(
 @settings(deadline=None)  # a loaded machine is no failure
 @given(
     st.lists(
-        st.tuples(
-            PHASES, st.floats(0, 1e4), st.booleans(), st.sampled_from(["", "all_gather"]), st.integers(0, 3)
-        ),
+        st.tuples(PHASES, st.floats(0, 1e4), st.booleans(), st.sampled_from(["", "all_gather"]), st.integers(0, 3)),
         min_size=1,
         max_size=4,
     )
