@@ -49,12 +49,12 @@ __all__ = [
     "fsdp_shards",
     "fsspec_writer",
     "gather_from",
+    "inductor_config",
     "integer_weights",
     "read_scalar",
     "reduced_together",
     "register_fake_device",
     "restart_group_names",
-    "set_compile_threads",
     "set_local",
     "set_operation_timeout",
     "stage_backward_input",
@@ -362,14 +362,12 @@ copy_to = torch.ops.aten._to_copy.default
 """The operator of `Tensor.to`. Since 2.4."""
 
 
-def set_compile_threads(count: int) -> None:
-    """Sets how many processes torch.compile starts; call it before anything is compiled.
-
-    `torch._inductor.config.compile_threads` (since 2.0).
-    """
+def inductor_config() -> Any:
+    """Returns the settings of torch.compile: `compile_threads` (since 2.0) is how many processes it
+    starts, and is read when it first compiles."""
     from torch._inductor import config
 
-    config.compile_threads = count
+    return config
 
 
 def register_fake_device(name: str, module: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
-from raypp.torch_private import set_compile_threads
+from raypp.torch_private import inductor_config
 
 # torch 2.11 and 2.13 read both; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -62,7 +62,7 @@ def share_compile_threads(ranks: int, environment: Mapping[str, str] = os.enviro
         environment: Where the user's number is.
     """
     if "TORCHINDUCTOR_COMPILE_THREADS" not in environment:
-        set_compile_threads(max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks)))
+        inductor_config().compile_threads = max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def set_product_precision(job: Job) -> None:

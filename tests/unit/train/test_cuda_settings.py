@@ -14,6 +14,7 @@ from raypp.inference.source import Source
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.torch_private import inductor_config
 from raypp.train import torchrun
 from raypp.train.assemble import assemble
 from raypp.train.cuda_settings import cuda_event, prepare_allocator, prepare_driver, share_compile_threads
@@ -50,8 +51,7 @@ def test_cards_are_numbered_as_nvidia_smi_numbers_them() -> None:
 
 
 def test_the_ranks_of_a_node_share_its_cores_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config
-
+    config = inductor_config()
     monkeypatch.setattr(config, "compile_threads", 7)
     share_compile_threads(2, {"TORCHINDUCTOR_COMPILE_THREADS": "7"})
     assert config.compile_threads == 7

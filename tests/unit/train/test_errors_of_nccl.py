@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 from torch.distributed import DistBackendError
 
 from raypp.control.classify import kind_and_cause
 from raypp.failure_kinds import FailureKind
-from raypp.train.lost_peer import NCCL_OWN, explained, lost_peer
+from raypp.spec.load import parse_job
+from raypp.train import rank
+from raypp.train.lost_peer import NCCL_OWN, NcclError, explained, lost_peer
+from raypp.train.own_seat import local_seat
 
 _SYSTEM = "unhandled system error, NCCL version 2.28.9\nncclSystemError: System call or external library call failed."
 _INTERNAL = "internal error, NCCL version 2.28.9\nncclInternalError: Internal check failed."
@@ -99,3 +104,16 @@ def test_two_attempts_without_shared_memory_have_the_same_cause() -> None:
     ]
     one, two = (str(explained(error_of_nccl(_SYSTEM, text))) for text in texts)
     assert one == two
+
+
+def test_a_rank_ends_with_the_explained_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = error_of_nccl(_INTERNAL, "Bootstrap : no socket interface found")
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(rank, "_run_attempt", fails)
+    job = parse_job({"name": "x"})
+    with pytest.raises(NcclError, match="NCCL_SOCKET_IFNAME") as found:
+        rank.run_rank(job, local_seat(0, 1, 1, job), cast(Any, None))
+    assert found.value.__cause__ is error
