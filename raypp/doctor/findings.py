@@ -23,6 +23,13 @@ _INSTALL = "install `raypp[node]` there, into the Python that runs Ray"
 _SAME = ("python", "torch", "ray", "cuda", "nccl")
 
 
+_REASONS = {
+    "P2P": ", or update the driver and turn off the IOMMU and PCI ACS: cards do not read each other's memory correctly",
+    "SHM": ", or give containers more shared memory (--shm-size=8g)",
+    "IB": ", or configure InfiniBand or RoCE on these nodes (`ibstat`, `ulimit -l`)",
+}
+
+
 class Severity(StrEnum):
     """breaks: runs fail or hang. slows: runs are slower, or fail later. note: information."""
 
@@ -47,7 +54,19 @@ class Finding:
 def findings(report: dict[str, Any]) -> list[Finding]:
     """Returns all findings of a report, the most severe first."""
     found: list[Finding] = []
-    for look in (_silent_nodes, _versions, _data, _links, _rates, _clocks, _machines, _store, _devices, _cards):
+    for look in (
+        _silent_nodes,
+        _versions,
+        _data,
+        _links,
+        _groups,
+        _rates,
+        _clocks,
+        _machines,
+        _store,
+        _devices,
+        _cards,
+    ):
         found += look(report)
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
@@ -136,6 +155,24 @@ def _links(report: dict[str, Any]) -> Iterator[Finding]:
                     f"`iptables -S FORWARD` of its host (Docker sets DROP); then {fix}"
                 )
             yield _found(Severity.BREAKS, what, fix)
+
+
+def _groups(report: dict[str, Any]) -> Iterator[Finding]:
+    for group in report.get("groups", ()):
+        first, last = group["tries"][0], group["tries"][-1]
+        if "error" not in first:
+            continue
+        where = f"{group['kind']} between the {group['ranks']} ranks on {_some(group['nodes'])}"
+        if "error" in last:
+            told = min(group["tries"], key=lambda one: not one.get("fix"))
+            fix = (
+                told.get("fix") or "look at `dmesg`, at the cards (nvidia-smi topo -m) and at the network between them"
+            )
+            yield _found(Severity.BREAKS, f"{where} does not work: {told['error']}", fix)
+        else:
+            setting = f"NCCL_{last['off']}_DISABLE=1"
+            what = f"{where} works only with {setting}; without: {first['error']}"
+            yield _found(Severity.BREAKS, what, f"set {setting} in resources.env{_REASONS[last['off']]}")
 
 
 def _rates(report: dict[str, Any]) -> Iterator[Finding]:
