@@ -39,7 +39,7 @@ class PeakMeter:
         self._begun = 0
         self.before = self.peak = 0
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         if name == "build":
             self.before = resident("VmRSS")
             forget_peak()

@@ -48,7 +48,7 @@ class StepTimer:
         self.events: list[dict[str, Any]] = []
         self._gate = Gate()
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         if name == "finish" or detail.endswith("read"):
             self._gate.step_begins(lambda: {"parts": self.parts[-1] if self.parts else {}, "events": self.events})
             self.wall.append(time.perf_counter())

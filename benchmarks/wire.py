@@ -44,7 +44,7 @@ class Losses:
     def __init__(self) -> None:
         self.figures: dict[str, Any] = {"loss": [], "bytes": []}
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         pass
 
     def step(self, report: StepReport) -> None:

@@ -7,8 +7,10 @@ code imports.
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
+import shutil
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -21,6 +23,24 @@ ON_NODES = (
     "psutil",
 )  # fmt: skip
 """The distributions that ranks and controllers import."""
+# A process outlives the failure of a communicator and takes a seat in the next attempt, and raypp's
+# own watch decides what hangs. With torch's defaults its threads end the process by SIGABRT.
+NCCL_OF_TORCH = {
+    # 2: abort the communicators after an error. 1: also end the process. 3, the default: only end
+    # it. 0: do nothing, so that kernels wait for dead peers.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # 0: do not end the process when the watchdog makes no progress for 8 minutes, or 8 minutes
+    # after another rank has asked for a dump.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # 0: do not end the process when the watchdog's thread meets a CUDA error. The rank's own thread
+    # meets it, too, and reports it.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # No dump of recent collectives to /tmp after an error, and no wait (4 times this many ms) for
+    # it before the communicators are aborted.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Variables of a rank's process, unless the user sets them."""
 
 
 def need(module: str, extra: str, what: str, node: str = "") -> None:
@@ -39,6 +59,12 @@ def need(module: str, extra: str, what: str, node: str = "") -> None:
         where = f"on node {node}" if node else "here"
         fix = f"pip install 'raypp[{extra}]'" + (" there, into the Python that runs Ray" if node else "")
         raise JobError(Problem(what, f"needs {module}, which is not installed {where}", fix))
+
+
+def c_compiler() -> str | None:
+    """Returns this machine's C compiler, which Triton runs for every kernel; None without one."""
+    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def is_older(version: str, oldest: str) -> bool:

@@ -66,6 +66,7 @@ class FailureKind(StrEnum):
         "device_out_of_memory",
         Traits("the device is out of memory", recurring=True, same_by_kind=True),
     )
+    DEVICE_TAKEN = "device_taken", Traits("other processes hold the device's memory")
     RAISED = "raised", Traits("an exception", recurring=True)
     USER_ERROR = "user_error", Traits("the job or its data are wrong", permanent=True, symptom=True, exit_code=2)
     NODE_LOST = "node_lost", Traits("the node is gone", node_lost=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -217,8 +218,15 @@ class Reporter(Protocol):
     All methods are cheap and never raise; they may be called from any thread of the rank.
     """
 
-    def phase(self, name: str, detail: str = "") -> None:
-        """Reports what the rank is doing (rendezvous, build, load, step 12 forward 3 …)."""
+    def phase(self, name: str, detail: str = "", reached: Callable[[], bool] | None = None) -> None:
+        """Reports what the rank is doing (rendezvous, build, load, step 12 forward 3 …).
+
+        Args:
+            name: The phase.
+            detail: What it does in this phase.
+            reached: Tells, to any thread and without waiting, whether the device has come to where
+                its host queued this. None: the host does it itself.
+        """
         ...
 
     def step(self, report: StepReport) -> None:

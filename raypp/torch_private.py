@@ -49,6 +49,7 @@ __all__ = [
     "fsdp_shards",
     "fsspec_writer",
     "gather_from",
+    "inductor_config",
     "integer_weights",
     "read_scalar",
     "reduced_together",
@@ -359,6 +360,14 @@ read_scalar = torch.ops.aten._local_scalar_dense.default
 
 copy_to = torch.ops.aten._to_copy.default
 """The operator of `Tensor.to`. Since 2.4."""
+
+
+def inductor_config() -> Any:
+    """Returns the settings of torch.compile: `compile_threads` (since 2.0) is how many processes it
+    starts, and is read when it first compiles."""
+    from torch._inductor import config
+
+    return config
 
 
 def register_fake_device(name: str, module: Any) -> None:

@@ -36,6 +36,7 @@ _COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cy
 @click.option("--out", type=click.Path(path_type=Path), help="Write a file for `raypp plan --links`.")
 @click.option("--seconds", default=0.6, show_default=True, help="Length of each bandwidth measurement.")
 @click.option("--no-devices", is_flag=True, help="Skip the matrix product on every device.")
+@click.option("--nccl", is_flag=True, help="Run NCCL between the GPUs, and look at what arrives.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(
     job: Path | None,
@@ -45,6 +46,7 @@ def doctor_command(
     out: Path | None,
     seconds: float,
     no_devices: bool,
+    nccl: bool,
     as_json: bool,
 ) -> None:
     """Check every node of a cluster, each link between two nodes, and the store.
@@ -66,7 +68,7 @@ def doctor_command(
     if url and not re.match(r"^[a-z0-9]+://", url):
         url = str(expand_home(url).absolute())
     examined = without_secrets(job_document(checked)) if checked else None
-    options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices)
+    options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices, nccl)
     report = examine(cluster, options, lambda line: echo(f"  {line}", err=True))
     found = findings(report)
     if checked is not None:
@@ -95,6 +97,9 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
         if skews:
             console.print(f"clocks: within {max(0.1, max(skews) * 1e3):.3g} ms of each other")
             console.print()
+    if report.get("groups"):
+        console.print(_groups(report))
+        console.print()
     if report["store"]:
         console.print(_store(report["store"]))
         console.print()
@@ -178,6 +183,19 @@ def _matrix(report: dict[str, Any]) -> Table:
 
 def _own_interface(node: dict[str, Any]) -> str:
     return next((one["name"] for one in node.get("interfaces", ()) if one["address"] == node["ip"]), "")
+
+
+def _groups(report: dict[str, Any]) -> Table:
+    table = _plain_table("groups", "", "nodes", "ranks", "works", "sums", "to a neighbour")
+    for group in report["groups"]:
+        last = group["tries"][-1]
+        facts = (group["kind"], ", ".join(group["nodes"]), str(group["ranks"]))
+        if "error" in last:
+            table.add_row(*facts, Text("no", "red"), "–", "–")
+        else:
+            works = f"without {last['off']}" if last["off"] else "yes"
+            table.add_row(*facts, works, *(f"{last[name]:.3g} GB/s" for name in ("all_reduce", "exchange")))
+    return table
 
 
 def _store(store: dict[str, Any]) -> Table:

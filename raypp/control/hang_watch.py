@@ -31,13 +31,15 @@ class _LastHeartbeat:
     phase: str = "starting"
     idle_s: float = 0.0
     inside: str = ""
+    reached: int = 0
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A hang: the rank that the attempt waits for, and the text of the failure."""
+    """A hang: the rank that the attempt waits for, None if it is unknown; the text of the
+    failure."""
 
-    rank: int
+    rank: int | None
     cause: str
     details: str
 
@@ -62,12 +64,14 @@ class HangWatch:
         self._steps: deque[float] = deque(maxlen=20)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
 
-    def add_heartbeat(self, rank: int, phase: str, idle_s: float, sent: float, inside: str = "") -> None:
+    def add_heartbeat(
+        self, rank: int, phase: str, idle_s: float, sent: float, inside: str = "", reached: int = 0
+    ) -> None:
         """Records what a rank reported at `sent`, unless a newer heartbeat is known."""
         if sent < self._heartbeats[rank].at:
             return
         idle_s -= sum(max(0.0, min(end, sent) - max(begin, sent - idle_s)) for begin, end in self._gaps)
-        self._heartbeats[rank] = _LastHeartbeat(sent, phase, idle_s, inside)
+        self._heartbeats[rank] = _LastHeartbeat(sent, phase, idle_s, inside, reached)
 
     def skip(self, gap_s: float, now: float) -> None:
         """Leaves out the last `gap_s` seconds, in which no report could be taken.
@@ -105,11 +109,12 @@ class HangWatch:
         silent = silent or [rank for rank in range(len(self._heartbeats)) if self._overdue(rank, now)]
         activities = [self._activity(rank, now, rank in silent) for rank in range(len(self._heartbeats))]
         blame = find_culprit(activities, self._rank_of_stage)
-        phase = self._heartbeats[blame.rank].phase.partition(" ")[0]
-        if phase in _OWN_LIMIT and blame.rank not in silent:
-            return None
-        if phase == "save" and self._idle_s(blame.rank, now) <= _SLOW_STORE * limit:
-            return None
+        if blame.rank is not None:
+            phase = self._heartbeats[blame.rank].phase.partition(" ")[0]
+            if phase in _OWN_LIMIT and blame.rank not in silent:
+                return None
+            if phase == "save" and self._idle_s(blame.rank, now) <= _SLOW_STORE * limit:
+                return None
         return Stall(blame.rank, f"{blame.cause} (allowed: {limit:.0f} s)", activity_table(activities))
 
     def _is_idle(self, rank: int, now: float, limit: float) -> bool:
@@ -132,4 +137,4 @@ class HangWatch:
         rank, last = self._ranks[number], self._heartbeats[number]
         idle_s = self._idle_s(number, now)
         activity = RankActivity(number, rank.label, rank.coordinates, last.phase, idle_s, rank.node, rank.pid)
-        return replace(activity, silent=silent, inside=last.inside)
+        return replace(activity, silent=silent, inside=last.inside, reached=last.reached)

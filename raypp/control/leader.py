@@ -307,9 +307,11 @@ class Leader:
         if stall is None or not self.training:
             return
         self._reports.watch = None
-        for rank, text in collect_stacks(attempt.ranks, self._workers, stall.rank).items():
+        for rank, text in collect_stacks(attempt.ranks, self._workers, stall.rank or 0).items():
             self.record.event(run_events.stack_event(attempt.ranks[rank], text, attempt.number))
-        failure = attempt.ranks[stall.rank].failure(FailureKind.HUNG, stall.cause, stall.details)
+        failure = attempt.ranks[stall.rank or 0].failure(FailureKind.HUNG, stall.cause, stall.details)
+        if stall.rank is None:
+            failure = replace(failure, rank=-1, label="", node="", pid=0)
         self._process_event(m.RankFailed(failure))
 
     def _check_preemption(self, attempt: Attempt) -> None:

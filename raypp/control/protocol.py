@@ -110,6 +110,7 @@ class ReportBatch:
         phase: What the rank does now.
         idle_s: Seconds since its phase last changed.
         inside: The collective it waits in, once it has been idle for a while.
+        reached: Marks that the device has come to, if `phase` is the device's; 0: it is the host's.
     """
 
     attempt: int
@@ -121,6 +122,7 @@ class ReportBatch:
     events: tuple[Event, ...] = ()
     logs: tuple[LogLine, ...] = ()
     inside: str = ""
+    reached: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Heartbeat(NamedTuple):
     idle_s: float
     age_s: float
     inside: str = ""
+    reached: int = 0
 
 
 @dataclass(frozen=True)

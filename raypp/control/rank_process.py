@@ -12,28 +12,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from raypp.environment import NCCL_OF_TORCH
 from raypp.records import Seat
 
 log = logging.getLogger("raypp")
-
-# A process outlives the failure of a communicator and takes a seat in the next attempt, and raypp's
-# own watch decides what hangs. With torch's defaults its threads end the process by SIGABRT.
-NCCL_OF_TORCH = {
-    # 2: abort the communicators after an error. 1: also end the process. 3, the default: only end
-    # it. 0: do nothing, so that kernels wait for dead peers.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # 0: do not end the process when the watchdog makes no progress for 8 minutes, or 8 minutes
-    # after another rank has asked for a dump.
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # 0: do not end the process when the watchdog's thread meets a CUDA error. The rank's own thread
-    # meets it, too, and reports it.
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # No dump of recent collectives to /tmp after an error, and no wait (4 times this many ms) for
-    # it before the communicators are aborted.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-}
-"""Variables of a rank's process, unless the job's `resources.env` sets them."""
 
 
 def set_seat_environment(seat: Seat) -> None:

@@ -25,12 +25,13 @@ _OF_ONE_SUBMISSION = _ENDS | {"submitted", "device_chosen", "rank_failed", "resh
 def failure_event(failure: RankFailure, attempt: int) -> Event:
     """A rank failed."""
     details = {"kind": failure.kind, "cause": failure.cause, "pid": failure.pid, "label": failure.label}
+    known = failure.rank >= 0
     return Event(
         "rank_failed",
-        f"{failure.label} (rank {failure.rank}) on {failure.node}: {failure.cause}",
+        f"{failure.label} (rank {failure.rank}) on {failure.node}: {failure.cause}" if known else failure.cause,
         attempt=attempt,
         step=failure.step,
-        rank=failure.rank,
+        rank=failure.rank if known else None,
         node=failure.node,
         details={**details, "evidence": failure.details},
     )

@@ -219,9 +219,18 @@ class Worker:
         self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails, self._relay)
         with process_title(f"ray::raypp/{self._run}/{seat.label}"), reporter:
             result = self._result(job, seat, reporter)
-        gc.collect()  # groups, stores and tensors that an exception kept alive
+        self._free()
         reusable, why = self._reusable(result, before)
         return RankEnd(result, reusable, why, reporter.unwritten())
+
+    def _free(self) -> None:
+        """Frees what an exception kept alive: groups, stores, tensors, and the device's memory."""
+        gc.collect()
+        if self._rank_function is None:
+            with contextlib.suppress(ImportError):  # then the rank did not begin, either
+                from raypp.train.rank import free_cache
+
+                free_cache()
 
     def _result(self, job: dict[str, Any], seat: Seat, reporter: ControllerReporter) -> RankResult | RankFailure:
         """Runs the rank; turns any exception into a failure for the controller."""

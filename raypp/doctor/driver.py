@@ -17,7 +17,7 @@ from typing import Any
 
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, load_private_environment
 from raypp.control.protocol import NAMESPACE
-from raypp.doctor.node import NodeProbe
+from raypp.doctor.node import GROUP_TIMEOUT_S, NodeProbe, slowest
 from raypp.untrusted.text import visible
 
 _START_S = 60.0
@@ -39,6 +39,7 @@ class ProbeOptions:
         job: The job whose data every node needs; None: none.
         seconds: Duration of each bandwidth measurement.
         devices: Whether to run a matrix product on every device.
+        groups: Whether to run NCCL between the GPUs, gloo where there is none.
         share_environment: Whether every node uses the store settings and keys of the driver's
             environment. The embedded cluster needs it, because no Ray job carries them there.
     """
@@ -47,6 +48,7 @@ class ProbeOptions:
     job: dict[str, Any] | None = None
     seconds: float = 0.6
     devices: bool = True
+    groups: bool = False
     share_environment: bool = False
 
     def as_argument(self) -> str:
@@ -111,11 +113,13 @@ class Examination:
             asked = {index: self._actors[index].devices.remote() for index in working}
             for index, answer in self._gather(asked, _DEVICES_S).items():
                 self._report[index]["torch"] = answer
+        groups = self._groups(working) if self._options.groups else []
         links = self._links(working)
         store = self._store(working) if self._options.store_url else None
         for index in working:
             self._ray.kill(self._actors[index])
-        return {"measured": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "nodes": self._report, "links": links, "store": store}
+        report = {"nodes": self._report, "links": links, "groups": groups, "store": store}
+        return {"measured": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **report}
 
     def _look_around(self) -> None:
         _print_progress(f"{len(self._nodes)} node{'' if len(self._nodes) == 1 else 's'}")
@@ -153,6 +157,41 @@ class Examination:
                 found.append({"from": self._ip(one), "to": self._ip(other), **answer})
                 _print_progress(f"link {self._ip(one)} – {self._ip(other)}: {_link_text(answer)}")
         return found
+
+    def _groups(self, working: list[int]) -> list[dict[str, Any]]:
+        """Tries NCCL among the GPUs of each node, and among all; gloo where there is no GPU."""
+        devices = {index: self._devices_of(index) for index in working}
+        devices = {index: names for index, names in devices.items() if names} or {
+            index: ["cpu"] * 2 for index in working
+        }
+        members = [[index] for index, names in devices.items() if len(names) > 1]
+        members += [list(devices)] if len(devices) > 1 else []
+        return [self._try_group(group, devices) for group in members]
+
+    def _devices_of(self, index: int) -> list[str]:
+        seen = self._report[index].get("torch")
+        count = int(self._report[index]["gpus"]) if seen is None else len(seen.get("devices", ()))
+        return [f"cuda:{number}" for number in range(count)]
+
+    def _try_group(self, group: list[int], devices: dict[int, list[str]]) -> dict[str, Any]:
+        first, nodes = group[0], [self._ip(index) for index in group]
+        names = [(index, name) for index in group for name in devices[index]]
+        kind, tries = "gloo" if names[0][1] == "cpu" else "NCCL", list[dict[str, Any]]()
+        for off in ("", "P2P", "SHM", "IB") if kind == "NCCL" else ("",):
+            port = self._gather({0: self._actors[first].free_port.remote(nodes[0])}, _START_S)[0]
+            if isinstance(port, dict):
+                tries.append({"off": off, **port})
+                break
+            asked = {}
+            for index in group:
+                ranks = [(rank, name) for rank, (one, name) in enumerate(names) if one == index]
+                peer = next((ip for ip in nodes if ip != self._ip(index)), nodes[0])
+                asked[index] = self._actors[index].try_group.remote(ranks, len(names), nodes[0], port, peer, off)
+            tries.append({"off": off, **slowest(list(self._gather(asked, GROUP_TIMEOUT_S + _START_S).values()))})
+            _print_progress(f"{kind} on {', '.join(nodes)}{f' without {off}' if off else ''}: {_group_text(tries[-1])}")
+            if "error" not in tries[-1]:
+                break
+        return {"nodes": nodes, "kind": kind, "ranks": len(names), "tries": tries}
 
     def _store(self, working: list[int]) -> dict[str, Any]:
         url, nonce = self._options.store_url, secrets.token_hex(6)
@@ -197,6 +236,12 @@ def _link_text(answer: dict[str, Any]) -> str:
     if "error" in answer:
         return str(answer["error"])
     return f"{answer['gbps_out']:.3g} and {answer['gbps_in']:.3g} Gbit/s, {answer['latency_ms']:.3g} ms"
+
+
+def _group_text(answer: dict[str, Any]) -> str:
+    if "error" in answer:
+        return str(answer["error"])
+    return f"{answer['all_reduce']:.3g} GB/s in sums, {answer['exchange']:.3g} to a neighbour"
 
 
 def _store_text(answer: dict[str, Any]) -> str:

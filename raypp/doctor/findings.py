@@ -23,6 +23,13 @@ _INSTALL = "install `raypp[node]` there, into the Python that runs Ray"
 _SAME = ("python", "torch", "ray", "cuda", "nccl")
 
 
+_REASONS = {
+    "P2P": ", or update the driver and turn off the IOMMU and PCI ACS: cards do not read each other's memory correctly",
+    "SHM": ", or give containers more shared memory (--shm-size=8g)",
+    "IB": ", or configure InfiniBand or RoCE on these nodes (`ibstat`, `ulimit -l`)",
+}
+
+
 class Severity(StrEnum):
     """breaks: runs fail or hang. slows: runs are slower, or fail later. note: information."""
 
@@ -47,7 +54,19 @@ class Finding:
 def findings(report: dict[str, Any]) -> list[Finding]:
     """Returns all findings of a report, the most severe first."""
     found: list[Finding] = []
-    for look in (_silent_nodes, _versions, _data, _links, _rates, _clocks, _machines, _store, _devices, _cards):
+    for look in (
+        _silent_nodes,
+        _versions,
+        _data,
+        _links,
+        _groups,
+        _rates,
+        _clocks,
+        _machines,
+        _store,
+        _devices,
+        _cards,
+    ):
         found += look(report)
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
@@ -138,6 +157,24 @@ def _links(report: dict[str, Any]) -> Iterator[Finding]:
             yield _found(Severity.BREAKS, what, fix)
 
 
+def _groups(report: dict[str, Any]) -> Iterator[Finding]:
+    for group in report.get("groups", ()):
+        first, last = group["tries"][0], group["tries"][-1]
+        if "error" not in first:
+            continue
+        where = f"{group['kind']} between the {group['ranks']} ranks on {_some(group['nodes'])}"
+        if "error" in last:
+            told = min(group["tries"], key=lambda one: not one.get("fix"))
+            fix = (
+                told.get("fix") or "look at `dmesg`, at the cards (nvidia-smi topo -m) and at the network between them"
+            )
+            yield _found(Severity.BREAKS, f"{where} does not work: {told['error']}", fix)
+        else:
+            setting = f"NCCL_{last['off']}_DISABLE=1"
+            what = f"{where} works only with {setting}; without: {first['error']}"
+            yield _found(Severity.BREAKS, what, f"set {setting} in resources.env{_REASONS[last['off']]}")
+
+
 def _rates(report: dict[str, Any]) -> Iterator[Finding]:
     interfaces = {node["ip"]: {one["name"]: one for one in node["interfaces"]} for node in _working(report)}
     good = [link for link in report["links"] if "error" not in link]
@@ -207,9 +244,18 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
     if slow := those(lambda node: node["lookup_s"] > LOOKUP_REPORTED_S):
         what = f"{_some(slow)} takes seconds to look up its own address; every rendezvous waits for this"
         yield _found(Severity.SLOWS, what, "add the addresses and names of all nodes to /etc/hosts on every node")
-    if small := those(lambda node: node["shm_free"] is not None and node["shm_free"] < SHM_BYTES):
-        what = f"less than 1 GiB of /dev/shm is free on {_some(small)}"
-        yield _found(Severity.SLOWS, what, "start containers with --shm-size; delete files that dead processes left")
+    small = those(lambda node: node["shm_free"] is not None and node["shm_free"] < SHM_BYTES)
+    for several in (True, False):
+        if nodes := [ip for ip in small if (ip in those(lambda node: node["gpus"] > 1)) is several]:
+            what = f"less than 1 GiB of /dev/shm is free on {_some(nodes)}"
+            if several:
+                what += ", where NCCL needs it between GPUs that do not reach each other's memory"
+            fix = "start containers with --shm-size=8g; delete files that dead processes left in /dev/shm"
+            yield _found(Severity.BREAKS if several else Severity.SLOWS, what, fix)
+    if without := those(lambda node: node["gpus"] > 0 and "compiler" in node and not node["compiler"]):
+        what = f"{_some(without)} {'has' if len(without) == 1 else 'have'} no C compiler"
+        fix = "install gcc and the C library's headers (apt-get install gcc libc6-dev), or set CC"
+        yield _found(Severity.SLOWS, f"{what}: train.compile is refused there, and flex attention is not used", fix)
     if full := those(lambda node: node["disk_free"] is not None and node["disk_free"] < DISK_BYTES):
         what = f"less than 2 GiB of disk is free where Ray keeps its files on {_some(full)}"
         yield _found(Severity.BREAKS, what, "free disk space, or start Ray with --temp-dir on another disk")
@@ -221,6 +267,8 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
         node = next(one for one in _working(report) if one["ip"] == blind[0])
         visible = node["torch"].get("visible")
         told = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r} on {node['ip']})"
+        if node["torch"].get("why"):
+            told += f" ({node['torch']['why']})"
         fix = "install a CUDA build of torch that fits the driver (see nvidia-smi), and check CUDA_VISIBLE_DEVICES"
         yield _found(Severity.BREAKS, f"Ray counts more GPUs than torch sees on {_some(blind)}{told}", fix)
 
@@ -280,6 +328,22 @@ def _cards(report: dict[str, Any]) -> Iterator[Finding]:
             major, minor = card.get("capability", BF16_SINCE)
             if (major, minor) < BF16_SINCE and node["ip"] not in old[f"{card['kind']} ({major}.{minor})"]:
                 old[f"{card['kind']} ({major}.{minor})"].append(node["ip"])
+        places = [card["bus"] for card in cards if card.get("bus")]
+        if len(set(places)) < len(places):
+            what = f"node {node['ip']} has parts of one card (MIG) as several devices; NCCL does not connect them"
+            fix = "give a run one part of each card, or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer)"
+            yield _found(Severity.SLOWS, what, fix)
+        for kind in dict.fromkeys(card["kind"] for card in cards if card.get("time_limit")):
+            what = f"the driver of {node['ip']} ends kernels that run for seconds on {kind}, which drives a display"
+            fix = (
+                "run no desktop on that card (`sudo systemctl isolate multi-user.target`, or another card for the "
+                'display); or set Option "Interactive" "off" in the Device section of xorg.conf'
+            )
+            yield _found(Severity.BREAKS, f"{what}: NCCL's run for as long as they wait for another rank", fix)
+        for kind in dict.fromkeys(card["kind"] for card in cards if card.get("supported") is False):
+            what = f"torch on {node['ip']} has no kernels for {kind}"
+            fix = "install a torch that is built for this card (an older CUDA supports older cards)"
+            yield _found(Severity.BREAKS, what, fix)
     for kind, nodes in old.items():
         what = f"{kind} on {_some(nodes)} is too old for bf16, which needs compute capability 8.0 (A100)"
         yield _found(Severity.NOTE, what, "use train.precision fp32 there, or leave these nodes out")

@@ -29,7 +29,7 @@ from raypp.records import Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import AssembledRank, assemble
-from raypp.train.cuda_settings import prepare_queues
+from raypp.train.cuda_settings import prepare_driver
 from raypp.train.evaluate import Evaluator
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
@@ -96,7 +96,7 @@ def on_ranks(function: Any, source: Source, job: Job, *arguments: Any) -> Any:
         What rank 0's function returned.
     """
     world = job.mesh.world
-    prepare_queues()
+    prepare_driver()
     device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
     given = (asdict(source), job_document(job), device, *arguments)
     return function(0, free_port(), *given) if world == 1 else run_ranks(world, function, *given, patience_s=None)

@@ -19,7 +19,7 @@ from raypp.inference.rank_error import error_document
 from raypp.inference.source import Source
 from raypp.records import Seat
 from raypp.spec.load import parse_job
-from raypp.train.lost_peer import lost_peer
+from raypp.train.lost_peer import explained, lost_peer
 
 if TYPE_CHECKING:
     from raypp.inference.task_model import TaskModel
@@ -69,7 +69,7 @@ def use_model(request: Mapping[str, Any], seat: Seat, tell: Tell) -> dict[str, A
             answer_request(decoder, request, request, tell)
         return {"done": len(request["prompts"])}
     except Exception as error:  # noqa: BLE001 - the command that asked shows it
-        return {"error": error_document(error, peer=lost_peer(error))}
+        return {"error": error_document(explained(error), peer=lost_peer(error))}
 
 
 def _tasks(source: Source, request: Mapping[str, Any], seat: Seat, tell: Tell) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from raypp.parallel.rank_groups import make_groups
 from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.pipeline.next_token import Choice
 from raypp.records import Seat
-from raypp.train.cuda_settings import prepare_queues, set_product_precision
-from raypp.train.lost_peer import lost_peer
+from raypp.train.cuda_settings import prepare_driver, set_product_precision
+from raypp.train.lost_peer import explained, lost_peer
 from raypp.train.own_seat import local_seat
 from raypp.train.process_group import joined, pick_device
 
@@ -52,7 +52,7 @@ def main() -> int:
                 if seat.rank == 0:
                     tell({"done": len(request["prompts"])})
     except Exception as error:  # noqa: BLE001 - the parent shows it
-        document = error_document(error, peer=lost_peer(error))
+        document = error_document(explained(error), peer=lost_peer(error))
         sys.stderr.write("\n" + json.dumps({"error": document}) + "\n")
         sys.stderr.flush()
         os._exit(document["exit_code"])  # a peer may be gone, and leaving the groups would wait for it
@@ -67,7 +67,7 @@ def _seat_here(source: Source, pp: int, rank: int, port: int) -> Seat:
         ResourcesError: There are GPUs, but fewer than ranks.
         JobError: See `Source.job`.
     """
-    prepare_queues()
+    prepare_driver()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.device_count() < pp:
         what = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"

@@ -5,6 +5,7 @@ Runs in a separate process, so that the caller need not import torch. Prints one
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -15,30 +16,65 @@ from typing import Any
 
 import torch
 
+from raypp.train.cuda_settings import prepare_driver
+from raypp.train.device_check import card_of, has_kernels_for, why_no_card
+
 _LOOK_S = 0.3
+_KERNEL_EXEC_TIMEOUT = 17  # the driver's number of that attribute
 
 
 def look() -> dict[str, Any]:
-    """Returns versions, and each device's kind, capability, speed (FLOP/s; 0 if its memory is full)
-    and memory."""
+    """Returns versions, and what is known of each device.
+
+    Its kind, capability, speed (FLOP/s; 0 if its memory is full or torch has no kernels for it),
+    memory, place on the PCI bus, and whether the driver ends long kernels. Without a device, `why`.
+    """
+    prepare_driver()
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "devices": []}
     found |= {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
-            facts = torch.cuda.get_device_properties(index)
+            card = card_of(index)
             free, _ = torch.cuda.mem_get_info(index)
+            supported = has_kernels_for(card.capability, torch.cuda.get_arch_list())
             try:
-                flops = _flops(torch.device("cuda", index), torch.bfloat16, 8192)
+                flops = _flops(torch.device("cuda", index), torch.bfloat16, 8192) if supported else 0.0
             except torch.OutOfMemoryError:  # another process uses it
                 torch.cuda.empty_cache()
                 flops = 0.0
-            device = {"kind": facts.name, "flops": flops, "memory": facts.total_memory, "free": free}
-            found["devices"].append(device | {"capability": [facts.major, facts.minor]})
+            device = {"kind": card.name, "flops": flops, "memory": card.memory, "free": free, "bus": card.bus}
+            device |= {"supported": supported, "time_limit": kernel_time_limit(index)}
+            found["devices"].append(device | {"capability": list(card.capability)})
     else:
         torch.set_num_threads(1)
+        found["why"] = why_no_card()
         found["cpu"] = {"kind": _cpu(), "flops": _flops(torch.device("cpu"), torch.float32, 512)}
     return found
+
+
+def kernel_time_limit(index: int, library: str = "libcuda.so.1") -> bool | None:
+    """Returns whether the driver ends kernels that run for seconds, as it does on a card with a
+    display.
+
+    NCCL's kernels run for as long as they wait for another rank.
+
+    Args:
+        index: The device's number in this process.
+        library: The driver's library.
+
+    Returns:
+        None if the driver does not answer.
+    """
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return None
+    device, value = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
+        return None
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(value), _KERNEL_EXEC_TIMEOUT, device)
+    return None if failed else bool(value.value)
 
 
 def _driver() -> str | None:

@@ -55,6 +55,29 @@ class Anchor:
         return self.host_s + float(self.instant.elapsed_time(instant)) / 1e3
 
 
+def device_marks(phase: Callable[..., None], name: str, device: torch.device) -> Callable[[str], None]:
+    """Returns a function that reports what a rank does next.
+
+    On a GPU, with it goes an event: whoever looks for the rank later sees what the device has come
+    to, where the host may have queued everything.
+
+    Args:
+        phase: `Reporter.phase`.
+        name: Its first argument.
+        device: The device that computes, on the stream that is current when the function is called.
+    """
+    if device.type == "cpu":
+        return lambda action: phase(name, action)
+    module = torch.get_device_module(device)
+
+    def mark(action: str) -> None:
+        event = module.Event()
+        event.record()
+        phase(name, action, event.query)
+
+    return mark
+
+
 class DeviceClock:
     """Times blocks of code on a device: by the host's clock on a CPU, by events on a GPU.
 

@@ -310,7 +310,7 @@ class ProgramRuntime:
 
     def _wait_for_sums(self) -> None:
         sums = [one for stage in self.planned.values() for one in (stage.late_sums, stage.replica_sums) if one]
-        if self.mark is not None and any(one.under_way for one in sums):
+        if self.mark is not None and (self._reducing or any(one.under_way for one in sums)):
             self.mark("sums")
         with self._traced("wait sums"):
             for stage in self._reducing:

@@ -1,6 +1,8 @@
 """Finds the rank to blame for a hang, from what every rank was last known to do.
 
-Every rank marks what it does. This module understands these marks, which `raypp.train` makes:
+Every rank marks what it does. On a GPU the host queues a whole step within moments, so there a mark
+counts once the device has come to it. This module understands these marks, which `raypp.train`
+makes:
 
 | mark | the rank |
 |---|---|
@@ -28,7 +30,6 @@ from itertools import pairwise
 from raypp.records import Coordinates
 
 _WORK = re.compile(r"(?:step|evaluate) (\d+)([FBIW])(\d+)( waits)?")
-_WORLD_COLLECTIVES = ("agree", "sum", "replicas", "tie", "clocks")
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 _COLLECTIVE_NAMES = {
     "agree": "the agreement on the step",
@@ -36,6 +37,7 @@ _COLLECTIVE_NAMES = {
     "replicas": "the comparison of replicas",
     "clocks": "the comparison of clocks",
     "tie": "the sum of the tied embedding's gradients",
+    "sums": "the sum of gradients",
 }
 _LONGEST_CHAIN = 5
 
@@ -51,6 +53,8 @@ class RankActivity:
         inside: The collective or message in which its thread waits, by its stack; "" when in none
             or unknown.
         step: The last step it reported.
+        reached: Marks that its device has come to in this attempt, if `phase` says where the device
+            is. The ranks of a stage make the same marks. 0: `phase` is what the host does.
     """
 
     rank: int
@@ -63,6 +67,7 @@ class RankActivity:
     silent: bool = False
     inside: str = ""
     step: int = 0
+    reached: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,13 @@ class Blame:
     """The cause of a hang.
 
     Attributes:
-        rank: The rank for which all others wait.
+        rank: The rank for which all others wait. None: nobody is known to be late, because the
+            ranks wait for each other, or all are in the same collective.
         cause: The chain of waits that ends with it, as text.
-        ring: The ranks wait for each other (a deadlock); `rank` is the one that has been idle
-            longest.
+        ring: The ranks wait for each other: a deadlock, or a link that carries nothing.
     """
 
-    rank: int
+    rank: int | None
     cause: str
     ring: bool = False
 
@@ -112,15 +117,17 @@ def find_culprit(activities: Sequence[RankActivity], rank_of_stage: Sequence[int
         assert last is not None
         back = next(rank for rank in last.ranks if rank in chain)
         round_trip = chain[chain.index(back) :]
-        first = max(round_trip, key=lambda rank: by_rank[rank].idle_s)
-        return Blame(first, _ring_text(round_trip, waits, by_rank), ring=True)
+        return Blame(None, _ring_text(round_trip, waits, by_rank), ring=True)
+    if (together := _collective(by_rank[culprit])) and not by_rank[culprit].silent:
+        since = f"for {by_rank[culprit].idle_s:.0f} s"
+        return Blame(None, f"all its ranks have been in {together} {since}; which of them does not come is unknown")
     return Blame(culprit, _chain_text(chain, waits, by_rank))
 
 
 def activity_table(activities: Sequence[RankActivity]) -> str:
     """Returns one line per rank."""
     return "\n".join(
-        f"{activity.label}: `{activity.phase}` for {activity.idle_s:.0f} s"
+        f"{activity.label}: {'device at ' if activity.reached else ''}`{activity.phase}` for {activity.idle_s:.0f} s"
         + (f", in {activity.inside}" if activity.inside else "")
         + (", silent" if activity.silent else "")
         for activity in activities
@@ -151,15 +158,17 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
     if words[:1] == ["step"] and inner == "sends":
         neighbours = [other.rank for other in everyone if _same_column(one, other) and _other_stage(one, other)]
         # A rank that has taken everything has finished the step's work and waits for others itself.
-        busy = [rank for rank in neighbours if _WORK.fullmatch(_of(everyone, rank).phase) or _of(everyone, rank).silent]
+        busy = [rank for rank in neighbours if _is_busy(_of(everyone, rank))]
         return _Wait("its last messages to be taken by", tuple(busy)) if busy else None
     if words[:1] == ["step"] and inner == "sums":
         stage = [other for other in everyone if other.rank != one.rank and not _other_stage(one, other)]
         late = [other.rank for other in stage if not _there(other, inner)]
-        return _Wait("the sum of gradients with", tuple(late)) if late else None
-    if words[:1] == ["step"] and inner in _WORLD_COLLECTIVES:
+        return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None
+    if _collective(one):
         late = [other.rank for other in everyone if other.rank != one.rank and not _there(other, inner)]
         return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None
+    if one.reached:
+        return _stage_wait(one, everyone)
     if one.inside:
         return _group_wait(one, everyone)
     return None
@@ -192,6 +201,35 @@ def _group_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | 
         and (other.silent or other.inside != one.inside)
     ]
     return _Wait(f"{one.inside} with", tuple(late)) if late else None
+
+
+def _stage_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | None:
+    """Returns the ranks of a device's stage that have not come to its action, which may contain
+    collectives of the stage; those that are at the same one if none is behind."""
+    mates = [other for other in everyone if other.rank != one.rank and not _other_stage(one, other)]
+    behind = [other.rank for other in mates if other.silent or _is_behind(other, one)]
+    level = [other.rank for other in mates if other.reached == one.reached]
+    return _Wait(f"`{one.phase}` with", tuple(behind or level)) if behind or level else None
+
+
+def _is_busy(one: RankActivity) -> bool:
+    """Returns whether a rank may still have to take messages of the step."""
+    moves = one.reached and not _collective(one) and not one.phase.endswith(" sends")
+    return one.silent or bool(moves) or _WORK.fullmatch(one.phase) is not None
+
+
+def _is_behind(other: RankActivity, one: RankActivity) -> bool:
+    """Returns whether a rank of the same stage has not come as far as the device of another."""
+    if other.reached:
+        return other.reached < one.reached
+    return _WORK.fullmatch(other.phase) is not None  # its device waits for its host
+
+
+def _collective(one: RankActivity) -> str:
+    """Returns the name of the collective of all ranks, or of a stage, that a rank's mark says it is
+    in; "" if in none."""
+    words = one.phase.split()
+    return _COLLECTIVE_NAMES.get(words[-1], "") if words[:1] == ["step"] else ""
 
 
 def _same_column(one: RankActivity, other: RankActivity) -> bool:
@@ -239,7 +277,9 @@ def _ring_text(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: 
         assert wait is not None
         links.append(f"{_place(by_rank[rank])} waits for {wait.what} {by_rank[awaited].label}")
     longest = max(by_rank[rank].idle_s for rank in ring)
-    return f"ranks have waited for each other for {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
+    text = f"ranks have waited for each other for {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
+    cable = any(by_rank[rank].reached for rank in ring) and len({by_rank[rank].node for rank in ring}) > 1
+    return f"{text}; the link between them may carry nothing" if cable else text
 
 
 def _place(activity: RankActivity) -> str:

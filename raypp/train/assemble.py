@@ -23,8 +23,14 @@ from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages, build_stages
-from raypp.train.cuda_settings import cuda_event, prepare_allocator, prepare_queues, set_product_precision
-from raypp.train.device_check import check_device, tell_of_mixed_cards
+from raypp.train.cuda_settings import (
+    cuda_event,
+    prepare_allocator,
+    prepare_driver,
+    set_product_precision,
+    share_compile_threads,
+)
+from raypp.train.device_check import check_device, compare_cards
 from raypp.train.optimizer import build_optimizer
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.process_group import allow_long_steps, joined, pick_device
@@ -93,11 +99,13 @@ def assemble(
     Raises:
         UnreachableError: Two nodes cannot reach each other.
         JobError: The rank's device is not there, or cannot run the job.
+        DeviceTakenError: Other processes hold the device's memory.
         RayppError: The data or the sizes do not fit; the user can fix it.
     """
     if seat.device == "cuda":  # both before CUDA is used
-        prepare_queues()
+        prepare_driver()
     allocator = prepare_allocator() if seat.device == "cuda" else None
+    share_compile_threads(seat.local_world_size)
     card = check_device(job, seat)
     device = pick_device(seat)
     if allocator is not None:
@@ -108,7 +116,7 @@ def assemble(
         with part("rendezvous"):
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
             if card is not None:
-                tell_of_mixed_cards(card, seat, Mesh.of(job.mesh), store, tell)
+                compare_cards(card, seat, Mesh.of(job.mesh), store, tell)
             groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
         with part("build"):
             attention = _attention(job, seat, device, tell)

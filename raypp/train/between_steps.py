@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from raypp.observe.reader import RunReader
+from raypp.pipeline.device_clock import device_marks
 from raypp.records import Reporter
 from raypp.storage import ObjectStore
 from raypp.train.assemble import AssembledRank
@@ -32,7 +33,7 @@ class BetweenSteps:
         self._job, self._seat, self._store, self._reporter = rank.job, rank.seat, store, reporter
         self._evaluator = self._sampler = None
         if self._job.train.eval_every_steps:
-            self._evaluator = Evaluator(self._job, runner, lambda action: reporter.phase("evaluate", action))
+            self._evaluator = Evaluator(self._job, runner, device_marks(reporter.phase, "evaluate", rank.device))
         if self._job.train.sample is not None:
             self._sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
 

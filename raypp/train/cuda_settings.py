@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
+from raypp.torch_private import inductor_config
 
 # torch 2.11 and 2.13 read both; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR = "expandable_segments:True"
 _QUEUES = "32"
+_COMPILE_THREADS = 32
 
 
 def prepare_allocator(environment: MutableMapping[str, str] | None = None) -> str:
@@ -33,19 +35,34 @@ def prepare_allocator(environment: MutableMapping[str, str] | None = None) -> st
     return f"{name}={environment.setdefault(name, _ALLOCATOR)}"
 
 
-def prepare_queues(environment: MutableMapping[str, str] | None = None) -> None:
-    """Asks for the most hardware queues that a GPU has, unless the user sets their number.
+def prepare_driver(environment: MutableMapping[str, str] | None = None) -> None:
+    """Sets what the driver reads when it starts, and never again, unless the user sets it.
 
-    Streams that share a queue wait for each other's heads, and a receive that is posted early must
-    not stop the compute, or the send that its peer waits for. Call it before the process asks CUDA
-    for anything, even whether there is a device: the driver reads the variable when it starts, and
-    never again.
+    The most hardware queues that a GPU has: streams that share a queue wait for each other's heads,
+    and a receive that is posted early must not stop the compute, or the send that its peer waits
+    for. And the order of nvidia-smi and Ray, where CUDA would number the fastest card 0.
+
+    Call it before the process asks CUDA for anything, even whether there is a device.
 
     Args:
-        environment: Where the variable is set; None: this process's environment.
+        environment: Where the variables are set; None: this process's environment.
     """
     environment = os.environ if environment is None else environment
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES)
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
+def share_compile_threads(ranks: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Gives a rank its share of the node's cores to compile with, unless the user sets a number.
+
+    torch would start a process for each core, up to 32, in every rank.
+
+    Args:
+        ranks: Ranks on this node.
+        environment: Where the user's number is.
+    """
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in environment:
+        inductor_config().compile_threads = max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def set_product_precision(job: Job) -> None:

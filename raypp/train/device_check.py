@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,16 +14,25 @@ import psutil
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from raypp.errors import JobError, Problem
+from raypp.environment import c_compiler
+from raypp.errors import JobError, Problem, in_words
 from raypp.mesh.geometry import Mesh
-from raypp.planning.fit import memory_problems
+from raypp.planning.fit import CERTAIN, changes_in_words, memory_problems
 from raypp.planning.host_memory import offloaded_by_ranks
+from raypp.planning.memory import CUDA_CONTEXT
+from raypp.planning.peak import memory_of_ranks
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event, Seat
 from raypp.spec.job import Job
+from raypp.train.device_memory import DeviceTakenError, card_uuid, free_cache, holders
+
+log = logging.getLogger(__name__)
 
 BF16_SINCE = (8, 0)
 """Compute capability of the first cards with bf16 matrix units and attention kernels (A100)."""
+_FREED_S = 60.0
+"""How long the driver may take to free the memory of a process that was killed."""
+_ASK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -29,30 +43,108 @@ class Card:
         name: For example `NVIDIA H100 80GB HBM3`.
         capability: Its compute capability, for example (9, 0).
         memory: Its memory in bytes.
+        bus: Its place on the PCI bus; parts of one card (MIG) have the same. "" if unknown.
     """
 
     name: str
     capability: tuple[int, int]
     memory: int
+    bus: str = ""
 
 
 def check_device(job: Job, seat: Seat) -> Card | None:
-    """Returns the seat's card; None on a CPU.
+    """Returns the seat's card; None on a CPU. Waits for memory that a dead process still holds.
 
     Raises:
-        JobError: The card is not there, or cannot run the job.
+        JobError: The card is not there, or cannot run the job, or others hold its memory.
+        DeviceTakenError: In a later attempt, others hold the memory that the rank had.
     """
     if seat.device != "cuda":
         return None
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    facts = torch.cuda.get_device_properties(seat.device_index) if seat.device_index < there else None
-    card = None if facts is None else Card(facts.name, (facts.major, facts.minor), facts.total_memory)
-    problems = device_problems(job, seat, there, card)
+    card = card_of(seat.device_index) if seat.device_index < there else None
+    why = "" if there else why_no_card()
+    problems = device_problems(job, seat, there, card, why, torch.cuda.get_arch_list(), c_compiler())
     if not problems and seat.local_rank == 0 and seat.attempt <= 1:
         problems = host_problems(job, seat, int(psutil.virtual_memory().available))
     if problems:
         raise JobError(problems)
+    if card is not None:
+        _wait_for_memory(job, seat, card)
     return card
+
+
+def card_of(index: int) -> Card:
+    """Returns the CUDA device of a number."""
+    facts = torch.cuda.get_device_properties(index)
+    names = [name for name in ("pci_domain_id", "pci_bus_id", "pci_device_id") if hasattr(facts, name)]
+    bus = ":".join(f"{getattr(facts, name):x}" for name in names)
+    return Card(facts.name, (facts.major, facts.minor), facts.total_memory, bus)
+
+
+def why_no_card() -> str:
+    """Returns why torch sees no card: no driver, one that is too old, a build without CUDA."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return in_words(error).partition(": ")[2].partition(". ")[0]
+    return ""
+
+
+def _wait_for_memory(job: Job, seat: Seat, card: Card) -> None:
+    free_cache()
+    need = int(CERTAIN * memory_of_ranks(job)[seat.coordinates.pp]) - CUDA_CONTEXT
+    free = wait_for(need, lambda: int(torch.cuda.mem_get_info(seat.device_index)[0]))
+    if problem := memory_taken(job, seat, card, need, free, lambda: holders(card_uuid(seat.device_index))):
+        raise (JobError if seat.attempt <= 1 else DeviceTakenError)(problem)
+
+
+def wait_for(
+    need: int,
+    free: Callable[[], int],
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> int:
+    """Waits up to a minute until a device has memory free; returns the free bytes then.
+
+    The driver frees the memory of a killed process only after its kernels have ended.
+
+    Args:
+        need: The bytes that are needed.
+        free: Returns the bytes that are free.
+        clock: Returns seconds.
+        pause: Waits that many seconds.
+    """
+    end, now = clock() + _FREED_S, free()
+    if now < need:
+        log.warning("the device has %s free, %s are needed: waiting for others to end", size_text(now), size_text(need))
+    while now < need and clock() < end:
+        pause(_ASK_EVERY_S)
+        now = free()
+    return now
+
+
+def memory_taken(
+    job: Job, seat: Seat, card: Card, need: int, free: int, held: Callable[[], str] = lambda: ""
+) -> Problem | None:
+    """Returns a problem if others hold memory of a card that the rank needs.
+
+    Args:
+        job: The job.
+        seat: The rank's seat.
+        card: Its card.
+        need: Bytes that it needs at least.
+        free: Bytes that are free.
+        held: Returns who holds the rest, in words.
+    """
+    if free >= need:
+        return None
+    what = (
+        f"rank {seat.rank} on {seat.node}, {card.name}: {size_text(need)} are needed, {size_text(free)} of "
+        f"{size_text(card.memory)} are free; {held()}"
+    )
+    fits = changes_in_words(job, free + CUDA_CONTEXT)
+    return Problem("resources.device", what, f"end what holds it, or leave this card out; {fits}")
 
 
 def host_problems(job: Job, seat: Seat, available: int) -> list[Problem]:
@@ -71,7 +163,15 @@ def host_problems(job: Job, seat: Seat, available: int) -> list[Problem]:
     return [Problem("train", f"{what}{size_text(needed)}", fix)]
 
 
-def device_problems(job: Job, seat: Seat, there: int, card: Card | None) -> list[Problem]:
+def device_problems(
+    job: Job,
+    seat: Seat,
+    there: int,
+    card: Card | None,
+    why: str = "",
+    built_for: Sequence[str] = (),
+    compiler: str | None = "cc",
+) -> list[Problem]:
     """Returns why a seat's card cannot run the job.
 
     Args:
@@ -79,48 +179,110 @@ def device_problems(job: Job, seat: Seat, there: int, card: Card | None) -> list
         seat: The seat.
         there: Number of CUDA devices that torch sees in this process.
         card: The seat's card; None if it is not among them.
+        why: Why torch sees no card; "" if unknown.
+        built_for: Architectures that torch has kernels for, such as `sm_90`; empty if unknown.
+        compiler: The node's C compiler; None without one.
     """
     where = f"rank {seat.rank} on {seat.node}"
     if card is None:
         seen = f"torch {torch.__version__} sees {there or 'no'} CUDA device{'' if there == 1 else 's'}"
-        what = f"{where} needs cuda:{seat.device_index}, but {seen} there"
+        what = f"{where} needs cuda:{seat.device_index}, but {seen} there{f' ({why})' if why else ''}"
         fix = "install a CUDA build of torch that fits the driver (nvidia-smi), check CUDA_VISIBLE_DEVICES, or use "
         return [Problem("resources.device", what, f"{fix}resources.device cpu")]
     problems = []
+    major, minor = card.capability
+    has = f"{where}: {card.name} has compute capability {major}.{minor}"
+    if not has_kernels_for(card.capability, built_for):
+        what = f"{has}; torch {torch.__version__} has kernels for {', '.join(built_for)} only"
+        fix = "install a torch that is built for this card (an older CUDA supports older cards), or use other cards"
+        problems.append(Problem("resources.device", what, fix))
     if job.train.computes_in == "bf16" and card.capability < BF16_SINCE:
-        major, minor = card.capability
-        what = f"{where}: {card.name} has compute capability {major}.{minor}; bf16 needs 8.0 (A100) or newer"
+        what = f"{has}; bf16 needs 8.0 (A100) or newer"
         problems.append(Problem("train.precision", what, "use train.precision fp32, or other cards"))
+    if job.train.compile and compiler is None:
+        what = f"{where}: torch.compile needs a C compiler, and neither $CC nor cc, gcc or clang is there"
+        fix = "install one on that node (apt-get install gcc libc6-dev), or set train.compile false"
+        problems.append(Problem("train.compile", what, fix))
     return problems + [
         Problem(problem.key, f"{where}, {card.name}: {problem.what}", problem.fix)
         for problem in memory_problems(job, card.memory)
     ]
 
 
-def tell_of_mixed_cards(card: Card, seat: Seat, mesh: Mesh, store: Store, tell: Callable[[Event], None]) -> None:
-    """Tells, on rank 0, which pipeline ranks have cards of different kinds. Collective.
+def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Whether a card can run kernels that were compiled for some architectures.
+
+    Args:
+        capability: The card's.
+        built_for: Such as `sm_86`, which runs on 8.6 to 8.9; `sm_90a`, which runs on 9.0 only;
+            `compute_90`, which the driver compiles for 9.0 and newer. Empty: unknown.
+    """
+    for name in built_for:
+        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if found is None:
+            return True
+        of = (int(found[2]), int(found[3]))
+        if of == capability or (not found[4] and of < capability and (found[1] == "compute" or of[0] == capability[0])):
+            return True
+    return not built_for
+
+
+def compare_cards(card: Card, seat: Seat, mesh: Mesh, store: Store, tell: Callable[[Event], None]) -> None:
+    """Compares the ranks' cards on rank 0. Collective.
 
     Args:
         card: This rank's card.
         seat: Its seat.
         mesh: The job's mesh.
         store: The store the ranks met at.
-        tell: Called on rank 0 with the event, if there is one.
+        tell: Called on rank 0 with an event if cards are of different kinds.
+
+    Raises:
+        JobError: On rank 0, two ranks have one card.
     """
     key = f"raypp-card/{seat.run}/{seat.attempt}"
-    store.set(f"{key}/{seat.rank}", card.name)
+    several = any(os.environ.get(name) for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID"))
+    place = f"{seat.node} {card.bus}" if card.bus and not several else ""
+    store.set(f"{key}/{seat.rank}", f"{card.name}\n{place}")
     if seat.rank:
         return
-    names = [store.get(f"{key}/{rank}").decode() for rank in range(mesh.world)]
+    told = [store.get(f"{key}/{rank}").decode().partition("\n") for rank in range(mesh.world)]
+    if problems := shared_cards([place for _, _, place in told], mesh.labels()):
+        raise JobError(problems)
+    names = [name for name, _, _ in told]
     if lines := mixed_cards(names, [mesh.coordinates(rank) for rank in range(mesh.world)], mesh.labels()):
         tell(Event("mixed_devices", "; ".join(lines), attempt=seat.attempt))
 
 
-def mixed_cards(names: Sequence[str], coordinates: Sequence[Coordinates], labels: Sequence[str]) -> list[str]:
-    """Returns one line per pipeline rank whose cards are of different kinds.
+def shared_cards(places: Sequence[str], labels: Sequence[str]) -> list[Problem]:
+    """Returns a problem for each card that several ranks have, which NCCL refuses.
 
-    Its ranks wait for the slowest of them in every layer, and its numbers depend on which card
-    computes which rows.
+    Args:
+        places: Node and PCI bus of each rank's card; "" where sharing is allowed or it is unknown.
+        labels: Label of each rank.
+    """
+    by_place: dict[str, list[str]] = defaultdict(list)
+    for place, label in zip(places, labels, strict=True):
+        by_place[place].append(label)
+    fix = (
+        "give each rank a card of its own, by CUDA_VISIBLE_DEVICES or fewer ranks a node; parts of one card (MIG) work "
+        "together only from NCCL 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1 in resources.env"
+    )
+    return [
+        Problem(
+            "resources.device", f"{', '.join(sharing)} have the same card, {place.replace(' ', ' at PCI bus ')}", fix
+        )
+        for place, sharing in by_place.items()
+        if place and len(sharing) > 1
+    ]
+
+
+def mixed_cards(names: Sequence[str], coordinates: Sequence[Coordinates], labels: Sequence[str]) -> list[str]:
+    """Returns one line per pipeline rank whose cards are of different kinds, and one if pipeline
+    ranks differ.
+
+    The ranks of a pipeline rank wait for the slowest of them in every layer, and its numbers depend
+    on which card computes which rows. Between pipeline ranks, the layers must be cut by speed.
 
     Args:
         names: Name of each rank's card.
@@ -130,11 +292,17 @@ def mixed_cards(names: Sequence[str], coordinates: Sequence[Coordinates], labels
     by_stage: dict[int, dict[str, list[str]]] = {}
     for name, place, label in zip(names, coordinates, labels, strict=True):
         by_stage.setdefault(place.pp, {}).setdefault(name, []).append(label)
-    return [
+    lines = [
         f"the ranks of pp{pp} have different cards: {_listed(kinds)}"
         for pp, kinds in sorted(by_stage.items())
         if len(kinds) > 1
     ]
+    stages: dict[str, list[str]] = {}
+    for pp, kinds in sorted(by_stage.items()):
+        stages.setdefault(" and ".join(kinds), []).append(f"pp{pp}")
+    if len(stages) > 1:
+        lines.append(f"the pipeline has different cards ({_listed(stages)}): `raypp plan --links` cuts layers by speed")
+    return lines
 
 
 def _listed(kinds: Mapping[str, Sequence[str]]) -> str:

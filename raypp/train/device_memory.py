@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import resource
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +27,15 @@ _FULL = (
     "CUDA error: out of memory",
     "Cuda failure 2 'out of memory'",
     "Cuda failure 'out of memory'",
+    "Failed to CUDA malloc",
+    "Failed to CUDA calloc",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 _FRAGMENTED = 0.1
+_TAKEN = 2 << 30
+"""Bytes beside torch's, and beside what is planned for CUDA and NCCL, that are another process'."""
+_ASK_S = 10.0
 _ROOM = 0.95
 _BLOCKS = 5
 _SEARCH_S = 5.0
@@ -37,6 +46,60 @@ class DeviceMemoryError(RayppError):
     """This rank's device is out of memory."""
 
     failure_kind = FailureKind.DEVICE_OUT_OF_MEMORY
+
+
+class DeviceTakenError(RayppError):
+    """Other processes hold memory of this rank's device that the rank needs."""
+
+    failure_kind = FailureKind.DEVICE_TAKEN
+
+
+def free_cache() -> None:
+    """Returns this process' unused memory to the device, where NCCL and other processes can use it.
+
+    torch keeps what it frees, by stream, and the next attempt uses other streams.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):  # after a CUDA error nothing on the device answers
+            torch.cuda.empty_cache()
+
+
+def holders(uuid: str) -> str:
+    """Returns who holds memory of a card, in words: "python (pid 7) 20 GiB".
+
+    Args:
+        uuid: The card's, such as `GPU-5e1f…` or a part of it.
+    """
+    asked = [
+        "nvidia-smi",
+        "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return holders_in_words("", uuid, os.getpid())
+    return holders_in_words(done.stdout if done.returncode == 0 else "", uuid, os.getpid())
+
+
+def holders_in_words(listed: str, uuid: str, own: int) -> str:
+    """Returns the processes of a card, of the lines that nvidia-smi prints.
+
+    Args:
+        listed: Lines of `gpu_uuid, pid, process_name, used_memory` in MiB.
+        uuid: The card's, or a part of it.
+        own: This process' id, which is left out.
+    """
+    found = []
+    for line in listed.splitlines():
+        card, pid, name, used = (part.strip() for part in (line.split(",") + [""] * 4)[:4])
+        if uuid and uuid in card and pid != str(own):
+            size = f" {size_text(int(used) << 20)}" if used.isdigit() else ""
+            found.append(f"{name} (pid {pid}){size}")
+    if found:
+        return f"held by {', '.join(found)}"
+    return "nvidia-smi does not show here by whom: by a desktop, or by processes outside this container"
 
 
 def out_of_device_memory(error: BaseException) -> bool:
@@ -58,8 +121,9 @@ def device_memory_error(
     seat: Seat,
     stages: Sequence[nn.Module] = (),
     optimizer: torch.optim.Optimizer | None = None,
-) -> DeviceMemoryError:
-    """Returns the error to raise for a rank whose device is full.
+) -> RayppError:
+    """Returns the error to raise for a rank whose device is full: a `DeviceTakenError` if another
+    process holds gigabytes of it.
 
     Args:
         error: What was raised.
@@ -76,7 +140,23 @@ def device_memory_error(
         lines += planned(job, seat.coordinates.pp, stats)
     except RayppError as problem:  # the plan is extra information
         lines.append(f"no plan of its memory: {problem.problems[0].what}")
-    return DeviceMemoryError("\n".join(lines))
+    if taken(stats, job, seat.coordinates.pp) < _TAKEN:
+        return DeviceMemoryError("\n".join(lines))
+    lines[0] += f"; other processes have memory of this device, {holders(card_uuid(seat.device_index))}"
+    return DeviceTakenError("\n".join(lines))
+
+
+def taken(stats: Mapping[str, Any], job: Job, pp: int) -> int:
+    """Returns the bytes of a device that other processes hold, as far as plan and statistics
+    show."""
+    if not stats:
+        return 0
+    return int(stats["total"] - stats["free"] - stats["reserved"]) - make_plan(job).memory[pp].runtime
+
+
+def card_uuid(index: int) -> str:
+    """Returns the identity of a card as nvidia-smi prints it; "" if torch does not know it."""
+    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
 def told(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:

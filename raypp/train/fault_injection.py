@@ -43,7 +43,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,8 +203,8 @@ class FaultyReporter:
     def __init__(self, reporter: Reporter, injection: Injection) -> None:
         self._reporter, self._injection = reporter, injection
 
-    def phase(self, name: str, detail: str = "") -> None:
-        self._reporter.phase(name, detail)
+    def phase(self, name: str, detail: str = "", reached: Callable[[], bool] | None = None) -> None:
+        self._reporter.phase(name, detail, reached)
         self._injection.phase(name, detail)
 
     def step(self, report: StepReport) -> None:

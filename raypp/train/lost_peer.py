@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import torch.distributed as dist
 
-from raypp.errors import RayppError
+from raypp.errors import Problem, RayppError
 from raypp.failure_kinds import FailureKind
 
 # Messages of gloo, NCCL and the key-value store for a peer that is gone or does not answer.
@@ -26,6 +28,73 @@ _PEER_GONE = (
 # NCCL's names of errors that are this rank's own.
 _OWN_ERROR = ("ncclUnhandledCudaError", "ncclInvalidArgument", "ncclInvalidUsage")
 
+# What NCCL says when it is the peer, or the network up to it, that fails.
+NCCL_REMOTE = (
+    "ncclRemoteError",
+    "remote process exited",
+    "Connection closed by remote peer",
+    "exceeded error retry count",
+    "Got completion from peer",
+)
+
+_SHM = (
+    "start the container with --shm-size=8g, delete what dead processes left in /dev/shm, or set NCCL_SHM_DISABLE=1 in "
+    "resources.env"
+)
+_IB = "set NCCL_IB_DISABLE=1 in resources.env, which makes NCCL use TCP"
+_IFNAME = "set NCCL_SOCKET_IFNAME in resources.env to an interface that is up on this node (`ip -br address`)"
+_MEMLOCK = f"raise the limit (`ulimit -l unlimited`; Docker: --ulimit memlock=-1), or {_IB}"
+_MEMORY = "end what else uses this card (nvidia-smi), or let the job use less of it (`raypp plan`)"
+
+NCCL_OWN = (
+    ("creating shared memory segment", "this node has too little shared memory (/dev/shm)", _SHM),
+    ("failed to extend /dev/shm", "this node has too little shared memory (/dev/shm)", _SHM),
+    ("failed to create shared memory file", "this node has no usable shared memory (/dev/shm)", _SHM),
+    ("No space left", "a file system of this node is full, in a container mostly /dev/shm", _SHM),
+    ("no socket interface found", "NCCL finds no network interface on this node", _IFNAME),
+    ("No usable listening interface", "NCCL finds no network interface on this node", _IFNAME),
+    ("No IP interface found", "NCCL finds no network interface on this node", _IFNAME),
+    ("ibv_reg_mr", "NCCL may not lock memory for InfiniBand or RoCE", _MEMLOCK),
+    ("ibv_create_", "NCCL may not lock memory for InfiniBand or RoCE", _MEMLOCK),
+    ("ibv_", "InfiniBand or RoCE does not work on this node, though it has such a port", _IB),
+    ("NVLink SHARP", "the switch of this node's NVLink refuses multicast", "set NCCL_NVLS_ENABLE=0 in resources.env"),
+    (
+        "failed to peer with device",
+        "this card cannot read another card's memory",
+        "set NCCL_P2P_DISABLE=1 in resources.env",
+    ),
+    ("Failed to CUDA", "NCCL finds no memory for its buffers on this card", _MEMORY),
+    ("out of memory", "NCCL finds no memory for its buffers on this card", _MEMORY),
+    ("Too many open files", "this process may not open more files", "raise the limit: `ulimit -n 65536`"),
+    (
+        "Duplicate GPU",
+        "two ranks of this node have the same card",
+        "give each rank its own card: fewer ranks a node, or a CUDA_VISIBLE_DEVICES without duplicates",
+    ),
+    (
+        "Multiple Ranks are using the same GPU",
+        "two ranks of this node have the same card",
+        "give each rank its own card: fewer ranks a node, or a CUDA_VISIBLE_DEVICES without duplicates",
+    ),
+    (
+        "Mismatched NCCL version",
+        "the nodes have different versions of NCCL",
+        "install the same torch on every node (`raypp doctor` lists them)",
+    ),
+    (
+        "driver version is insufficient",
+        "this node's GPU driver is too old for this build of torch",
+        "install a newer driver, or a torch built for an older CUDA",
+    ),
+    (
+        "Cuda failure",
+        "CUDA failed on this card",
+        "look for `Xid` in `dmesg` on this node, and at `nvidia-smi -q`; restart the node if the card is gone",
+    ),
+)
+"""NCCL's texts for errors of this rank, its card or its node: part of the text, cause, fix. The
+first that fits counts."""
+
 
 class LostPeerError(RayppError):
     """Another rank died or became unreachable; this rank is not the cause."""
@@ -33,9 +102,35 @@ class LostPeerError(RayppError):
     failure_kind = FailureKind.LOST_PEER
 
 
+class NcclError(RayppError):
+    """NCCL failed because of this rank's own card, node or settings; says what helps."""
+
+    failure_kind = FailureKind.RAISED
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether an error means that a peer is gone, rather than that this rank failed."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
-        return not any(name in str(error) for name in _OWN_ERROR)
+        return _own_sign(error) is None and not any(name in str(error) for name in _OWN_ERROR)
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_GONE)
+
+
+def explained(error: Exception) -> Exception:
+    """Returns an error of NCCL that is this rank's own with its cause and fix; others as they
+    are."""
+    own = _own_sign(error)
+    if own is None:
+        return error
+    _, cause, fix = own
+    last = str(error).rpartition("Last error:")[2].strip().partition("\n")[0]
+    last = re.sub(r"nccl-\w+", "nccl-*", last)  # so that the texts of two attempts are the same
+    return NcclError(Problem("nccl", f"{cause}: {last}", fix))
+
+
+def _own_sign(error: BaseException) -> tuple[str, str, str] | None:
+    """Returns the row of NCCL's texts that shows an error to be this rank's own."""
+    text = str(error)
+    if not isinstance(error, dist.DistBackendError) or any(sign in text for sign in NCCL_REMOTE):
+        return None
+    return next((row for row in NCCL_OWN if row[0] in text), None)

@@ -11,7 +11,7 @@ from raypp.errors import JobError, Problem
 from raypp.mesh.geometry import Mesh
 from raypp.records import Seat
 from raypp.spec.job import Job
-from raypp.train.cuda_settings import prepare_queues
+from raypp.train.cuda_settings import prepare_driver
 
 
 def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, device: str = "cpu") -> Seat:
@@ -85,5 +85,5 @@ def seat_from_environment(job: Job) -> Seat:
 def _device(job: Job) -> str:
     if job.resources.device != "auto":
         return job.resources.device
-    prepare_queues()
+    prepare_driver()
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,6 +6,7 @@ import json
 from contextlib import AbstractContextManager, ExitStack
 from typing import cast
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
@@ -19,6 +20,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.failed_groups import check_groups
 from raypp.pipeline.agreement import SnapshotState
+from raypp.pipeline.device_clock import device_marks
 from raypp.records import Event, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -31,8 +33,9 @@ from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.between_steps import BetweenSteps
 from raypp.train.device_memory import device_memory_error, out_of_device_memory
+from raypp.train.device_memory import free_cache as free_cache
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
-from raypp.train.lost_peer import LostPeerError, lost_peer
+from raypp.train.lost_peer import LostPeerError, explained, lost_peer
 from raypp.train.recent_reports import RecentReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.resume import Restorable, check_shared, restore_newest
@@ -55,6 +58,8 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
     Raises:
         LostPeerError: Another rank died; this rank did not fail.
         DeviceMemoryError: The device is out of memory; says what held it and what would fit.
+        DeviceTakenError: It is, because other processes hold memory of it.
+        NcclError: NCCL failed because of this rank's card, node or settings; says what helps.
         NotSavedError: The checkpoint after the last step, or before a stop, could not be saved.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
@@ -66,6 +71,8 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
             raise device_memory_error(error, job, seat) from error
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
+        if (own := explained(error)) is not error:
+            raise own from error
         raise
 
 
@@ -154,7 +161,7 @@ def _assembled(
         rendezvous=rendezvous,
         draw=False,
         part=part,
-        mark=lambda action: reporter.phase("step", action),
+        mark=device_marks(reporter.phase, "step", torch.device(seat.device, seat.device_index)),
         tell=reporter.event,
     )
 

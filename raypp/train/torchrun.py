@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -21,6 +21,7 @@ from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
+from raypp.environment import NCCL_OF_TORCH
 from raypp.errors import JobError, RayppError, in_words
 from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
@@ -73,7 +74,7 @@ class ConsoleReporter:
             self._status = replace(self._status, **changed)  # type: ignore[arg-type]
             self._recorder.status(self._status)
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: Callable[[], bool] | None = None) -> None:
         pass
 
     def step(self, report: StepReport) -> None:
@@ -161,6 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(job: Job, seat: Seat) -> int:
+    for name, setting in NCCL_OF_TORCH.items():  # before there is a group, which reads them
+        os.environ.setdefault(name, setting)
     rendezvous = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0)
     store = open_store(job.checkpoint.url) if seat.rank == 0 else None
     seat = replace(seat, attempt=_agree_on_attempt(job, rendezvous, store))

@@ -124,7 +124,7 @@ class Witness:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reporter, name)
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         self._reporter.phase(name, detail)
         self._fate.sees(name, detail)
 

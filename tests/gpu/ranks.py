@@ -27,12 +27,12 @@ from harness import _in_turn, run_ranks
 from training import merged, train_steps
 
 from raypp import ports
-from raypp.control.rank_process import NCCL_OF_TORCH
+from raypp.environment import NCCL_OF_TORCH
 from raypp.mesh.geometry import Mesh
 from raypp.spec.load import parse_job
-from raypp.train.cuda_settings import prepare_queues
+from raypp.train.cuda_settings import prepare_driver
 
-prepare_queues()  # before CUDA is asked for a device; the ranks' processes inherit it
+prepare_driver()  # before CUDA is asked for a device; the ranks' processes inherit it
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 """The device that all ranks of a test share."""
 

@@ -40,9 +40,10 @@ def test_the_ends_of_a_chain_that_the_page_explains_are_what_raypp_says() -> Non
     assert not [end for end in ends if f"| {end} |" not in PAGE]
 
 
-def test_the_ring_that_the_page_explains_is_what_raypp_says() -> None:
+def test_what_the_page_explains_of_hangs_without_a_culprit_is_what_raypp_says() -> None:
     ring = blame("step 1B3 waits", "step 2F4 waits", (90, 70))
     assert ring.ring and f"| {ring.cause.partition(':')[0]}: … |" in PAGE
+    assert f"| {blame('step sum', 'step sum', (61, 60)).cause} |" in PAGE
 
 
 RESUMED = (REPOSITORY / "docs" / "tasks" / "resume_elsewhere.md").read_text(encoding="utf-8")

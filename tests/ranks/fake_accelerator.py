@@ -27,14 +27,19 @@ NAME = "fake"
 
 
 class Event:
-    """An event that the device has always reached; the host must not wait for it."""
+    """An event that the device has reached, unless it stood when it was recorded; the host must not
+    wait for it."""
+
+    stands = False
+    """The device goes no further."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def record(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None:
+        self._reached = not self.stands
 
     def query(self) -> bool:
-        return True
+        return self._reached
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
@@ -155,4 +160,4 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-__all__ = ["NAME", "HostWaitsError", "NoWaiting", "fake_rank", "fake_tensors"]
+__all__ = ["NAME", "Event", "HostWaitsError", "NoWaiting", "fake_rank", "fake_tensors"]

@@ -77,7 +77,7 @@ class _Speaker:
         self._store = DirectoryStore(Path(url))
         self._step = 0
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         first, _, rest = detail.partition(" ")
         if name == "step" and rest == "read":
             self._step = int(first)

@@ -54,7 +54,7 @@ class Listener:
         self.events: list[Event] = []
         self.phases: set[str] = set()
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         self.phases.add(name)
 
     def step(self, report: StepReport) -> None:
@@ -92,7 +92,7 @@ class AbortsDuring(Listener):
         super().__init__()
         self._fatal = phase
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         super().phase(name, detail)
         if name == self._fatal:
             before_abort()
@@ -113,7 +113,7 @@ class EndsAfterSaving(AbortsDuring):
         super().__init__("evaluate")
         self._store, self._key = DirectoryStore(Path(source["checkpoint"]["url"])), commit_key(source["name"], step)
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         while name == "evaluate" and self._store.head(self._key) is None:
             time.sleep(0.01)
         super().phase(name, detail)

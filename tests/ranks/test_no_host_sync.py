@@ -10,12 +10,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fake_accelerator import NAME, NoWaiting, fake_rank, fake_tensors
+from fake_accelerator import NAME, Event, NoWaiting, fake_rank, fake_tensors
 from harness import run_in_living
 from small_models import small_options
 from torch import Tensor
 from training import thinned
 
+from raypp.control.report.reporter import _Trail
 from raypp.data.loader import open_loader
 from raypp.models.moe import StackedExperts
 from raypp.models.stage import parameter_names
@@ -24,6 +25,7 @@ from raypp.parallel.rank_groups import make_groups
 from raypp.parallel.shard import local_part
 from raypp.pipeline.agreement import StepPlan, padded_length
 from raypp.pipeline.collate import StageBatch
+from raypp.pipeline.device_clock import device_marks
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Requests
 from raypp.spec.load import parse_job
@@ -226,6 +228,32 @@ def reductions_of(name: str) -> dict[str, int]:
     (found,) = run_in_living(1, run_step, run_step, *CASES[name])
     assert found["updated"] >= 10
     return found["reductions"]
+
+
+def run_until_the_device_stands(rank: int, world: int, port: int, at: str) -> tuple[str, str]:
+    """Runs a step whose device goes no further than a mark; returns its host's mark, and where its
+    reporter says that it is."""
+    trail, told = _Trail(), ["load"]
+
+    def phase(name: str, action: str, reached: Callable[[], bool]) -> None:
+        trail.add(f"{name} {action}", reached, told[-1])
+        told.append(f"{name} {action}")
+        Event.stands = Event.stands or action == at
+
+    def prepare(runner: StepRunner) -> None:
+        runner.built.runtime.mark = device_marks(phase, "step", runner.device)
+
+    try:
+        run_step(rank, world, port, document(4, PP_FSDP, {"microbatches": 4}), 3, prepare)
+    finally:
+        Event.stands = False
+    return told[told.index("step sum")], trail.look()[0]
+
+
+@pytest.mark.parametrize("at", ["1F1 waits", "1F1", "1B2", "sends", "tie"])
+def test_where_a_device_stands_is_told_though_its_host_has_queued_the_step(at: str) -> None:
+    (found,) = run_in_living(1, run_until_the_device_stands, run_until_the_device_stands, at)
+    assert found == ("step sum", f"step {at}" if at != "tie" else "")
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def test_on_data_parallel_meshes_every_weight_is_that_of_one_process(kind: str, 
 
 
 class Quiet:
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         pass
 
     def event(self, event: Event) -> None:

@@ -111,6 +111,31 @@ def test_doctor_tells_why_a_node_cannot_listen(cluster: Cluster) -> None:
     assert "Cannot assign requested address" in link["error"]
 
 
+_GROUPS = """
+import json, ray
+from raypp.doctor.driver import Examination, ProbeOptions
+ray.init(namespace="raypp", log_to_driver=False)
+print(json.dumps(Examination(ProbeOptions(seconds=0.05, devices=False, groups=True)).report()["groups"]))
+"""
+
+
+@pytest.mark.slow
+def test_doctor_tries_the_ranks_of_each_node_and_of_all(cluster: Cluster) -> None:
+    assert cluster.embedded is not None
+    with ExtraNodes(cluster) as extra:
+        extra.add(77)
+        command, root = [sys.executable, "-c", _GROUPS], Path(raypp.__file__).parents[1]
+        environment = os.environ | cluster.embedded.ray_environment()
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+    groups = json.loads(done.stdout.splitlines()[-1])
+    assert [(len(group["nodes"]), group["kind"], group["ranks"]) for group in groups] == [
+        (1, "gloo", 2),
+        (1, "gloo", 2),
+        (2, "gloo", 4),
+    ]
+    assert all([sorted(one) for one in group["tries"]] == [["all_reduce", "exchange", "off"]] for group in groups)
+
+
 def test_nobody_leads_a_run_that_was_never_started(cluster: Cluster) -> None:
     place = known_runs.RunPlace("/nowhere", "nobody", cluster.address)
     assert known_runs.controller_alive(place, 20.0) is False

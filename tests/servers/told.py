@@ -10,7 +10,7 @@ class Told:
         self.events: list[Event] = []
         self.reports: list[StepReport] = []
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         pass
 
     def step(self, report: StepReport) -> None:

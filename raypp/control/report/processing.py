@@ -57,7 +57,7 @@ class ReportProcessing:
             elif isinstance(item, RelayReport):
                 yield from self._relay_report(attempt, item)
             elif attempt is not None and item.attempt == attempt.number:
-                heartbeat = Heartbeat(item.rank, item.phase, item.idle_s, 0.0, item.inside)
+                heartbeat = Heartbeat(item.rank, item.phase, item.idle_s, 0.0, item.inside, item.reached)
                 self._heartbeat(attempt, heartbeat, time.monotonic())
                 yield from self._batch(attempt, item)
 
@@ -79,7 +79,8 @@ class ReportProcessing:
             rank.state = heartbeat.phase.partition(" ")[0]
         if self.watch is not None:
             sent = now - heartbeat.age_s
-            self.watch.add_heartbeat(heartbeat.rank, heartbeat.phase, heartbeat.idle_s, sent, heartbeat.inside)
+            phase, idle_s, inside, reached = heartbeat.phase, heartbeat.idle_s, heartbeat.inside, heartbeat.reached
+            self.watch.add_heartbeat(heartbeat.rank, phase, idle_s, sent, inside, reached)
 
     def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Finding]:
         if not self._intake.is_new(batch):

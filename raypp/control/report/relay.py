@@ -153,7 +153,7 @@ class RelayQueue:
             waiting.heartbeats.clear()
             self._unwritten.clear()
         if batch.attempt == waiting.attempt:
-            heartbeat = Heartbeat(batch.rank, batch.phase, batch.idle_s, 0.0, batch.inside)
+            heartbeat = Heartbeat(batch.rank, batch.phase, batch.idle_s, 0.0, batch.inside, batch.reached)
             waiting.heartbeats[batch.rank] = (time.monotonic(), heartbeat)
             if batch.steps or batch.events:
                 self._unwritten[batch.rank] = batch.number

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +27,7 @@ _LONGEST_INTERVAL_S = 4.0  # a rank that reports nothing for 5 s beyond its limi
 _AWAY_S = 1.0
 _ANSWER_S = 30.0
 _IDLE_S = 2.0
+_LONGEST_TRAIL = 4096
 _RAY_PREFIXES = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -49,6 +52,7 @@ class ControllerReporter:
         self._closing = False
         self._phase = "starting"
         self._phase_since = time.monotonic()
+        self._trail = _Trail()
         self._buffer = ReportBuffer(seat)
         self._stop: Requests | None = None
         self._save_once = False
@@ -62,11 +66,14 @@ class ControllerReporter:
 
     # The Reporter protocol ------------------------------------------------------------------------
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: Callable[[], bool] | None = None) -> None:
         first = detail.partition(" ")[0]
         if name == "step" and first.isdigit():
             self.last_step = int(first)
-        self._phase = f"{name} {detail}".strip()
+        phase = f"{name} {detail}".strip()
+        if reached is not None:
+            self._trail.add(phase, reached, self._phase)
+        self._phase = phase
         self._phase_since = time.monotonic()
 
     def step(self, report: StepReport) -> None:
@@ -142,8 +149,11 @@ class ControllerReporter:
         """Returns what is new, after what could not be sent last time."""
         for tail in self._tails:
             self._buffer.add_logs(tail.read(self._seat))
-        idle_s = time.monotonic() - self._phase_since
-        batch = self._buffer.next_batch(self._phase, idle_s)
+        phase, moved, reached = self._trail.look()
+        idle_s = time.monotonic() - (moved if phase else max(moved, self._phase_since))
+        batch = self._buffer.next_batch(phase or self._phase, idle_s)
+        if phase:
+            return dataclasses.replace(batch, reached=reached)
         if idle_s < _IDLE_S:
             return batch
         return dataclasses.replace(batch, inside=inside(self._rank_thread))
@@ -155,6 +165,47 @@ class ControllerReporter:
             self._trace_once = max(self._trace_once, requests.trace)
             if requests.stop:
                 self._stop = requests
+
+
+class _Trail:
+    """What a device has come to of what its host has queued.
+
+    A mark that it has come to says where it is until it comes to the next.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queued: deque[tuple[str, Callable[[], bool]]] = deque()
+        self._at, self._moved, self._reached = "", 0.0, 0
+
+    def add(self, phase: str, reached: Callable[[], bool], before: str) -> None:
+        """Adds a mark of the host.
+
+        Args:
+            phase: What the host queues next.
+            reached: Tells whether the device has come to it.
+            before: What the device does before its first mark.
+        """
+        with self._lock:
+            self._at = self._at or before
+            if len(self._queued) >= _LONGEST_TRAIL:
+                self._follow()
+            self._queued.append((phase, reached))
+
+    def look(self) -> tuple[str, float, int]:
+        """Returns where the device is, "" if it waits for its host; when it came there; the number
+        of marks it has come to."""
+        with self._lock:
+            self._follow()
+            return self._at if self._queued else "", self._moved, self._reached
+
+    def _follow(self) -> None:
+        try:
+            while self._queued and self._queued[0][1]():
+                self._at, _ = self._queued.popleft()
+                self._moved, self._reached = time.monotonic(), self._reached + 1
+        except RuntimeError:  # after an error nothing on the device answers
+            self._queued.clear()
 
 
 def interval_s(world: int) -> float:

@@ -124,7 +124,7 @@ class Marks(Told):
         super().__init__()
         self.waits = 0
 
-    def phase(self, name: str, detail: str = "") -> None:
+    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         self.waits += "waits for the save" in detail
 
 

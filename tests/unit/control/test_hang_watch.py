@@ -42,6 +42,34 @@ def test_ranks_that_wait_for_one_that_moves_are_left_alone() -> None:
     assert watch.stalled(200.0) is None
 
 
+def test_the_rank_whose_device_stands_is_named_though_all_hosts_are_at_the_end_of_their_step() -> None:
+    watch = training()
+    for rank, (phase, idle_s, reached) in enumerate(
+        [("step 0B2 waits", 80.0, 9), ("step 1F7", 75.0, 7), ("step sum", 90.0, 0)]
+    ):
+        watch.add_heartbeat(rank, phase, idle_s, 200.0, reached=reached)
+    stall = watch.stalled(200.0)
+    assert stall is not None and stall.rank == 1
+    assert stall.details.splitlines()[1:] == ["pp1: device at `step 1F7` for 75 s", "pp2: `step sum` for 90 s"]
+
+
+def test_a_slow_device_that_still_moves_is_no_hang() -> None:
+    watch = training()
+    for rank, (phase, idle_s, reached) in enumerate(
+        [("step 0B2 waits", 80.0, 9), ("step 1F7", 4.0, 7), ("step sum", 90.0, 0)]
+    ):
+        watch.add_heartbeat(rank, phase, idle_s, 200.0, reached=reached)
+    assert watch.stalled(200.0) is None
+
+
+def test_a_hang_of_nobody_is_a_hang() -> None:
+    watch = training()
+    for rank in range(3):
+        watch.add_heartbeat(rank, "step sum", 70.0, 200.0)
+    stall = watch.stalled(200.0)
+    assert stall is not None and stall.rank is None and "the sum of loss and norms" in stall.cause
+
+
 def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
     watch = training()
     watch.add_heartbeat(1, "step 1F7", 0.0, 100.0)

@@ -170,6 +170,27 @@ def test_a_rank_that_stands_still_is_named_with_its_stacks_and_its_process_is_en
     assert leader.done == [("kill frozen", leader.attempt.ranks[2].bundle)]
 
 
+def test_of_a_hang_of_nobody_all_ranks_are_restarted_and_no_process_is_ended(leader: Led, clock: StandInClock) -> None:
+    leader.seat()
+    leader.step_done(9)
+    leader._turn()
+    for seconds in range(1, 10):
+        clock.advance(1)
+        for rank in range(4):
+            leader.hear(rank, "step sum", float(seconds))
+        leader._turn()
+        if leader.machine.phase is not m.RunPhase.RUNNING:
+            break
+    assert leader.machine.phase is m.RunPhase.ENDING and leader.done == []
+    (failed,) = leader.events("rank_failed")
+    assert failed.rank is None and failed.details["kind"] == "hung"
+    assert failed.message.startswith("all its ranks have been in the sum of loss and norms for ")
+    leader.all_leave()
+    leader._turn()
+    (restart,) = leader.events("restarting")
+    assert restart.details["kept"] == 4
+
+
 def test_a_pause_of_the_controller_is_no_hang(leader: Led, clock: StandInClock) -> None:
     leader.seat()
     leader.step_done(9)

@@ -12,7 +12,7 @@ import pytest
 
 from raypp.doctor.driver import MANY_NODES, rounds
 from raypp.doctor.findings import Severity, findings, links_document
-from raypp.doctor.node import NodeProbe
+from raypp.doctor.node import NodeProbe, slowest
 from raypp.spec.job import Job
 
 _PACKAGES = dict.fromkeys(("boto3", "safetensors", "pydantic"), "1.0") | {"torch": "2.13.0", "ray": "2.60.0"}
@@ -51,6 +51,21 @@ def _report() -> dict[str, Any]:
 
 def test_nothing_is_found_on_two_equal_nodes_with_a_good_link() -> None:
     assert findings(_report()) == []
+
+
+def test_a_group_that_works_is_no_finding() -> None:
+    report = _report()
+    _tried(report, {"off": "", **_FASTER})
+    assert findings(report) == []
+
+
+def test_of_a_groups_answers_the_cause_is_told_or_the_lowest_rates() -> None:
+    assert slowest([{"all_reduce": 9.0, "exchange": 8.0}, {"all_reduce": 7.0, "exchange": 8.5}]) == {
+        "all_reduce": 7.0,
+        "exchange": 8.0,
+    }
+    lost, own = {"error": "lost", "peer": True}, {"error": "full", "fix": "--shm-size", "peer": False}
+    assert slowest([_FASTER, lost, own]) == own
 
 
 def _other_torch(report: dict[str, Any]) -> None:
@@ -147,6 +162,62 @@ def _other_driver(report: dict[str, Any]) -> None:
         node["torch"] |= {"devices": [{"kind": "H", "flops": 7e14, "capability": [9, 0]}], "driver": driver}
 
 
+def _with_card(report: dict[str, Any], **facts: Any) -> None:
+    card = {"kind": "x", "flops": 1e10, "bus": "0:41:0", "supported": True, "time_limit": False}
+    report["nodes"][1]["gpus"] = 1
+    report["nodes"][1]["torch"]["devices"] = [card | facts]
+
+
+def _display(report: dict[str, Any]) -> None:
+    _with_card(report, time_limit=True)
+
+
+def _no_kernels(report: dict[str, Any]) -> None:
+    _with_card(report, supported=False)
+
+
+def _parts_of_a_card(report: dict[str, Any]) -> None:
+    _with_card(report)
+    report["nodes"][1]["torch"]["devices"] *= 2
+
+
+def _old_driver(report: dict[str, Any]) -> None:
+    _blind(report)
+    report["nodes"][1]["torch"]["why"] = "The NVIDIA driver on your system is too old (found version 11040)"
+
+
+_FASTER = {"all_reduce": 9.0, "exchange": 8.0}
+
+
+def _tried(report: dict[str, Any], *tries: dict[str, Any]) -> None:
+    report["groups"] = [{"nodes": ["10.0.0.1", "10.0.0.2"], "kind": "NCCL", "ranks": 4, "tries": list(tries)}]
+
+
+def _broken_p2p(report: dict[str, Any]) -> None:
+    _tried(report, {"off": "", "error": "3 of 9 numbers are wrong"}, {"off": "P2P", **_FASTER})
+
+
+def _no_group(report: dict[str, Any]) -> None:
+    hangs, says = {"off": "", "error": "hangs"}, {"off": "P2P", "error": "no interface", "fix": "NCCL_SOCKET_IFNAME"}
+    _tried(report, hangs, says, {**hangs, "off": "SHM"}, {**hangs, "off": "IB"})
+
+
+def _little_shared_memory(report: dict[str, Any]) -> None:
+    report["nodes"][1]["shm_free"] = 64 << 20
+
+
+def _little_shared_memory_for_two_cards(report: dict[str, Any]) -> None:
+    _little_shared_memory(report)
+    report["nodes"][1]["gpus"] = 2
+    report["nodes"][1]["torch"]["devices"] = [{"kind": "x", "flops": 1e10}] * 2
+
+
+def _no_compiler(report: dict[str, Any]) -> None:
+    report["nodes"][0]["compiler"] = None
+    report["nodes"][1] |= {"gpus": 1, "compiler": None}
+    report["nodes"][1]["torch"]["devices"] = [{"kind": "x", "flops": 1e10}]
+
+
 @pytest.mark.parametrize(
     ("harm", "severity", "told"),
     [
@@ -174,6 +245,23 @@ def _other_driver(report: dict[str, Any]) -> None:
         (_blind, Severity.BREAKS, "Ray counts more GPUs than torch sees on 10.0.0.2"),
         (_hidden, Severity.BREAKS, "torch sees on 10.0.0.2 (CUDA_VISIBLE_DEVICES is '' on 10.0.0.2)"),
         (_old, Severity.NOTE, "T4 (7.5) on 10.0.0.1, 10.0.0.2 is too old for bf16"),
+        (
+            _broken_p2p,
+            Severity.BREAKS,
+            "NCCL between the 4 ranks on 10.0.0.1, 10.0.0.2 works only with NCCL_P2P_DISABLE=1",
+        ),
+        (_no_group, Severity.BREAKS, "on 10.0.0.1, 10.0.0.2 does not work: no interface"),
+        (_display, Severity.BREAKS, "the driver of 10.0.0.2 ends kernels that run for seconds on x"),
+        (_no_kernels, Severity.BREAKS, "torch on 10.0.0.2 has no kernels for x"),
+        (_parts_of_a_card, Severity.SLOWS, "node 10.0.0.2 has parts of one card (MIG) as several devices"),
+        (_old_driver, Severity.BREAKS, "torch sees on 10.0.0.2 (The NVIDIA driver on your system is too old"),
+        (_little_shared_memory, Severity.SLOWS, "less than 1 GiB of /dev/shm is free on 10.0.0.2"),
+        (
+            _little_shared_memory_for_two_cards,
+            Severity.BREAKS,
+            "less than 1 GiB of /dev/shm is free on 10.0.0.2, where NCCL",
+        ),
+        (_no_compiler, Severity.SLOWS, "10.0.0.2 has no C compiler: train.compile is refused there"),
         (_other_driver, Severity.NOTE, "different GPU drivers: 550.54 on 10.0.0.1, 570.1 on 10.0.0.2"),
     ],
 )

@@ -31,9 +31,13 @@ class Examined:
             "/api/packages": {},
             "/nodes": {"data": {"summary": []}},
             "/api/cluster_status": {},
-            "/api/jobs/one/logs": {"logs": f"{json.dumps(report)}\n"},
+            "/api/jobs/one/logs": {},
             "/api/jobs/one": {"status": "SUCCEEDED"},
         }
+        self.finds(report)
+
+    def finds(self, report: dict[str, Any]) -> None:
+        self._answers["/api/jobs/one/logs"] = {"logs": f"{json.dumps(report)}\n"}
 
     def answer(self, path: str) -> bytes:
         return json.dumps(next(value for begin, value in self._answers.items() if path.startswith(begin))).encode()
@@ -75,6 +79,19 @@ def test_the_secrets_of_a_job_are_not_in_what_the_dashboard_shows(cluster: Exami
     (job,) = cluster.jobs
     assert "hush" not in json.dumps(job)
     assert "NCCL_DEBUG" in job["entrypoint"]
+
+
+def test_nccl_is_asked_for_and_shown_with_the_setting_that_works(
+    cluster: Examined, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tries = [{"off": "", "error": "3 of 9 numbers are wrong"}, {"off": "P2P", "all_reduce": 9.25, "exchange": 8.0}]
+    group = {"nodes": ["10.0.0.1"], "kind": "NCCL", "ranks": 4, "tries": tries}
+    cluster.finds({**_report(), "groups": [group]})
+    assert run(["doctor", "--address", cluster.url, "--nccl"]) == 1
+    assert '"groups": true' in cluster.jobs[0]["entrypoint"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "NCCL 10.0.0.1 4 without P2P 9.25 GB/s 8 GB/s" in shown
+    assert "works only with NCCL_P2P_DISABLE=1; without: 3 of 9 numbers are wrong" in shown
 
 
 def test_out_is_checked_before_anything_is_measured(cluster: Examined, capsys: pytest.CaptureFixture[str]) -> None:

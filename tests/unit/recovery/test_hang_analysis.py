@@ -62,9 +62,9 @@ def test_a_rank_that_froze_in_a_collective_is_not_in_it() -> None:
         assert blame.cause.startswith(f"pp0 (rank 0, node node-0, pid 100) waits for {name} with pp1")
 
 
-def test_ranks_that_wait_for_each_other_are_told_as_a_ring() -> None:
+def test_ranks_that_wait_for_each_other_are_told_as_a_ring_and_none_is_blamed() -> None:
     blame = find_culprit(ranks("step 0B3 waits", "step 1F4 waits", still=(70, 90)), STAGES)
-    assert blame.ring and blame.rank == 1
+    assert blame.ring and blame.rank is None
     assert "ranks have waited for each other for 90 s" in blame.cause
     assert "forward 4 from stage 0 on pp0" in blame.cause and "backward 3 from stage 1 on pp1" in blame.cause
 
@@ -95,9 +95,11 @@ def test_of_a_collective_in_a_stage_the_one_that_is_not_in_it_is_blamed() -> Non
     )
 
 
-def test_a_collective_that_everybody_is_in_has_nobody_to_blame_but_the_longest() -> None:
-    blame = find_culprit(ranks("step sum", "step sum", still=(70, 75)), STAGES)
-    assert blame.rank == 1 and "has been in `step sum` for 75 s" in blame.cause
+def test_a_collective_that_everybody_is_in_has_nobody_to_blame() -> None:
+    """Marks of hosts on GPUs: each has queued its step, and waits for what the devices compute."""
+    blame = find_culprit(ranks("step sum", "step sum", "step sum", still=(61.0, 60.7, 60.2)), STAGES)
+    assert blame.rank is None and not blame.ring
+    assert blame.cause.startswith("all its ranks have been in the sum of loss and norms for 6")
 
 
 def test_a_rank_whose_last_messages_nobody_takes_waits_for_the_neighbour_that_still_works() -> None:
@@ -159,18 +161,20 @@ PHASES = st.one_of(
 @settings(deadline=None)  # a loaded machine is no failure
 @given(
     st.lists(
-        st.tuples(PHASES, st.floats(0, 1e4), st.booleans(), st.sampled_from(["", "all_gather"])), min_size=1, max_size=4
+        st.tuples(PHASES, st.floats(0, 1e4), st.booleans(), st.sampled_from(["", "all_gather"]), st.integers(0, 3)),
+        min_size=1,
+        max_size=4,
     )
 )
-def test_whatever_the_ranks_do_somebody_is_named_in_words_of_bounded_length(
-    told: list[tuple[str, float, bool, str]],
+def test_whatever_the_ranks_do_the_cause_is_told_in_words_of_bounded_length(
+    told: list[tuple[str, float, bool, str, int]],
 ) -> None:
     activities = [
-        RankActivity(rank, f"pp{rank}", Coordinates(rank), phase, still, silent=silent, inside=inside)
-        for rank, (phase, still, silent, inside) in enumerate(told)
+        RankActivity(rank, f"pp{rank}", Coordinates(rank), phase, still, silent=silent, inside=inside, reached=reached)
+        for rank, (phase, still, silent, inside, reached) in enumerate(told)
     ]
     blame = find_culprit(activities, STAGES)
-    assert 0 <= blame.rank < len(activities) and 0 < len(blame.cause) < 1200
+    assert blame.rank in (None, *range(len(activities))) and 0 < len(blame.cause) < 1200
     silent = [activity.rank for activity in activities if activity.silent]
     if silent:
         assert blame.rank in silent

@@ -107,6 +107,12 @@ def test_a_full_device_is_retried_once_whatever_was_measured_and_never_for_ever(
     assert isinstance(DefaultPolicy(3).decide(elsewhere), GiveUp)
 
 
+def test_a_device_that_others_fill_is_waited_for_as_often_as_restarts_allow() -> None:
+    taken = [AttemptEnd(n, (failure("device_taken", "held by python", 7),), 5) for n in range(1, 5)]
+    assert isinstance(DefaultPolicy(3).decide(taken[:2]), Restart)
+    assert isinstance(DefaultPolicy(3).decide(taken), GiveUp)
+
+
 def test_numbers_that_are_not_finite_end_the_run_unless_the_job_wants_another_try() -> None:
     once = [AttemptEnd(1, (failure("nonfinite", "step 7: the loss is nan", 7),), 5)]
     assert isinstance(DefaultPolicy(3).decide(once), GiveUp)

@@ -7,14 +7,17 @@ import os
 import pytest
 import torch
 
+from raypp.environment import NCCL_OF_TORCH
 from raypp.errors import JobError
 from raypp.inference.evaluate import on_ranks
 from raypp.inference.source import Source
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.torch_private import inductor_config
+from raypp.train import torchrun
 from raypp.train.assemble import assemble
-from raypp.train.cuda_settings import cuda_event, prepare_allocator, prepare_queues
+from raypp.train.cuda_settings import cuda_event, prepare_allocator, prepare_driver, share_compile_threads
 from raypp.train.own_seat import local_seat, seat_from_environment
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -35,10 +38,44 @@ def test_the_users_setting_of_the_allocator_stays(name: str, value: str) -> None
     assert environment == {name: value}
 
 
-def test_the_users_number_of_hardware_queues_stays() -> None:
-    environment = {QUEUES: "1"}
-    prepare_queues(environment)
-    assert environment == {QUEUES: "1"}
+def test_the_users_number_of_hardware_queues_and_order_of_cards_stay() -> None:
+    environment = {QUEUES: "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    prepare_driver(environment)
+    assert environment == {QUEUES: "1", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+
+
+def test_cards_are_numbered_as_nvidia_smi_numbers_them() -> None:
+    environment: dict[str, str] = {}
+    prepare_driver(environment)
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_the_ranks_of_a_node_share_its_cores_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = inductor_config()
+    monkeypatch.setattr(config, "compile_threads", 7)
+    share_compile_threads(2, {"TORCHINDUCTOR_COMPILE_THREADS": "7"})
+    assert config.compile_threads == 7
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(24))
+    for ranks, threads in ((1, 24), (4, 6), (48, 1)):
+        share_compile_threads(ranks, {})
+        assert config.compile_threads == threads
+
+
+def test_under_torchrun_torchs_threads_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NCCL_OF_TORCH:
+        monkeypatch.setenv(name, "")  # so that it is removed after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    seen: dict[str, str | None] = {}
+
+    def refused(*_: object, **__: object) -> None:
+        seen.update((name, os.environ.get(name)) for name in NCCL_OF_TORCH)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(torchrun, "connect", refused)
+    with pytest.raises(ConnectionRefusedError):
+        torchrun._run(job_with(), local_seat(0, 1, 1, job_with()))
+    assert seen == NCCL_OF_TORCH | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 @pytest.mark.parametrize("path", ["a rank", "torchrun", "eval"])

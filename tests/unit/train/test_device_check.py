@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from raypp.environment import c_compiler
 from raypp.errors import JobError
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.train.device_check import Card, check_device, device_problems, host_problems, mixed_cards
+from raypp.train.device_check import (
+    Card,
+    check_device,
+    device_problems,
+    has_kernels_for,
+    host_problems,
+    memory_taken,
+    mixed_cards,
+    shared_cards,
+    wait_for,
+)
 from raypp.train.own_seat import local_seat
 
 GIB = 1 << 30
@@ -21,6 +33,12 @@ T4 = Card("Tesla T4", (7, 5), 15 * GIB)
 
 def job(**sections: Any) -> Job:
     return parse_job({"name": "checked", "mesh": {"pp": 2}, **sections})
+
+
+LARGE = job(
+    model={"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000},
+    data={"kind": "synthetic", "seq_len": 4096},
+)
 
 
 def test_a_card_that_can_run_the_job_has_no_problem() -> None:
@@ -60,13 +78,93 @@ def test_without_any_device_the_rank_refuses_before_it_joins() -> None:
 
 
 def test_a_job_that_does_not_fit_is_refused_with_changes_that_do() -> None:
-    large = job(
-        model={"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000},
-        data={"kind": "synthetic", "seq_len": 4096},
-    )
-    (problem,) = device_problems(large, local_seat(0, 2, 1, large, device="cuda"), 2, T4)
+    (problem,) = device_problems(LARGE, local_seat(0, 2, 1, LARGE, device="cuda"), 2, T4)
     assert problem.what.startswith("rank 0 on localhost, Tesla T4: a device has 15 GiB; ranks are planned")
     assert "pp0 " in problem.what and "pp1 " in problem.what and problem.fix
+
+
+def test_why_torch_sees_no_card_is_told() -> None:
+    (problem,) = device_problems(job(), local_seat(0, 2, 1, job(), device="cuda"), 0, None, "The driver is too old")
+    assert "sees no CUDA devices there (The driver is too old)" in problem.what and "nvidia-smi" in problem.fix
+
+
+def test_a_job_that_compiles_needs_a_compiler_on_its_node() -> None:
+    compiled = job(train={"compile": True})
+    seat = local_seat(0, 2, 1, compiled, device="cuda")
+    (problem,) = device_problems(compiled, seat, 2, H100, compiler=None)
+    assert problem.key == "train.compile" and "gcc" in problem.fix
+    assert "rank 0 on localhost: torch.compile needs a C compiler" in problem.what
+    assert device_problems(compiled, seat, 2, H100) == []
+    assert device_problems(job(), seat, 2, H100, compiler=None) == []
+
+
+def test_the_compiler_that_cc_names_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert c_compiler() is None
+    own = tmp_path / "own-cc"
+    own.touch(0o755)
+    assert c_compiler() is None
+    monkeypatch.setenv("CC", str(own))
+    assert c_compiler() == str(own)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "runs"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),
+        ((8, 9), ["sm_75", "sm_80", "sm_86"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_90a", "sm_100a"], False),
+        ((12, 0), ["sm_90", "compute_90"], True),
+        ((12, 0), [], True),
+        ((12, 0), ["gfx90a"], True),
+    ],
+)
+def test_a_card_runs_what_was_compiled_for_it(capability: tuple[int, int], built_for: list[str], runs: bool) -> None:
+    assert has_kernels_for(capability, built_for) is runs
+    seat = local_seat(0, 2, 1, job(), device="cuda")
+    problems = device_problems(job(), seat, 2, Card("Card", capability, 80 * GIB), built_for=built_for)
+    assert [f"has kernels for {', '.join(built_for)} only" in one.what for one in problems] == [True] * (not runs)
+
+
+class Freeing:
+    """A device on which a dead process' memory becomes free after some seconds."""
+
+    def __init__(self, after_s: float) -> None:
+        self.now, self._after_s = 0.0, after_s
+
+    def clock(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+
+    def free(self) -> int:
+        return 70 * GIB if self.now >= self._after_s else 2 * GIB
+
+
+@pytest.mark.parametrize(("after_s", "waited_s", "found"), [(0, 0, 70), (20, 20, 70), (500, 60, 2)])
+def test_memory_of_a_process_that_was_killed_is_waited_for(after_s: float, waited_s: float, found: int) -> None:
+    device = Freeing(after_s)
+    assert wait_for(30 * GIB, device.free, device.clock, device.pause) == found * GIB
+    assert device.now == waited_s
+
+
+def test_who_holds_a_card_is_named_with_what_would_fit() -> None:
+    seat = local_seat(0, 2, 1, LARGE, device="cuda")
+    assert memory_taken(LARGE, seat, H100, 60 * GIB, 60 * GIB) is None
+    problem = memory_taken(LARGE, seat, H100, 60 * GIB, 40 * GIB, lambda: "held by X (pid 7) 40 GiB")
+    assert problem is not None and "; fits by plan: --set" in problem.fix
+    needs = "60 GiB are needed, 40 GiB of 80 GiB are free; held by X (pid 7) 40 GiB"
+    assert problem.what == f"rank 0 on localhost, NVIDIA H100 80GB HBM3: {needs}"
+
+
+def test_two_ranks_on_one_card_are_named() -> None:
+    labels = ["pp0", "pp1", "pp2"]
+    (problem,) = shared_cards(["a 0:41:0", "b 0:41:0", "a 0:41:0"], labels)
+    assert problem.what == "pp0, pp2 have the same card, a at PCI bus 0:41:0" and "MIG" in problem.fix
+    assert shared_cards(["", "", ""], labels) == []
 
 
 def test_cards_of_different_kinds_in_one_stage_are_told_with_their_ranks() -> None:
@@ -76,5 +174,10 @@ def test_cards_of_different_kinds_in_one_stage_are_told_with_their_ranks() -> No
     def told(*names: str) -> list[str]:
         return mixed_cards(names, places, mesh.labels())
 
-    assert told("A", "A", "B", "B") == [], "stages may differ: the cut balances them"
-    assert told("A", "A", "A", "B") == ["the ranks of pp1 have different cards: A on pp1-fsdp0; B on pp1-fsdp1"]
+    assert told("A", "A", "A", "A") == []
+    pipeline = "the pipeline has different cards (A on pp0; B on pp1): `raypp plan --links` cuts layers by speed"
+    assert told("A", "A", "B", "B") == [pipeline]
+    assert told("A", "B", "A", "B") == [
+        "the ranks of pp0 have different cards: A on pp0-fsdp0; B on pp0-fsdp1",
+        "the ranks of pp1 have different cards: A on pp1-fsdp0; B on pp1-fsdp1",
+    ]

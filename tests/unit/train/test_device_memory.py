@@ -6,9 +6,18 @@ import pytest
 import torch
 
 from raypp.failure_kinds import FailureKind
+from raypp.planning.plan import make_plan
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.train.device_memory import device_memory_error, out_of_device_memory, planned, told
+from raypp.train.device_memory import (
+    DeviceTakenError,
+    device_memory_error,
+    holders_in_words,
+    out_of_device_memory,
+    planned,
+    taken,
+    told,
+)
 from raypp.train.lost_peer import lost_peer
 from raypp.train.own_seat import local_seat
 
@@ -73,15 +82,37 @@ def test_a_rank_says_its_kind_and_needs_no_statistics() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "CUDA error: out of memory"]
+    "text",
+    [
+        "Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+        "CUDA error: out of memory",
+        "Last error:\nFailed to CUDA calloc async 4194304 bytes",
+    ],
 )
 def test_libraries_that_find_no_memory_are_no_lost_peer(text: str) -> None:
     error = torch.distributed.DistBackendError(f"NCCL error: unhandled cuda error, ncclUnhandledCudaError: {text}")
     assert out_of_device_memory(error) and not lost_peer(error)
 
 
-def test_an_error_of_nccl_is_a_lost_peer_only_if_it_is_no_own_one() -> None:
-    gone = "NCCL error: remote process exited or there was a network error, ncclRemoteError: closed by remote peer"
-    assert lost_peer(torch.distributed.DistBackendError(gone))
-    for own in ("ncclInvalidUsage: Duplicate GPU detected", "ncclUnhandledCudaError: an illegal memory access"):
-        assert not lost_peer(torch.distributed.DistBackendError(f"NCCL error: {own}"))
+LISTED = """GPU-aa-1, 7, python3, 20480
+GPU-aa-1, 8, [Not Found], [N/A]
+GPU-bb-2, 9, python3, 512
+"""
+
+
+def test_the_processes_of_a_card_are_named_without_this_one() -> None:
+    assert holders_in_words(LISTED, "aa-1", own=1) == "held by python3 (pid 7) 20 GiB, [Not Found] (pid 8)"
+    assert holders_in_words(LISTED, "aa-1", own=7) == "held by [Not Found] (pid 8)"
+    for listed, uuid in ((LISTED, "bb-2"), (LISTED, ""), ("", "aa-1"), ("No devices were found", "aa-1")):
+        assert "does not show here by whom" in holders_in_words(listed, uuid, own=9)
+
+
+def test_memory_beside_torch_and_plan_belongs_to_others() -> None:
+    runtime = make_plan(job()).memory[0].runtime
+    stats = {"total": 80 << 30, "free": 1 << 30, "reserved": 60 << 30}
+    assert taken(stats, job(), 0) == (19 << 30) - runtime and taken({}, job(), 0) == 0
+
+
+def test_a_card_that_others_fill_is_no_failure_that_recurs() -> None:
+    traits = DeviceTakenError.failure_kind.traits
+    assert traits.counts and not traits.recurring and not traits.permanent

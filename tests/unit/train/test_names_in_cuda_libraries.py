@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypp.control.rank_process import NCCL_OF_TORCH
+from raypp.environment import NCCL_OF_TORCH
 from raypp.parallel.rank_groups import _PIPELINE_CTAS, _few_ctas
 from raypp.train.cuda_settings import _ALLOCATOR, ALLOCATOR_VARIABLES
 from raypp.train.device_memory import _FULL
-from raypp.train.lost_peer import _OWN_ERROR
+from raypp.train.lost_peer import _OWN_ERROR, NCCL_OWN
 
 TORCH = Path(torch.__file__).parent / "lib"
 NCCL, CUDNN = (Path(torch.__file__).parents[1] / f"nvidia/{name}/lib" for name in ("nccl", "cudnn"))
@@ -54,9 +54,12 @@ def test_torch_reads_the_variables_of_its_allocator() -> None:
 def test_nccl_reads_the_variables_of_its_sockets_and_has_the_errors_that_are_recognised() -> None:
     variables = tuple(name.removeprefix("NCCL_") for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"))
     forms = ("Cuda failure %d '%s'", "Cuda failure '%s'")
+    allocations = tuple(text for text in _FULL if text.startswith("Failed to CUDA"))
     filled = {form.replace("%d", "2").replace("%s", "out of memory") for form in forms}
     assert filled <= set(_FULL)
-    assert missing(NCCL / "libnccl.so.2", ("NCCL_SOCKET_IFNAME", "HOSTID", *variables, *forms)) == []
+    assert missing(NCCL / "libnccl.so.2", ("NCCL_SOCKET_IFNAME", "HOSTID", *variables, *forms, *allocations)) == []
+    calls = tuple(row[0] for row in NCCL_OWN if row[0].startswith(("no socket", "failed to peer", "ibv_reg_mr")))
+    assert len(calls) == 3 and missing(NCCL / "libnccl.so.2", calls) == []
 
 
 def test_a_group_of_the_pipeline_has_few_ctas_and_can_be_aborted() -> None:

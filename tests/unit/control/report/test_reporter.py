@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
+from stand_in_clock import StandInClock
 
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report import reporter as reporter_module
@@ -48,3 +50,68 @@ def test_a_rank_whose_log_is_on_a_full_disk_reports_on_after_its_controller_was_
         print("half a line", end="")
     assert len(taken) >= 3, "the thread that reports has ended"
     assert [event.kind for batch in taken for event in batch.events] == ["lived"]
+
+
+class Device:
+    """Comes to as many of its marks as the test lets it."""
+
+    def __init__(self) -> None:
+        self.marks = self.done = 0
+        self.broken = False
+
+    def mark(self) -> Callable[[], bool]:
+        self.marks += 1
+        number = self.marks
+
+        def reached() -> bool:
+            if self.broken:
+                raise RuntimeError("CUDA error: unspecified launch failure")
+            return self.done >= number
+
+        return reached
+
+
+def test_a_rank_reports_where_its_device_is_and_not_what_its_host_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StandInClock()
+    monkeypatch.setattr(reporter_module, "time", clock)
+    monkeypatch.setattr(reporter_module, "report_route", lambda *_: None)
+    monkeypatch.setattr(reporter_module, "inside", lambda _thread: "all_reduce")
+    reporter, device = ControllerReporter(None, SEAT, ()), Device()
+
+    def told() -> tuple[str, float, int, str]:
+        batch = reporter._batch()
+        return batch.phase, batch.idle_s, batch.reached, batch.inside
+
+    reporter.phase("load")
+    for action in ("1F0 waits", "1F0", "1B0", "sum"):
+        reporter.phase("step", action, device.mark())
+    assert told()[::2] == ("load", 0), "it still does what came before its first mark"
+    device.done = 2
+    told()
+    clock.advance(70)
+    assert told() == ("step 1F0", 70, 2, "")
+    device.done = 4
+    assert told() == ("step sum", 0, 0, ""), "the device came there just now, however long its host has been there"
+    clock.advance(5)
+    assert told() == ("step sum", 5, 0, "all_reduce")
+    reporter.phase("step", "2 read")
+    assert told()[::2] == ("step 2 read", 0)
+
+
+def test_a_device_that_has_failed_leaves_what_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter_module, "report_route", lambda *_: None)
+    reporter, device = ControllerReporter(None, SEAT, ()), Device()
+    reporter.phase("step", "1F0", device.mark())
+    device.broken = True
+    assert reporter._batch().phase == "step 1F0" and reporter._batch().reached == 0
+
+
+def test_a_trail_that_nobody_looks_at_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter_module, "report_route", lambda *_: None)
+    monkeypatch.setattr(reporter_module, "_LONGEST_TRAIL", 10)
+    reporter, device = ControllerReporter(None, SEAT, ()), Device()
+    for _ in range(100):
+        device.done = device.marks
+        reporter.phase("step", "1F0", device.mark())
+    assert len(reporter._trail._queued) <= 10
+    assert reporter._batch().reached == 99

@@ -1,0 +1,42 @@
+"""What `raypp doctor --nccl` runs on the nodes, with gloo on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypp.doctor import node as node_module
+from raypp.doctor.node import NodeProbe
+from raypp.errors import RayppError
+from raypp.measure.group_check import _same
+
+HERE = "127.0.0.1"
+
+
+def tried(probe: NodeProbe, ranks: int, world: int) -> dict[str, object]:
+    devices = [(rank, "cpu") for rank in range(ranks)]
+    return probe.try_group(devices, world, HERE, probe.free_port(HERE), HERE, "")
+
+
+def test_two_processes_check_what_they_sum_and_pass_on() -> None:
+    rates = tried(NodeProbe("ab" * 32), 2, 2)
+    assert sorted(rates) == ["all_reduce", "exchange"] and all(isinstance(rate, float) for rate in rates.values())
+
+
+def test_numbers_that_change_on_their_way_are_counted() -> None:
+    sent = torch.arange(9.0)
+    received = sent.clone()
+    received[4:7] += 1
+    with pytest.raises(RayppError, match="3 of 9 numbers of a message are wrong"):
+        _same(received, sent, "a message")
+
+
+def test_a_group_that_does_not_meet_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "GROUP_TIMEOUT_S", 5.0)
+    assert str(tried(NodeProbe("ab" * 32), 1, 2)["error"]) == "hangs: no end within 5 s"
+
+
+def test_a_device_that_is_not_there_is_told() -> None:
+    probe = NodeProbe("ab" * 32)
+    answer = probe.try_group([(0, "cuda:93")], 1, HERE, probe.free_port(HERE), HERE, "P2P")
+    assert answer["error"] and answer["peer"] is False
