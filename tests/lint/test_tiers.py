@@ -34,11 +34,11 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 
 
 def test_ci_runs_the_slow_tests_of_every_tier_that_are_marked_gate() -> None:
-    commands = (TESTS.parent / ".ci/run").read_text().splitlines()
-    assert {
-        "part make test",
-        "part make test-unit GATE=1",
-        "part make test-ranks GATE=1",
-        "part make -j 3 --output-sync=target SIDE_BY_SIDE=1 test-s3 test-ray test-e2e GATE=1 "
-        'E2E="tests/e2e tests/chaos"',
-    } <= {*commands}
+    """It runs the slow tests of every tier, and those of the fault table; tests/hosts needs hours."""
+    words = [line.split() for line in (TESTS.parent / ".ci/run").read_text().splitlines()]
+    assert ["part", "make", "test"] in words
+    with_gate = [line for line in words if "GATE=1" in line]
+    assert {word for line in with_gate for word in line if word.startswith("test-")} == {
+        "test-unit", "test-ranks", "test-s3", "test-ray", "test-e2e"
+    }  # fmt: skip
+    assert 'E2E="tests/e2e tests/chaos"' in (TESTS.parent / ".ci/run").read_text()
