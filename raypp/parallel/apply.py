@@ -132,12 +132,20 @@ def _prefetch_next_block(stage: nn.Module) -> None:
 
 
 def _held_whole(stage: nn.Module, job: Job) -> set[nn.Parameter]:
-    """Returns the quantised weights that no two ranks share: FSDP would only copy them."""
+    """Returns the frozen weights that products take as they are: FSDP would only copy them.
+
+    Quantised weights that no two ranks share. Where one rank holds all its weights, also those that
+    have the compute dtype.
+    """
     shards = job.mesh.fsdp * job.mesh.cp
     if shards > 1 and job.mesh.ep < shards:
         return set()
     parts = [stage] if shards == 1 else [part.experts for part in moe_blocks(stage)]
-    return {part.get_parameter(name) for part in parts for name, _ in stored_formats(part)}
+    held = {part.get_parameter(name) for part in parts for name, _ in stored_formats(part)}
+    if shards == 1:
+        dtype = compute_dtype(job)
+        held |= {weight for weight in stage.parameters() if not weight.requires_grad and weight.dtype == dtype}
+    return held
 
 
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:

@@ -92,7 +92,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
         ep: mesh.ep.
     """
     shape = tuple(getattr(sizes, axis) for axis in AXES)
-    override: dict[int | str, Any] | None = {"pp": _few_ctas()} if device_type == "cuda" else None
+    override: dict[int | str, Any] | None = {"pp": few_ctas()} if device_type == "cuda" else None
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=override)
     place = mesh.get_coordinate()
     if place is None:
@@ -107,7 +107,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
-        backward=_second_group(columns, "pp_backward", _few_ctas() if device_type == "cuda" else None),
+        backward=_second_group(columns, "pp_backward", few_ctas() if device_type == "cuda" else None),
         coordinates=Coordinates(*place),
         weights=weights,
         context=context,
@@ -115,10 +115,10 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
     )
 
 
-def _few_ctas() -> Any:
-    """Returns NCCL's options for a group that carries the pipeline's messages."""
+def few_ctas(most: int = _PIPELINE_CTAS) -> Any:
+    """Returns NCCL's options for a group of few thread blocks: by default, the pipeline's."""
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _PIPELINE_CTAS
+    options.config.max_ctas = most
     return options
 
 

@@ -37,9 +37,9 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     log-softmax in fp32, which the backward needs. The backward has two fp32 gradients at once: of
     the log-softmax and of its input. In bf16 the forward also has an fp32 copy of the logits.
 
-    In chunks: the gradient of the projection's input is kept. Meanwhile there are the logits and
-    the log-softmax of a chunk (fp32), and the gradient of the projection (fp32, and a copy in the
-    compute dtype).
+    In chunks: the gradient of the projection's input is kept. Meanwhile there are the logits of a
+    chunk, in the compute dtype and in fp32, their log-softmax (fp32), and the gradient of a trained
+    projection (fp32, and in the end a copy in the compute dtype).
 
     A soft cap of the logits keeps its tanh in the compute dtype; in chunks, its slope in fp32.
 
@@ -58,9 +58,12 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
             forward=values * _FP32 if compute < _FP32 else 0,
             backward=values * 2 * _FP32,
         )
-    projection = model.vocab_size * model.hidden_size * (_FP32 + (compute if compute < _FP32 else 0))
-    working = (3 if capped else 2) * _FP32 * chunk * model.vocab_size + projection
-    return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=working)
+    narrow = compute if compute < _FP32 else 0
+    logits = ((3 if capped else 2) * _FP32 + narrow) * chunk * model.vocab_size
+    projection = 0 if model.lora is not None else model.vocab_size * model.hidden_size
+    working = projection * _FP32 + max(logits, projection * narrow)
+    backward = working if projection else 0  # of the projection, from logits that it computes again
+    return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=backward)
 
 
 def kept_by_heap(job: Job, tokens: int) -> int:

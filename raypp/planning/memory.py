@@ -8,7 +8,7 @@ it with what ranks take.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,10 @@ is in use on an H100 after the first matrix product. Not measured here."""
 NCCL_GROUP = 200 * _MB
 """Buffers of one NCCL communicator: channels times NCCL_BUFFSIZE (4 MiB by default) for each of its
 protocols and peers. Not measured here."""
+NCCL_PAIR = NCCL_GROUP // 2
+"""Of one that connects two ranks of a pipeline by 4 thread blocks (`parallel.rank_groups`)."""
+NCCL_ONE_CTA = NCCL_GROUP // 4
+"""Of the world's, with one thread block (`train.process_group`)."""
 CACHING = 0.05
 """Share of the tensors' bytes that torch's caching allocator takes in addition, with expandable
 segments: it rounds sizes and keeps blocks. Not measured here."""
@@ -153,7 +157,7 @@ def rank_memory(
     buffers = fsdp.flat + fsdp.buffers if actions else 0
     if actions and len(cut) - 1 in stages and kind == "cpu":
         buffers += kept_by_heap(job, microbatch_tokens(job))
-    return dataclasses.replace(peak, runtime=_runtime(job, peak.total, buffers, kind))
+    return dataclasses.replace(peak, runtime=_runtime(job, stages, cut, peak.total, buffers, kind))
 
 
 def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> HeldState:
@@ -186,16 +190,19 @@ def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions
     return state_of(job, stages, cut, "cuda").host + host_activation_bytes(job, actions, cut, microbatch_tokens(job))
 
 
-def stage_parameters(job: Job, stage: int, cut: Sequence[int]) -> int:
-    """Returns the parameters of a stage. Both ends hold tied embeddings."""
-    last = stage == len(cut) - 1
-    return sizes_of(job.model).stage_parameters(_layers(stage, cut), first=stage == 0, last=last)
+def stage_parameters(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> int:
+    """Returns the parameters of a stage. Both ends hold tied embeddings.
+
+    Without `ends`: only those of its layers.
+    """
+    first, last = ends and stage == 0, ends and stage == len(cut) - 1
+    return sizes_of(job.model).stage_parameters(_layers(stage, cut), first=first, last=last)
 
 
-def stage_trained(job: Job, stage: int, cut: Sequence[int]) -> tuple[int, int]:
+def stage_trained(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
     """Returns the trained parameters of a stage, and those of them that belong to experts."""
-    last = stage == len(cut) - 1
-    return sizes_of(job.model).stage_trained(_layers(stage, cut), first=stage == 0, last=last)
+    first, last = ends and stage == 0, ends and stage == len(cut) - 1
+    return sizes_of(job.model).stage_trained(_layers(stage, cut), first=first, last=last)
 
 
 def _trained_share(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
@@ -214,33 +221,32 @@ def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     return each * -(-frozen // shards)
 
 
-def _base(job: Job, stage: int, cut: Sequence[int], rest: int, **gathered: Any) -> int:
+def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = True, **gathered: Any) -> int:
     """Returns `base_bytes` of a stage of a job with a quantised base."""
-    first, last = stage == 0, stage == len(cut) - 1
+    first, last = ends and stage == 0, ends and stage == len(cut) - 1
     return base_bytes(job.model, _layers(stage, cut), first=first, last=last, rest=rest, **gathered)
 
 
-def _gathered_base(job: Job, stage: int, cut: Sequence[int]) -> int:
-    """Returns the bytes of a stage's quantised base that FSDP gathers: not what one rank holds."""
-    return _base(job, stage, cut, activation_bytes(job), ep=job.mesh.ep, without=_held_whole(job))
+def _frozen_as_used(job: Job) -> bool:
+    """Whether a rank holds its frozen weights whole and products take them as they are."""
+    shards, lora = job.mesh.fsdp * job.mesh.cp, job.model.lora
+    return shards == 1 and lora is not None and (lora.base != "fp32" or job.train.computes_in == "fp32")
 
 
-def _held_whole(job: Job) -> tuple[str, ...]:
-    """Returns the parts of a quantised base that one rank holds whole."""
-    shards = job.mesh.fsdp * job.mesh.cp
-    return ("attention", "feed_forward", "experts") if shards == 1 else ("experts",) if job.mesh.ep == shards else ()
-
-
-def gathered_bytes(job: Job, stage: int, cut: Sequence[int]) -> tuple[int, int]:
+def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
     """Returns the bytes of a stage's weights that FSDP gathers, and those of them of all experts.
 
-    A quantised base travels as its integers.
+    A quantised base travels as its integers. Frozen weights that one rank uses as they are do not
+    count. `ends` as in `stage_parameters`.
     """
     each, layers = activation_bytes(job), _layers(stage, cut)
+    trained, of_experts = stage_trained(job, stage, cut, ends=ends)
+    if _frozen_as_used(job):
+        return each * trained, each * of_experts
     if quantised_base(job.model) is None:
-        return each * stage_parameters(job, stage, cut), each * sizes_of(job.model).stage_experts(layers)
-    trained, of_experts = stage_trained(job, stage, cut)
-    whole, rest = (_base(job, stage, cut, each, without=(*_held_whole(job), *more)) for more in ((), ("experts",)))
+        return each * stage_parameters(job, stage, cut, ends=ends), each * sizes_of(job.model).stage_experts(layers)
+    held = ("experts",) if job.mesh.ep == job.mesh.fsdp * job.mesh.cp else ()  # by one rank, as they are
+    whole, rest = (_base(job, stage, cut, each, ends=ends, without=(*held, *more)) for more in ((), ("experts",)))
     return whole + each * trained, whole - rest + each * of_experts
 
 
@@ -348,36 +354,37 @@ class Gathered:
         """
         replicas = job.mesh.fsdp * job.mesh.cp * job.mesh.dp_replicate
         replaces = replicas > 1 or job.train.precision == "bf16"
-        # Experts elsewhere are never gathered: tokens go to them instead.
-        held = {
-            stage: stage_parameters(job, stage, cut) - (experts - experts // job.mesh.ep)
-            for stage in stages
-            for experts in (sizes_of(job.model).stage_experts(_layers(stage, cut)),)
-        }
-        trained = {
-            stage: count - (experts - experts // job.mesh.ep)
-            for stage in stages
-            for count, experts in (stage_trained(job, stage, cut),)
-        }
+
+        def here(whole: int, experts: int) -> int:
+            """Returns what of a stage's weights comes here: tokens go to experts elsewhere."""
+            return whole - (experts - experts // job.mesh.ep)
+
+        def groups(of: Callable[..., tuple[int, int]]) -> dict[int, tuple[int, int, int]]:
+            """Returns each stage's sum, and what FSDP's groups have of it: ends, and a layer."""
+            sums = {s: (here(*of(job, s, cut)), here(*of(job, s, cut, ends=False))) for s in stages}
+            return {s: (whole, whole - layers, -(-layers // max(1, cut[s]))) for s, (whole, layers) in sums.items()}
+
+        of_trained = groups(stage_trained)
+        trained = {stage: whole for stage, (whole, _, _) in of_trained.items()}
         gradients = {stage: gradient_bytes(job) * count for stage, count in trained.items()}
         if not replaces:
             return cls(False, 0, 0, gradients, 0, 0, 0, gradient_bytes(job))
-        gathered = {stage: activation_bytes(job) * count for stage, count in held.items()}
-        if quantised_base(job.model) is not None:
-            gathered = {s: _gathered_base(job, s, cut) + activation_bytes(job) * trained[s] for s in stages}
-        weights = flat = sum(sorted(gathered.values())[-_UNSHARDED_STAGES:])
-        layers = max((cut[stage] for stage in stages), default=0)
-        if job.mesh.reshard_after_forward and layers:
-            two = 2 * weights // (layers + 1)  # the layer in use and the one being fetched
-            flat = flat if kind == "cpu" else two
-            weights = max(two, *gathered.values()) if split else two  # a part of a backward needs its whole stage
+        of_gathered = groups(gathered_bytes)
+        gathered = [whole for whole, _, _ in of_gathered.values()]
+        weights = flat = sum(sorted(gathered)[-_UNSHARDED_STAGES:])
+        if job.mesh.reshard_after_forward and any(cut[stage] for stage in stages):
+            # The ends stay, with the layer in use and the one being fetched.
+            few = max(ends + 2 * layer for _, ends, layer in of_gathered.values())
+            flat = flat if kind == "cpu" else few
+            weights = max(few, *gathered) if split else few  # a part of a backward needs its whole stage
         total = sum(trained.values())
         share = weight_bytes(job) * _trained_share(job, stages, cut)
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
         residuals = residual_bytes(job, stages, cut)
         messages = residuals // _FP32 * job.mesh.dp_replicate
         if kind == "cuda" or job.train.reduce_dtype == "bf16" or job.train.precision == "bf16_pure":
-            buffers = (buffers + messages) // (1 + sum(cut[stage] for stage in stages))  # of one block, or the ends
+            largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
+            buffers = (buffers + messages) * largest // max(1, total)  # one group after the other
             beside = gradient_bytes(job) * total + residuals
             return cls(True, weights, flat, gradients, buffers, beside, share, weight_bytes(job))
         if job.mesh.fsdp * job.mesh.cp == 1 and replicas > 1:
@@ -434,17 +441,37 @@ def _most_in_flight(actions: Sequence[Action]) -> int:
     return found
 
 
-def _runtime(job: Job, tensors: int, buffers: int, kind: Kind) -> int:
+def _runtime(job: Job, stages: Sequence[int], cut: Sequence[int], tensors: int, buffers: int, kind: Kind) -> int:
     """Returns the bytes beside the tensors of the peak.
 
     Args:
+        job: The job.
+        stages: Stages that the rank holds.
+        cut: Layers of every stage of the pipeline.
         tensors: Bytes of the tensors at the peak.
         buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients,
             and of large blocks of the loss (`kept_by_heap`). They live outside the peak, but find
             no holes in glibc's heap, so on a CPU they come on top.
+        kind: The kind of device.
     """
     if kind == "cpu":
         return CPU_RUNTIME + buffers + int(HEAP * (tensors + buffers))
-    mesh = job.mesh
-    groups = 2 * (mesh.pp > 1) + (mesh.fsdp * mesh.cp > 1) + (mesh.dp_replicate > 1) + (mesh.cp > 1) + (mesh.ep > 1)
-    return CUDA_CONTEXT + groups * NCCL_GROUP + int(CACHING * tensors)
+    return CUDA_CONTEXT + _communicators(job, stages, cut) + int(CACHING * tensors)
+
+
+def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
+    """Returns the bytes of a rank's NCCL communicators.
+
+    Two for each rank that the pipeline exchanges messages with, one for each direction; two for
+    context; that of the world, unless an axis of the data spans it.
+    """
+    mesh, last = job.mesh, len(cut) - 1
+    shards = mesh.fsdp * mesh.cp
+    others = {other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last} - set(stages)
+    pairs = 2 * min(len(others), 2, mesh.pp - 1)
+    groups = (shards > 1) + (mesh.dp_replicate > 1) + 2 * (mesh.cp > 1)
+    groups += (mesh.ep > 1) + (1 < mesh.ep < shards)  # among experts, and among those with the same experts
+    tied = job.model.tie_embeddings and job.model.lora is None and mesh.pp > 1
+    groups += tied and (0 in stages) != (last in stages)
+    world = mesh.world > 1 and mesh.world not in (shards, mesh.dp_replicate)
+    return groups * NCCL_GROUP + pairs * NCCL_PAIR + world * NCCL_ONE_CTA

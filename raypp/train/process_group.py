@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from raypp.errors import Problem, UnreachableError
 from raypp.parallel.failed_groups import before_join
+from raypp.parallel.rank_groups import few_ctas
 from raypp.records import Event, Seat
 from raypp.torch_private import backends_on, restart_group_names, set_operation_timeout
 from raypp.train.abort import abort_groups, cut_since
@@ -196,6 +198,18 @@ def _allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _world_options(seat: Seat) -> Any:
+    """Returns NCCL's options for the group of all ranks: one thread block, as its sums are small.
+
+    None, the default, on CPUs, and where an axis of the data spans all ranks: torch's meshes take
+    the group of all ranks for it.
+    """
+    sizes = seat.mesh_sizes
+    if seat.device != "cuda" or seat.world_size in (sizes.dp_replicate, sizes.fsdp * sizes.cp):
+        return None
+    return few_ctas(1)
+
+
 @contextmanager
 def joined(
     seat: Seat,
@@ -248,6 +262,7 @@ def joined(
         rank=seat.rank,
         world_size=seat.world_size,
         timeout=timedelta(seconds=timeout_s),
+        pg_options=_world_options(seat),
     )
     log.info(
         "rank %d of %d (%s) joined by %s at %s:%d over %s",
