@@ -1,4 +1,4 @@
-"""The plan's tensors of a rank against the peak of its real step, at full size, on tensors without memory."""
+"""The plan's tensors of a rank against the peak of its real step at full size, without memory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Norm(torch.autograd.Function):
 
 
 def allocate(stage: nn.Module, *, device: Any, recurse: bool = True, to_empty: Any = nn.Module.to_empty) -> nn.Module:
-    """As `to_empty`, which cannot swap fake parameters: those that FSDP does not manage are replaced."""
+    """As `to_empty`, which cannot swap fake parameters: those without FSDP are replaced."""
     plain = []
     for module in stage.modules():
         for name, found in list(module._parameters.items()):
@@ -204,7 +204,7 @@ def prepare_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """Lets the optimizer allocate its state, as a first step would."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     optimizer.step()
     for parameter in trained:
         parameter.grad = None
@@ -221,10 +221,10 @@ CASES = {
     "lora-8b, last": ("lora-8b", few(3), 1),
     "lora-8b, one card": ("lora-8b", [*few(1), "mesh.pp=1"], 0),
     "qlora-70b, first": ("qlora-70b", few(5), 0),
-    "qlora-70b, last": ("qlora-70b", few(2), 3),
+    "qlora-70b, last": ("qlora-70b", few(4), 3),
     "full-8b, second": ("full-8b", few(5), 1),
-    "full-8b, last": ("full-8b", few(2), 3),
-    "seventy-b, last": ("seventy-b", few(2), 30),
+    "full-8b, last": ("full-8b", few(4), 3),
+    "seventy-b, last": ("seventy-b", few(16), 30),
 }
 
 

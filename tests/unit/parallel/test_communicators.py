@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import raypp
+from raypp.measure import group_check
 
-FILES = sorted(Path(raypp.__file__).parent.rglob("*.py"))
+# `doctor --nccl` exchanges with both neighbours at once in processes of its own, beside no compute.
+FILES = sorted({*Path(raypp.__file__).parent.rglob("*.py")} - {Path(group_check.__file__)})
 GROUPS = ("init_process_group", "new_group", "init_device_mesh", "DeviceMesh")
 CALLS = (*GROUPS, "batch_isend_irecv")
 
