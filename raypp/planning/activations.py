@@ -173,8 +173,9 @@ def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
     """Returns the bytes per token of a layer's backward at its largest.
 
     The gradients of its output and of the product of its feed-forward block, and what the layer
-    recomputes.
+    recomputes. An adapted matrix gives two gradients of its input, and their sum is a third tensor.
     """
     w = _widths(job)
     recomputed = _everything(w, kind) - layer_activation_numbers(job, kind)
-    return (w.residual + w.inner + recomputed) * activation_bytes(job)
+    gradients = 1 if job.model.lora is None else 3
+    return (w.residual + gradients * w.inner + recomputed) * activation_bytes(job)
