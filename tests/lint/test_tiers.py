@@ -38,7 +38,7 @@ def test_ci_runs_the_slow_tests_of_every_tier_that_are_marked_gate() -> None:
     assert {
         "part make test",
         "part make test-unit GATE=1",
-        "part make test-ranks GATE=1",
-        "part make -j 3 --output-sync=target SIDE_BY_SIDE=1 test-s3 test-ray test-e2e GATE=1 "
+        'part "${side_by_side[@]}" lint docs',
+        'part "${side_by_side[@]}" test-ranks test-s3 test-ray test-e2e GATE=1 WORKERS=1 CLUSTERS=2 '
         'E2E="tests/e2e tests/chaos"',
     } <= {*commands}
