@@ -53,7 +53,7 @@ def test_memory_is_that_of_the_bytes_and_of_one_dequantised_matrix() -> None:
     for rank in (0, 1):
         assert four.memory[rank].weights < plain.memory[rank].weights
         assert four.memory[rank].optimizer == plain.memory[rank].optimizer
-        assert four.memory[rank].gathered < plain.memory[rank].gathered
+        assert four.memory[rank].gathered == plain.memory[rank].gathered  # of the adapters only
     assert product_bytes(job_of("nf4").model, 2) == 2 * 704 * 256
     assert product_bytes(job_of("nf4", "qwen3_moe").model, 2) == 2 * 256 * 256  # one expert is smaller than q_proj
     assert product_bytes(job_of("nf4", "qwen3_moe").model, 2, together=True, ep=2) == 2 * 2 * 192 * 256
