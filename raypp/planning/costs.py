@@ -46,7 +46,7 @@ class Device:
     share: float
 
 
-_DEQUANTISE_S = {"nf4": {"cpu": 2.8e-9, "cuda": 1.5e-11}, "int8": {"cpu": 1.6e-9, "cuda": 3e-12}}
+_DEQUANTISE_S = {"nf4": {"cpu": 2.8e-9, "cuda": 4e-12}, "int8": {"cpu": 1.6e-9, "cuda": 3e-12}}
 """Seconds per weight to dequantise a matrix. On a CPU as measured (docs/benchmarks/records.md).
 On a GPU 15 and 3 bytes that `models.quantised_rows` reads and writes, at 1 TB/s; not measured."""
 

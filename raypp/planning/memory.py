@@ -43,12 +43,15 @@ with a model of 0.1 M parameters."""
 HEAP = 0.19
 """Share of the tensors' bytes that glibc's heap takes in addition, once the process keeps what it
 frees (`train.host_allocator`): holes that no later tensor fits. Measured (docs/benchmarks)."""
-CUDA_CONTEXT = 500 * _MB
-"""Context, kernels and cuBLAS workspaces of a process on a GPU. NVIDIA names no figure; about this
-is in use on an H100 after the first matrix product. Not measured here."""
+CUDA_CONTEXT = 700 * _MB
+"""The context with its kernels, and cuBLAS' workspace, which torch does not count: what an H200 has
+in use after the first matrix product (driver 580, CUDA 13)."""
+NCCL_KERNELS = 370 * _MB
+"""What a process' first communicator takes beside its buffers, on an H200 with NCCL 2.28."""
 NCCL_GROUP = 200 * _MB
 """Buffers of one NCCL communicator: channels times NCCL_BUFFSIZE (4 MiB by default) for each of its
-protocols and peers. Not measured here."""
+protocols and peers. Between two processes by sockets it is 18 MiB; other transports were not
+measured."""
 NCCL_PAIR = NCCL_GROUP // 2
 """Of one that connects two ranks of a pipeline by 4 thread blocks (`parallel.rank_groups`)."""
 NCCL_ONE_CTA = NCCL_GROUP // 4
@@ -474,4 +477,5 @@ def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     tied = job.model.tie_embeddings and job.model.lora is None and mesh.pp > 1
     groups += tied and (0 in stages) != (last in stages)
     world = mesh.world > 1 and mesh.world not in (shards, mesh.dp_replicate)
-    return groups * NCCL_GROUP + pairs * NCCL_PAIR + world * NCCL_ONE_CTA
+    once = NCCL_KERNELS if mesh.world > 1 else 0
+    return once + groups * NCCL_GROUP + pairs * NCCL_PAIR + world * NCCL_ONE_CTA
