@@ -13,7 +13,6 @@ from fake_accelerator import NAME, fake_rank, fake_tensors
 from harness import run_in_living
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from raypp.data.loader import open_loader
 from raypp.models.attention_kernel import AttentionKernel
@@ -60,8 +59,8 @@ class Memory(DispatchMode):
     def __enter__(self) -> Memory:
         def resize(storage: Any, size: int) -> Any:
             resized = self._resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, size)
+            if id(storage) in self._sizes:
+                self._set(id(storage), size)
             return resized
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
@@ -84,7 +83,7 @@ class Memory(DispatchMode):
     def track(self, tensor: Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         storage = local.untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         if local.device.type == NAME and key not in self._sizes:
             self._storages[key] = weakref.ref(storage, lambda _: self._gone(key))
             self._set(key, storage.nbytes())
@@ -93,7 +92,7 @@ class Memory(DispatchMode):
         if func is read_scalar and args[0].device.type == "cpu":
             return 1
         found = func(*args, **(kwargs or {}))
-        for one in tree_leaves(found):
+        for one in found if isinstance(found, tuple | list) else [found]:
             if isinstance(one, Tensor):
                 self.track(one)
         return found
