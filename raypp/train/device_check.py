@@ -94,9 +94,19 @@ def why_no_card() -> str:
 def _wait_for_memory(job: Job, seat: Seat, card: Card) -> None:
     free_cache()
     need = int(CERTAIN * memory_of_ranks(job)[seat.coordinates.pp]) - CUDA_CONTEXT
-    free = wait_for(need, lambda: int(torch.cuda.mem_get_info(seat.device_index)[0]))
+    free = wait_for(need, lambda: free_bytes(lambda: torch.cuda.mem_get_info(seat.device_index)[0]))
     if problem := memory_taken(job, seat, card, need, free, lambda: holders(card_uuid(seat.device_index))):
         raise (JobError if seat.attempt <= 1 else DeviceTakenError)(problem)
+
+
+def free_bytes(ask: Callable[[], int]) -> int:
+    """Returns what `ask` returns; 0 if the device has no room even for the context that it needs."""
+    try:
+        return int(ask())
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        return 0
 
 
 def wait_for(

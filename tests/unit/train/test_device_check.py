@@ -17,6 +17,7 @@ from raypp.train.device_check import (
     Card,
     check_device,
     device_problems,
+    free_bytes,
     has_kernels_for,
     host_problems,
     memory_taken,
@@ -181,3 +182,15 @@ def test_cards_of_different_kinds_in_one_stage_are_told_with_their_ranks() -> No
         "the ranks of pp0 have different cards: A on pp0-fsdp0; B on pp0-fsdp1",
         "the ranks of pp1 have different cards: A on pp1-fsdp0; B on pp1-fsdp1",
     ]
+
+
+def test_a_card_without_room_for_a_context_has_nothing_free() -> None:
+    def full() -> int:
+        raise RuntimeError("CUDA error: out of memory")
+
+    def broken() -> int:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    assert (free_bytes(lambda: 7), free_bytes(full)) == (7, 0)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        free_bytes(broken)
