@@ -100,7 +100,7 @@ def _wait_for_memory(job: Job, seat: Seat, card: Card) -> None:
 
 
 def free_bytes(ask: Callable[[], int]) -> int:
-    """Returns what `ask` returns; 0 if the device has no room even for the context that it needs."""
+    """Returns what `ask` returns; 0 if the device has no room even for a context."""
     try:
         return int(ask())
     except RuntimeError as error:
