@@ -17,7 +17,8 @@ TEMPLATES = Path(__file__).parents[1] / "templates"
 
 @click.command("init")
 @click.argument("template", required=False)
-def init_command(template: str | None) -> None:
+@click.option("--out", metavar="FILE", help="Write the job to this file, and what it needs beside it.")
+def init_command(template: str | None, out: str | None) -> None:
     """Write the example job TEMPLATE and the data it needs into the current directory.
 
     Without TEMPLATE, list what there is.
@@ -35,10 +36,11 @@ def init_command(template: str | None) -> None:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise JobError(f"there is no template {template!r}", f"{hint}`raypp init` lists them: {', '.join(names)}")
-    for path in write(name, Path.cwd()):
+    file = Path(out or f"{name}.yaml")
+    for path in write(name, file):
         echo(f"wrote {path}")
     echo()
-    echo(f"the first lines of {name}.yaml say who it is for, what it needs, and what to type")
+    echo(f"the first lines of {file} say who it is for, what it needs, and what to type")
 
 
 def template_names() -> list[str]:
@@ -72,29 +74,31 @@ def files_of(name: str) -> list[str]:
     return found
 
 
-def write(name: str, folder: Path) -> list[str]:
-    """Copies a template and its files to a folder; leaves equal files as they are.
+def write(name: str, job: Path) -> list[Path]:
+    """Copies a template to a file, and its other files to that folder; leaves equal ones.
 
     Returns:
-        The paths of the files that were written, below the folder.
+        The paths of the files that were written.
 
     Raises:
         JobError: A file already exists with different content, so none is written; or a file cannot
             be written.
     """
-    contents = {path: (TEMPLATES / path).read_bytes() for path in files_of(name)}
-    there = [path for path in contents if (folder / path).exists()]
-    if f"{name}.yaml" in there:
-        raise JobError(Problem("", f"{name}.yaml is already here", "move it away, or work in another directory"))
-    other = [path for path in there if not _holds(folder / path, contents[path])]
+    sources = {job if path == f"{name}.yaml" else job.parent / path: TEMPLATES / path for path in files_of(name)}
+    contents = {path: source.read_bytes() for path, source in sources.items()}
+    there = [path for path in contents if path.exists()]
+    if job in there:
+        fix = "move it away, work in another directory, or name another file with --out"
+        raise JobError(Problem("", f"{job} is already here", fix))
+    other = [str(path) for path in there if not _holds(path, contents[path])]
     if other:
         what = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} already here with different content"
         raise JobError(Problem("", what, "move it away, or work in another directory"))
     missing = [path for path in contents if path not in there]
     for path in missing:
         try:
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            with (folder / path).open("xb") as file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
                 _fill(file, contents[path])
         except OSError as error:
             fix = "run raypp init in a directory that you can write to"

@@ -85,6 +85,17 @@ def test_jobs_share_their_data(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "wrote spot.yaml" in (said := capsys.readouterr().out) and said.count("kjv-new-testament.txt") == 1
 
 
+def test_another_file_gets_the_job_and_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["init", "quickstart", "--out", "mine/first.yaml"]) == 0
+    assert "wrote mine/first.yaml\n" in capsys.readouterr().out
+    assert {*here(tmp_path)} == {
+        f"mine/{'first.yaml' if p == 'quickstart.yaml' else p}" for p in files_of("quickstart")
+    }
+    assert run(["init", "lora", "--out", "mine/first.yaml"]) == 2
+    assert "mine/first.yaml is already here" in capsys.readouterr().err
+    assert (tmp_path / "mine/first.yaml").read_bytes() == (TEMPLATES / "quickstart.yaml").read_bytes()
+
+
 def test_a_typo_gets_the_closest_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "long-contxt"]) == 2
     assert "did you mean long-context?" in capsys.readouterr().err
