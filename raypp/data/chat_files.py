@@ -12,6 +12,7 @@ from raypp.data.chat_template import ChatTemplate
 from raypp.data.template_limits import MOST_SOURCE
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
+from raypp.spec.tokenizer_file import special_tokens
 from raypp.untrusted.documents import Bounds, parse_json
 from raypp.untrusted.files import read_file
 from raypp.untrusted.paths import expand_home
@@ -20,7 +21,6 @@ from raypp.untrusted.text import visible
 _CONFIG, _ALONE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _MOST_OTHERS = 100
 _BOUNDS = Bounds(size=16 << 20, values=2_000_000)
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _KEY = "data.chat_template"
 _GIVE = "set data.chat_template to a file with a Jinja template"
 
@@ -29,8 +29,8 @@ def open_template(data: DataSection) -> ChatTemplate | None:
     """Opens the template that `data.chat_template` names, else the one beside `data.tokenizer`.
 
     There, `chat_template.jinja` and `additional_chat_templates/NAME.jinja` come before the
-    `chat_template` of `tokenizer_config.json`, as in transformers. The special tokens are those of
-    `tokenizer_config.json`. Returns None if there is no template.
+    `chat_template` of `tokenizer_config.json`, as in transformers. Returns None if there is no
+    template.
 
     Raises:
         DataError: A file cannot be read, or the template cannot be compiled.
@@ -47,7 +47,8 @@ def open_template(data: DataSection) -> ChatTemplate | None:
             source = usual | {name: _read(path) for name, path in files.items()}
     if source is None:
         return None
-    return ChatTemplate(source, _special_tokens(config), _date(data.template_date))
+    tokens = special_tokens(folder).names if folder is not None else {}
+    return ChatTemplate(source, dict(tokens), _date(data.template_date))
 
 
 def _template_files(folder: Path) -> dict[str, Path]:
@@ -99,14 +100,3 @@ def _sources(found: Any, folder: Path | None) -> str | dict[str, str] | None:
             return {str(key): str(value) for key, value in named.items()}
     what = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"
     raise DataError(Problem(_KEY, what, _GIVE))
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name in _SPECIAL:
-        found = config.get(name)
-        if isinstance(found, dict):
-            found = found.get("content")
-        if isinstance(found, str):
-            tokens[name] = found
-    return tokens

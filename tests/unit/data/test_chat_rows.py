@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import datetime
 from pathlib import Path
@@ -97,6 +98,25 @@ def test_unmarked_templates_give_the_ids_of_transformers_and_loss_by_prefix(tmp_
         assert found.ids.tolist() == theirs.apply_chat_template(messages)["input_ids"]
         said = "".join(f"{m['content']}<|im_end|>\n" for m in messages if m["role"] == "assistant")
         assert theirs.decode(found.ids[found.loss]) == said
+
+
+def test_a_template_has_the_special_tokens_of_special_tokens_map_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_tokenizer(
+        tmp_path, "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    )
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    tokens = {name: config.pop(name) for name in ("bos_token", "eos_token")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    (found,) = RowEncoder(FileTokenizer(path), open_template(DataSection(tokenizer=str(path)))).encode(
+        [{"messages": CONVERSATIONS[0]}]
+    )
+    assert isinstance(found, Encoded)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert found.ids.tolist() == theirs.apply_chat_template(CONVERSATIONS[0])["input_ids"]
+    assert found.text.startswith("<s>") and "</s>" in found.text
 
 
 @pytest.mark.parametrize("name", MARKED)
