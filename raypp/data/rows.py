@@ -291,7 +291,8 @@ class RowEncoder:
             added = len(ids) - len(loss) - before
             loss = np.concatenate([np.zeros(before, dtype=bool), loss, np.ones(added, dtype=bool)])
         if what := lacking(self._tokenizer, ids, self._vocab_size):
-            return RowFault(f"has {what}", "use the model's own tokenizer, or raise model.vocab_size")
+            fix = f"set model.vocab_size to at least {self._tokenizer.vocab_size}, or use the model's own tokenizer"
+            return RowFault(f"has {what}", fix)
         return Encoded(ids, loss, text.text) if loss.any() else RowFault("no token carries loss", _MARK_IT)
 
 

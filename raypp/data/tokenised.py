@@ -225,7 +225,7 @@ def _texts(request: Request, batch: Sequence[Any]) -> Iterator[_Found]:
             raise DataError(Problem(request.place, what, "remove it"))
         whole, _ = document_of(request.tokenizer, ids)
         if found := lacking(request.tokenizer, whole, request.vocab_size):
-            fix = "use the model's own tokenizer, or raise model.vocab_size"
+            fix = f"set model.vocab_size to at least {request.tokenizer.vocab_size}, or use the model's own tokenizer"
             raise DataError(Problem(request.place, f"{document.place} has {found}", fix))
         yield whole, _NO_LOSS
 

@@ -15,6 +15,7 @@ from data_jobs import as_lists, job, loading, rows_of
 
 from raypp.data.packing import NO_LABEL
 from raypp.data.sources import check_data, data_identity, open_documents
+from raypp.data.tokenizer import FileTokenizer
 from raypp.errors import DataError, JobError, RayppError
 from raypp.spec.job import Job
 
@@ -170,6 +171,8 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_named(tmp_path: Path) -> Non
     (problem,) = check_data(chat_job(tmp_path / "c.jsonl", tokenizer=str(tokenizer), vocab_size=100))
     assert problem.key == "data.path" and "c.jsonl:1: has the token" in problem.what
     assert "but model.vocab_size is 100" in problem.what
+    rows = FileTokenizer(tokenizer).vocab_size
+    assert problem.fix == f"set model.vocab_size to at least {rows}, or use the model's own tokenizer"
 
 
 def refused(job: Job) -> RayppError:
