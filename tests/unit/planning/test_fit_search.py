@@ -191,7 +191,7 @@ def test_an_8b_in_full_on_two_rtx4090_needs_more_devices() -> None:
 @pytest.mark.gate
 def test_offloading_is_not_proposed_beyond_the_memory_of_the_nodes() -> None:
     job = job_with(model=LARGE, data={"seq_len": 1024}, train={"micro_batch_size": 1, "precision": "bf16"})
-    device = replace(device_named("rtx4090"), memory=int(4.5 * GIB))
+    device = replace(device_named("rtx4090"), memory=int(5 * GIB))
     offload = {"train.optimizer.offload": True}
     for gib in (0, 1, 64):  # 0: not known
         machines = Machines.alike(2, 1, 1.0)
