@@ -69,7 +69,7 @@ def use_model(request: Mapping[str, Any], seat: Seat, tell: Tell) -> dict[str, A
             answer_request(decoder, request, request, tell)
         return {"done": len(request["prompts"])}
     except Exception as error:  # noqa: BLE001 - the command that asked shows it
-        return {"error": error_document(explained(error), peer=lost_peer(error))}
+        return {"error": error_document(explained(error) or error, peer=lost_peer(error))}
 
 
 def _tasks(source: Source, request: Mapping[str, Any], seat: Seat, tell: Tell) -> dict[str, Any]:

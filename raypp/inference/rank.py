@@ -52,7 +52,7 @@ def main() -> int:
                 if seat.rank == 0:
                     tell({"done": len(request["prompts"])})
     except Exception as error:  # noqa: BLE001 - the parent shows it
-        document = error_document(explained(error), peer=lost_peer(error))
+        document = error_document(explained(error) or error, peer=lost_peer(error))
         sys.stderr.write("\n" + json.dumps({"error": document}) + "\n")
         sys.stderr.flush()
         os._exit(document["exit_code"])  # a peer may be gone, and leaving the groups would wait for it

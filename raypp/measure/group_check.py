@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
             torch.cuda.set_device(device)
         print(json.dumps(check(rank, world, arguments[2], port, device)))  # noqa: T201
     except Exception as error:  # noqa: BLE001  whatever it is, the report says it
-        known = explained(error)
+        known = explained(error) or error
         problem = known.problems[0] if isinstance(known, RayppError) else None
         what, fix = (problem.what, problem.fix) if problem else (in_words(error).strip().splitlines()[-1], "")
         print(json.dumps({"error": what, "fix": fix, "peer": lost_peer(error)}), flush=True)  # noqa: T201

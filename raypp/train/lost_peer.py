@@ -116,12 +116,15 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_GONE)
 
 
-def explained(error: Exception) -> Exception:
-    """Returns an error of NCCL that is this rank's own with its cause and fix; others as they
-    are."""
+def explained(error: Exception) -> NcclError | None:
+    """Returns an error of NCCL that is this rank's own with its cause and fix; None of others.
+
+    Not the error itself: a variable of the frame that caught it would keep it, and with it the
+    groups and stores of the attempt.
+    """
     own = _own_sign(error)
     if own is None:
-        return error
+        return None
     _, cause, fix = own
     last = str(error).rpartition("Last error:")[2].strip().partition("\n")[0]
     last = re.sub(r"nccl-\w+", "nccl-*", last)  # so that the texts of two attempts are the same

@@ -71,7 +71,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
             raise device_memory_error(error, job, seat) from error
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
-        if (own := explained(error)) is not error:
+        if own := explained(error):
             raise own from error
         raise
 

@@ -56,7 +56,7 @@ def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_
     guilty = 1 if "upload" in fault else 0
     assert first.errors[guilty].startswith(f"NotSavedError: the last checkpoint, of step {STEPS}, was not saved: ")
     assert first.errors[1 - guilty].startswith(f"PeerNotSavedError: the last checkpoint, of step {STEPS}, was not")
-    assert all("No space left on device" in error for error in first.errors.values())
+    assert all("No space left on device" in error for error in first.errors.values()), first.errors
     newest = newest_in(folder)
     assert newest > STEPS // 2, "the last copies of the state"
     second = lives.attempt_once()
