@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ class Backoff:
         factor: Each pause is this many times as long as the one before.
         jitter: Share of each pause that is drawn at random, so that many processes do not retry at
             the same moment.
+        tries: Most tries; 0 for as many as the time allows.
     """
 
     timeout_s: float
@@ -29,20 +31,30 @@ class Backoff:
     longest_s: float
     factor: float = 2.0
     jitter: float = 0.0
+    tries: int = 0
 
     def pauses(self) -> Iterator[float]:
         """Yields the seconds to wait before each further try until the timeout, which counts from
         the first `next`."""
         begun, pause = time.monotonic(), self.first_s
-        while (left := self.timeout_s - (time.monotonic() - begun)) > 0:
+        for number in itertools.count(1):
+            left = self.timeout_s - (time.monotonic() - begun)
+            if left <= 0 or number == self.tries:
+                return
             yield min(left, pause * random.uniform(1.0 - self.jitter, 1.0))
             pause = min(self.factor * pause, self.longest_s)
 
-    def call(self, function: Callable[[], T], may_pass: Callable[[Exception], bool]) -> T:
+    def call(
+        self,
+        function: Callable[[], T],
+        may_pass: Callable[[Exception], bool],
+        wait: Callable[[float], bool | None] | None = None,
+    ) -> T:
         """Calls a function until it succeeds.
 
         Args:
             may_pass: Whether an exception may be temporary; any other is raised at once.
+            wait: Waits for so many seconds, and returns True to give up; None to sleep.
 
         Raises:
             Exception: The function's last one, when it is not temporary or the time is up.
@@ -53,9 +65,8 @@ class Backoff:
                 return function()
             except Exception as error:
                 pause = next(pauses, None) if may_pass(error) else None
-                if pause is None:
+                if pause is None or (wait or time.sleep)(pause):
                     raise
-                time.sleep(pause)
 
     def wait(self, condition: Callable[[], bool]) -> bool:
         """Waits until a condition holds; returns False when the time is up."""

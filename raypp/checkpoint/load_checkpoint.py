@@ -1,6 +1,6 @@
-"""Loads a checkpoint onto any mesh: each rank reads, checks and copies the byte ranges it needs.
+"""Loads a state onto any mesh: each rank reads, checks and copies the byte ranges it needs.
 
-Nothing is changed before everything that this rank needs has been read and verified.
+The state is objects, of a checkpoint in a store or of snapshots in memory (`Load`).
 """
 
 from __future__ import annotations
@@ -107,33 +107,82 @@ def load_checkpoint(
             return None
         step = committed[-1].step
     commit = read_commit(store, run, step)
-    files = open_files(store, commit)
-    saved = _index(files)
-    targets = model_slices(stages)
-    entries: list[tuple[Tensor, str, Any]] = []
-    residuals: SavedResiduals | None = None
-    if optimizer is not None:
-        known = {
-            name: (parts[0][1].global_shape, DTYPES[parts[0][1].dtype])
-            for name, parts in saved.items()
-            if name.startswith(OPTIMIZER)
-        }
-        more, entries = optimizer_slices(stages, optimizer, known)
-        targets.update(more)
-        residuals = residual_slices(stages, known)
-        targets.update(residuals.targets)
-    pieces = _plan(targets, saved, commit)
-    ranges: dict[str, list[tuple[int, int]]] = {}
-    for piece in pieces:
-        ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
-    data = fetch_ranges(store, files, ranges)
-    _copy(pieces, data)
-    if optimizer is not None:
-        fill_optimizer(optimizer, stages, entries, _python_numbers(saved))
-    if residuals is not None:
-        residuals.finish()
-    remark = "" if residuals is None else residuals.remark
-    return Loaded(step, dict(commit.extra), commit, data.bytes_read, time.monotonic() - started, remark)
+    load = Load(open_files(store, commit), stages, optimizer, f"step {step} of {run}")
+    load.fetch()
+    remark = load.apply()
+    return Loaded(step, dict(commit.extra), commit, load.bytes_read, time.monotonic() - started, remark)
+
+
+class Load:
+    """What fills a rank's tensors from objects of any mesh, wherever they are.
+
+    The constructor finds the ranges, `fetch` reads and checks them, and `apply` replaces the state:
+    nothing is changed before everything that this rank needs has been read and verified.
+
+    Args:
+        files: The objects. Of equal slices, the first is read.
+        stages: This rank's stages; the names of their parameters are global.
+        optimizer: The optimizer over their parameters; None to load weights only.
+        origin: Names the state in errors.
+
+    Attributes:
+        ranges: By object key, the ranges `[begin, end)` of its data section to read.
+        bytes_read: Bytes that `fetch` read.
+
+    Raises:
+        CheckpointError: Tensors, which it names, are missing or have other shapes.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[CheckpointFile],
+        stages: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        origin: str,
+    ) -> None:
+        self._files, self._stages, self._optimizer = files, stages, optimizer
+        self._saved = _index(files)
+        self._entries: list[tuple[Tensor, str, Any]] = []
+        self._residuals: SavedResiduals | None = None
+        targets = model_slices(stages)
+        if optimizer is not None:
+            known = {
+                name: (parts[0][1].global_shape, DTYPES[parts[0][1].dtype])
+                for name, parts in self._saved.items()
+                if name.startswith(OPTIMIZER)
+            }
+            more, self._entries = optimizer_slices(stages, optimizer, known)
+            targets.update(more)
+            self._residuals = residual_slices(stages, known)
+            targets.update(self._residuals.targets)
+        self._pieces = _plan(targets, self._saved, origin)
+        self._data: FetchedRanges | None = None
+        self.ranges: dict[str, list[tuple[int, int]]] = {}
+        for piece in self._pieces:
+            self.ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
+
+    @property
+    def bytes_read(self) -> int:
+        return 0 if self._data is None else self._data.bytes_read
+
+    def fetch(self) -> None:
+        """Reads and checks the ranges.
+
+        Raises:
+            CheckpointError: An object, which the message names, is missing, torn or corrupt.
+        """
+        self._data = fetch_ranges(self._files, self.ranges)
+
+    def apply(self) -> str:
+        """Replaces weights and optimizer state; returns `Loaded.remark`. `fetch` comes first."""
+        assert self._data is not None
+        _copy(self._pieces, self._data)
+        if self._optimizer is None or self._residuals is None:
+            return ""
+        python = {name: parts[0][1].python for name, parts in self._saved.items()}
+        _fill_optimizer(self._optimizer, self._stages, self._entries, python)
+        self._residuals.finish()
+        return self._residuals.remark
 
 
 def _index(files: Sequence[CheckpointFile]) -> dict[str, list[tuple[CheckpointFile, TensorEntry]]]:
@@ -147,7 +196,7 @@ def _index(files: Sequence[CheckpointFile]) -> dict[str, list[tuple[CheckpointFi
 def _plan(
     targets: Mapping[str, Sequence[Slice]],
     saved: Mapping[str, Sequence[tuple[CheckpointFile, TensorEntry]]],
-    commit: Commit,
+    origin: str,
 ) -> list[_Piece]:
     """Returns the parts of the saved slices that fill the targets."""
     pieces: list[_Piece] = []
@@ -157,9 +206,7 @@ def _plan(
             found, problem = _overlaps(target, saved.get(name, ()))
             pieces.extend(found)
             if problem:
-                problems.append(
-                    Problem(name, f"{problem} (step {commit.step} of {commit.run})", "check that it is the same model")
-                )
+                problems.append(Problem(name, f"{problem} ({origin})", "check that it is the same model"))
     if problems:
         left = len(problems) - _PROBLEMS_SHOWN
         more = [Problem("", f"and {left} more tensors")] if left > 0 else []
@@ -208,11 +255,7 @@ def _copy(pieces: Sequence[_Piece], data: FetchedRanges) -> None:
         goal.copy_(source)
 
 
-def _python_numbers(saved: Mapping[str, Sequence[tuple[CheckpointFile, TensorEntry]]]) -> dict[str, str]:
-    return {name: parts[0][1].python for name, parts in saved.items() if parts[0][1].python}
-
-
-def fill_optimizer(
+def _fill_optimizer(
     optimizer: torch.optim.Optimizer,
     stages: Sequence[nn.Module],
     entries: Sequence[tuple[Tensor, str, Any]],

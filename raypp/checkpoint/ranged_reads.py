@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from raypp.checkpoint.commit import Commit, ObjectRecord
 from raypp.checkpoint.tensor_file import BOUNDS, FileHeader, decode_header
@@ -25,12 +25,45 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class Source(Protocol):
+    """Where an object's bytes are: an `ObjectStore`, or host memory (`ObjectInMemory`)."""
+
+    def get(self, key: str, begin: int, end: int) -> bytes | memoryview:
+        """Returns bytes `[begin, end)` of an object, header included; raises NotFound or
+        StoreError."""
+        ...
+
+
+class ObjectInMemory:
+    """An object of which some ranges of the data section are in host memory.
+
+    Args:
+        pieces: First byte in the data section, and the bytes from there on.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, memoryview]] = ()) -> None:
+        self.pieces = list(pieces)
+
+    def view(self, begin: int, end: int) -> memoryview:
+        """Returns bytes `[begin, end)` of the data section, which one piece must contain."""
+        for first, data in self.pieces:
+            if first <= begin and end <= first + len(data):
+                return data[begin - first : end - first]
+        raise KeyError(f"bytes {begin} to {end} are not in memory")
+
+
 @dataclass(frozen=True)
 class CheckpointFile:
-    """An object and its header, which has been checked against COMMIT."""
+    """An object, its header, which has been checked, and where its bytes are."""
 
     record: ObjectRecord
     header: FileHeader
+    source: Source | ObjectInMemory
+
+    def blocks(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the ranges of the data section that whole blocks take to cover these ranges."""
+        size, end = self.header.block_bytes, self.record.size - self.header.size
+        return [(first * size, min(last * size, end)) for first, last in _block_runs(ranges, size)]
 
 
 @dataclass(frozen=True)
@@ -38,7 +71,7 @@ class _Run:
     """Consecutive blocks of one object, in memory."""
 
     begin: int
-    data: bytearray
+    data: memoryview
 
 
 class FetchedRanges:
@@ -52,7 +85,7 @@ class FetchedRanges:
         """Returns bytes `[begin, end)` of an object's data section; they must have been fetched."""
         for run in self._runs[key]:
             if run.begin <= begin and end <= run.begin + len(run.data):
-                return memoryview(run.data)[begin - run.begin : end - run.begin]
+                return run.data[begin - run.begin : end - run.begin]
         raise KeyError(f"bytes {begin} to {end} of {key} were not fetched")
 
 
@@ -64,7 +97,8 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
     """
 
     def read(record: ObjectRecord) -> CheckpointFile:
-        def check(header: bytes) -> bytes:
+        def check(raw: bytes | memoryview) -> bytes:
+            header = bytes(raw)
             if hashlib.sha256(header).hexdigest() != record.header_sha256:
                 raise CheckpointError(
                     Problem(record.key, "is torn or corrupt: its header is not the one committed", _ADVICE)
@@ -75,20 +109,19 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
             what = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
             raise CheckpointError(Problem(record.key, what, _ADVICE))
         header = _get_checked(store, record.key, 0, record.header_size, check)
-        return CheckpointFile(record, decode_header(header, record.key, record.size))
+        return CheckpointFile(record, decode_header(header, record.key, record.size), store)
 
     with ThreadPoolExecutor(_READERS) as pool:
         return list(pool.map(read, commit.objects))
 
 
-def fetch_ranges(
-    store: ObjectStore, files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[tuple[int, int]]]
-) -> FetchedRanges:
+def fetch_ranges(files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[tuple[int, int]]]) -> FetchedRanges:
     """Reads ranges of the data sections concurrently, and checks every block they touch.
 
+    What is in memory is checked there and not copied.
+
     Args:
-        store: Opened at the job's checkpoint.url.
-        files: The checkpoint's objects.
+        files: The objects.
         ranges: For each object key, ranges `[begin, end)` of its data section, none empty.
 
     Raises:
@@ -99,12 +132,13 @@ def fetch_ranges(
     reads: list[tuple[CheckpointFile, _Run, int, int]] = []
     for key, wanted in ranges.items():
         file = by_key[key]
-        size, block_bytes = file.record.size - file.header.size, file.header.block_bytes
-        for first, last in _block_runs(wanted, block_bytes):
-            begin, end = first * block_bytes, min(last * block_bytes, size)
-            run = _Run(begin, bytearray(end - begin))
+        block_bytes, source = file.header.block_bytes, file.source
+        at_once = max(1, _READ_BYTES // block_bytes)
+        for begin, end in file.blocks(wanted):
+            in_memory = isinstance(source, ObjectInMemory)
+            run = _Run(begin, source.view(begin, end) if in_memory else memoryview(bytearray(end - begin)))
             runs.setdefault(key, []).append(run)
-            at_once = max(1, _READ_BYTES // block_bytes)
+            first, last = begin // block_bytes, -(-end // block_bytes)
             reads.extend((file, run, block, min(block + at_once, last)) for block in range(first, last, at_once))
 
     def read(job: tuple[CheckpointFile, _Run, int, int]) -> None:
@@ -113,13 +147,16 @@ def fetch_ranges(
         size = header.block_bytes
         begin, end = first * size, min(last * size, run.begin + len(run.data))
 
-        def check(raw: bytes) -> memoryview:
+        def check(raw: bytes | memoryview) -> memoryview:
             data = memoryview(raw)
             for block in range(first, last):
                 header.check_block(block, data[(block - first) * size : (block - first + 1) * size], key)
             return data
 
-        data = _get_checked(store, key, header.size + begin, header.size + end, check)
+        if isinstance(file.source, ObjectInMemory):
+            check(run.data[begin - run.begin : end - run.begin])
+            return
+        data = _get_checked(file.source, key, header.size + begin, header.size + end, check)
         run.data[begin - run.begin : end - run.begin] = data
 
     with ThreadPoolExecutor(_READERS) as pool:
@@ -140,14 +177,14 @@ def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tup
     return runs
 
 
-def _get_checked(store: ObjectStore, key: str, begin: int, end: int, check: Callable[[bytes], T]) -> T:
+def _get_checked(source: Source, key: str, begin: int, end: int, check: Callable[[bytes | memoryview], T]) -> T:
     """Reads and checks a range; reads it again before it reports a damage.
 
     The bytes may have been damaged in transit, and every rejected checkpoint costs steps.
     """
     for left in reversed(range(_READS)):
         try:
-            return check(_get(store, key, begin, end))
+            return check(_get(source, key, begin, end))
         except CheckpointError as error:
             if not left:
                 raise
@@ -155,9 +192,9 @@ def _get_checked(store: ObjectStore, key: str, begin: int, end: int, check: Call
     raise AssertionError("unreachable")
 
 
-def _get(store: ObjectStore, key: str, begin: int, end: int) -> bytes:
+def _get(source: Source, key: str, begin: int, end: int) -> bytes | memoryview:
     try:
-        data = store.get(key, begin, end)
+        data = source.get(key, begin, end)
     except NotFound:
         raise CheckpointError(Problem(key, "is missing", _ADVICE)) from None
     if len(data) != end - begin:

@@ -25,7 +25,7 @@ from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.checkpoint.state import gather_state
-from raypp.checkpoint.upload import upload_snapshot, with_patience
+from raypp.checkpoint.upload import RETRIES, is_store_error, upload_snapshot
 from raypp.errors import CheckpointError, Problem, RayppError, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, Reporter, Seat
@@ -364,7 +364,7 @@ class CheckpointSaver:
         records = tuple(record for message in said.values() if (record := message.get("object")) is not None)
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         self._committing = step
-        with_patience(lambda: write_commit(self.store, commit), self._closed.wait)
+        RETRIES.call(lambda: write_commit(self.store, commit), is_store_error, self._closed.wait)
         self._committed = step
         self._report_commit(commit, [message["facts"] for message in said.values()], time.monotonic() - started)
         self._try_announce(step, _OUTCOME, {"committed": True})

@@ -118,7 +118,7 @@ class SavedTensors:
         ]
         for file, _, _, _, low, high in spans:
             ranges.setdefault(file.record.key, []).append((low, high))
-        data = fetch_ranges(self._store, self._files, ranges)
+        data = fetch_ranges(self._files, ranges)
         for file, entry, begin, end, low, high in spans:
             values = np.frombuffer(data.view(file.record.key, low, high), out.dtype)
             if not info.shape:

@@ -1,4 +1,4 @@
-"""Copies the state to host memory while training continues.
+"""Copies the state to host memory while training continues: the one writer of snapshots.
 
 Between two optimizer steps nothing changes the weights and the optimizer state. So the copy may
 overlap with the next step's forward and backward passes, and only the next change of the copied
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from raypp.checkpoint.dtypes import DTYPES, dtype_name
 from raypp.checkpoint.state import Slice
-from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.checkpoint.tensor_file import BlockSums, HeaderWriter, TensorEntry
 from raypp.parallel.failed_groups import check_groups
 from raypp.parallel.host_copies import HostMemory
 from raypp.pipeline.device_clock import DeviceClock, Span
@@ -28,6 +29,10 @@ from raypp.pipeline.device_clock import DeviceClock, Span
 Allocate = Callable[[int, bool], Tensor]
 """(bytes, whether it receives device copies, for which pinned memory is faster) -> a uint8 tensor
 of at least that many elements."""
+
+
+_ALIGNED = 64
+"""Objects of a snapshot begin at multiples of this many bytes, so that views of any dtype fit."""
 
 
 class _Copy(Protocol):
@@ -42,25 +47,52 @@ class _Copy(Protocol):
         ...
 
 
-@dataclass
-class Snapshot:
-    """A copy of a rank's slices, laid out as the data section of its file.
-
-    Valid until `release`; the buffer is then reused.
+@dataclass(frozen=True)
+class Part:
+    """The data section of one object in a snapshot.
 
     Attributes:
-        entries: Position of each slice.
+        entries: Position of each slice, from `begin` on.
+        begin: Its first byte in the snapshot.
+        size: Its bytes.
+    """
+
+    entries: list[TensorEntry]
+    begin: int
+    size: int
+
+    @cached_property
+    def writer(self) -> HeaderWriter:
+        """Encodes the object's header."""
+        return HeaderWriter(self.entries)
+
+
+@dataclass
+class Snapshot:
+    """A copy of a rank's slices, laid out as the data sections of objects.
+
+    Valid until everybody who uses it has called `release`; the buffer is then reused.
+
+    Attributes:
+        parts: The objects.
         stall_s: Seconds that `take` needed.
         held: The time that the next update of the tensors waited for the copy; None before it.
     """
 
-    entries: list[TensorEntry]
+    parts: list[Part]
     stall_s: float
     _buffer: Tensor
     _copy: _Copy
     _owner: SnapshotBuffer
     held: Span | None = None
-    _released: bool = field(default=False)
+    _users: int = 1
+    _sums: dict[int, BlockSums] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """The slices of the first object."""
+        return self.parts[0].entries
 
     @property
     def held_s(self) -> float:
@@ -78,16 +110,32 @@ class Snapshot:
         Raises:
             DistBackendError: An NCCL communicator failed, so the bytes may be wrong.
         """
-        if self._released:
+        if not self._users:
             raise RuntimeError("this snapshot was released")
         self._copy.wait()
         check_groups()
         return self._buffer.numpy().data
 
+    def sums(self, index: int) -> BlockSums:
+        """Waits for the copy and returns the checksums of an object, the same to all who ask."""
+        data, part = self.data(), self.parts[index]
+        with self._lock:
+            if index not in self._sums:
+                self._sums[index] = BlockSums(data[part.begin : part.begin + part.size])
+            return self._sums[index]
+
+    def share(self) -> Snapshot:
+        """Returns the snapshot for one more user, who must call `release`, too."""
+        with self._lock:
+            self._users += 1
+        return self
+
     def release(self) -> None:
-        """Waits for the copy and returns the buffer. Idempotent."""
-        if not self._released:
-            self._released = True
+        """Gives the snapshot up; the last user waits for the copy and returns the buffer."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
             self._owner._free(self._copy)
 
 
@@ -95,8 +143,8 @@ class Snapshot:
 class _Plan:
     """The position of each slice in a buffer."""
 
-    slices: Iterable[Slice]
-    entries: list[TensorEntry]
+    groups: tuple[Iterable[Slice], ...]
+    parts: list[Part]
     pairs: list[tuple[Tensor, Slice]]
     on_cuda: bool
     buffer: Tensor
@@ -129,11 +177,14 @@ class SnapshotBuffer:
         if self._own is not None:
             self._own.close()
 
-    def take(self, slices: Iterable[Slice]) -> Snapshot:
+    def take(self, *groups: Iterable[Slice]) -> Snapshot:
         """Starts to copy the slices; until it is done, call `before_update` before any change.
 
         Slices that may change without an optimizer step (`Slice.moving`) are copied before this
-        returns. If `slices` is the same list object as last time, its layout is reused.
+        returns. If all groups are the same list objects as last time, their layout is reused.
+
+        Args:
+            groups: The slices of each object.
 
         Raises:
             RuntimeError: The last snapshot is still in use.
@@ -141,25 +192,37 @@ class SnapshotBuffer:
         if self._busy:
             raise RuntimeError("the last snapshot is still in use; release it first")
         started = time.perf_counter()
-        if self._plan is None or self._plan.slices is not slices:
-            self._plan = self._lay_out(slices)
-        plan, self._busy = self._plan, True
+        known = self._plan
+        if (
+            known is None
+            or len(known.groups) != len(groups)
+            or any(a is not b for a, b in zip(known.groups, groups, strict=True))
+        ):
+            known = self._plan = self._lay_out(groups)
+        plan, self._busy = known, True
         try:
             copy: _Copy = self._copy_on_stream(plan.pairs) if plan.on_cuda else self._copy_in_thread(plan.pairs)
         except BaseException:
             self._busy = False
             raise
-        self._last = Snapshot(plan.entries, time.perf_counter() - started, plan.buffer, copy, self)
+        self._last = Snapshot(plan.parts, time.perf_counter() - started, plan.buffer, copy, self)
         return self._last
 
-    def _lay_out(self, slices: Iterable[Slice]) -> _Plan:
-        ordered = _in_file_order(slices)
-        entries, size = _layout(ordered)
+    def _lay_out(self, groups: tuple[Iterable[Slice], ...]) -> _Plan:
+        parts, every, places, size = [], [], [], 0
+        for group in groups:
+            ordered = _in_file_order(group)
+            begin = -(-size // _ALIGNED) * _ALIGNED
+            entries, length = _layout(ordered)
+            parts.append(Part(entries, begin, length))
+            places += [(begin + entry.begin, begin + entry.end, entry) for entry in entries]
+            every += ordered
+            size = begin + length
         # Page-locked memory is written by a device's copies (`train.optimizer_offload`).
-        on_cuda = any(part.tensor.is_cuda or part.tensor.is_pinned() for part in ordered)
+        on_cuda = any(part.tensor.is_cuda or part.tensor.is_pinned() for part in every)
         buffer = self._sized(size, on_cuda)
-        views = [buffer[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape) for entry in entries]
-        return _Plan(slices, entries, list(zip(views, ordered, strict=True)), on_cuda, buffer)
+        views = [buffer[first:last].view(DTYPES[entry.dtype]).view(entry.shape) for first, last, entry in places]
+        return _Plan(groups, parts, list(zip(views, every, strict=True)), on_cuda, buffer)
 
     def before_update(self, *_unused: Any) -> None:
         """Waits for the copy. An optimizer's pre-hook: must run before the tensors change."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -182,43 +183,66 @@ def _tables() -> tuple[list[int], ...]:
     return tuple(tables)
 
 
-def encode_header(
-    entries: list[TensorEntry], data: memoryview, about: dict[str, Any], sums: BlockSums | None = None
-) -> bytes:
+class HeaderWriter:
+    """Encodes the headers of files with the same tensors; encodes the tensors once.
+
+    Args:
+        entries: The tensors, in the order of their bytes.
+    """
+
+    def __init__(self, entries: Sequence[TensorEntry]) -> None:
+        self._count = len(entries)
+        places, tensors = {}, {}
+        for entry in entries:
+            python = {"python": entry.python} if entry.python else {}
+            places[entry.name] = {"shape": entry.global_shape, "offset": entry.offset, **python}
+            tensors[entry.name] = {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "data_offsets": [entry.begin, entry.end],
+            }
+        self._places, self._tensors = _in_text(f'"tensors":{_json(places)},'), _json(tensors)[1:]
+
+    def encode(self, blocks: str, about: dict[str, Any]) -> bytes:
+        """Returns length field and header.
+
+        Args:
+            blocks: The digests of the blocks of the data section, concatenated.
+            about: Further fields.
+
+        Raises:
+            CheckpointError: The header is larger than any reader accepts.
+        """
+        start = _json(about)[:-1] + ("," if about else "")
+        end = f'"block_bytes":{BLOCK_BYTES},"blocks":"{blocks}"}}'
+        raypp = f'"{_in_text(start)}{self._places}{_in_text(end)}"'
+        more = "," if self._count else ""
+        header = f'{{"__metadata__":{{"format":"pt","raypp":{raypp}}}{more}{self._tensors}'.encode()
+        if not BOUNDS.hold(header):
+            raise CheckpointError(
+                f"a rank's {self._count:,} tensors need a larger header than any reader accepts",
+                "spread the layers over more pipeline stages",
+            )
+        header += b" " * (-len(header) % 8)
+        return len(header).to_bytes(8, "little") + header
+
+    def size(self, data_size: int, about: dict[str, Any]) -> int:
+        """Returns the size of `encode`'s result for so many bytes of data."""
+        return len(self.encode("0" * (_DIGITS * -(-data_size // BLOCK_BYTES)), about))
+
+
+def encode_header(entries: Sequence[TensorEntry], data: memoryview, about: dict[str, Any]) -> bytes:
     """Encodes length field and header of a file with these entries over this data section."""
-    return _encode(entries, (sums or BlockSums(data)).digests(), about)
+    return HeaderWriter(entries).encode(BlockSums(data).digests(), about)
 
 
-def header_size(entries: list[TensorEntry], data_size: int, about: dict[str, Any]) -> int:
-    """Returns the size of `encode_header`'s result without reading the data."""
-    return len(_encode(entries, "0" * (_DIGITS * -(-data_size // BLOCK_BYTES)), about))
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
-def _encode(entries: list[TensorEntry], blocks: str, about: dict[str, Any]) -> bytes:
-    layout = {
-        entry.name: {
-            "shape": entry.global_shape,
-            "offset": entry.offset,
-            **({"python": entry.python} if entry.python else {}),
-        }
-        for entry in entries
-    }
-    raypp = {**about, "tensors": layout, "block_bytes": BLOCK_BYTES, "blocks": blocks}
-    document: dict[str, Any] = {"__metadata__": {"format": "pt", "raypp": json.dumps(raypp, separators=(",", ":"))}}
-    for entry in entries:
-        document[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": [entry.begin, entry.end],
-        }
-    header = json.dumps(document, separators=(",", ":")).encode()
-    if not BOUNDS.hold(header):
-        raise CheckpointError(
-            f"a rank's {len(entries):,} tensors need a larger header than any reader accepts",
-            "spread the layers over more pipeline stages",
-        )
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
+def _in_text(json_text: str) -> str:
+    """Returns a piece of JSON as it stands in a JSON string."""
+    return json.dumps(json_text)[1:-1]
 
 
 class _Place(TypedDict):

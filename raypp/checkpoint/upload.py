@@ -8,20 +8,24 @@ only raypp could check it.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raypp.checkpoint.commit import ObjectRecord
-from raypp.checkpoint.snapshot import Snapshot
-from raypp.checkpoint.tensor_file import BlockSums, encode_header, header_size
+from raypp.checkpoint.snapshot import Part, Snapshot
+from raypp.checkpoint.tensor_file import BlockSums
 from raypp.crc32 import crc32
+from raypp.retry import Backoff
 from raypp.storage import ObjectStore, StoreError
 from raypp.storage.byte_source import MemorySource
 from raypp.storage.rate_limit import Abandoned, Pace
 
 _HASHED_AT_ONCE = 4 << 20
+RETRIES = Backoff(math.inf, first_s=0.5, longest_s=2.0, tries=4)
+"""Of an upload and of a commit; the store's own client has retried each request before."""
 _SUMMING = 3
 """Threads that compute the blocks' CRC-32, for which the SHA-256 waits. Under a cap there is time:
 one, which leaves the other cores to the training."""
@@ -34,10 +38,9 @@ def upload_snapshot(
     rank: int,
     about: dict[str, Any],
     pause: Callable[[float], bool],
-    tries: int = 4,
     pace: Pace | None = None,
 ) -> ObjectRecord:
-    """Writes a snapshot as one object, which is durable when this returns.
+    """Writes a snapshot's first object, which is durable when this returns.
 
     Args:
         store: The store to write to.
@@ -46,24 +49,18 @@ def upload_snapshot(
         rank: The rank whose state it is.
         about: Further fields of the file's header.
         pause: Called with the seconds before the next try; returns True to give up.
-        tries: Number of tries. The backoff starts at 0.5 s and doubles.
         pace: Rate limit; None for no limit.
 
     Raises:
         StoreError: The last try failed.
     """
-    data = snapshot.data()
-    sums = _Checksums(snapshot, data, about, 1 if pace is not None and pace.bytes_per_s else _SUMMING)
-    sizes = (header_size(snapshot.entries, len(data), about), len(data))
+    part, blocks = snapshot.parts[0], snapshot.sums(0)
+    data = snapshot.data()[part.begin : part.begin + part.size]
+    sums = _Checksums(part, blocks, data, about, 1 if pace is not None and pace.bytes_per_s else _SUMMING)
+    sizes = (part.writer.size(len(data), about), len(data))
     source = MemorySource(sizes, lambda index: data if index else sums.header(), pace, sums.crc32)
     try:
-        for left in reversed(range(tries)):
-            try:
-                store.put_stream(key, source, source.size)
-                break
-            except StoreError:
-                if not left or pause(0.5 * 2 ** (tries - 1 - left)):
-                    raise
+        RETRIES.call(lambda: store.put_stream(key, source, source.size), is_store_error, pause)
     except BaseException:
         sums.abandon()  # nothing may read the snapshot after this raises
         raise
@@ -71,23 +68,16 @@ def upload_snapshot(
     return ObjectRecord(key, source.size, sums.sha256(), rank, len(header), hashlib.sha256(header).hexdigest())
 
 
-def with_patience(action: Callable[[], None], pause: Callable[[float], bool], tries: int = 4) -> None:
-    """Retries an action after a StoreError, with exponential backoff; other errors pass through."""
-    for left in reversed(range(tries)):
-        try:
-            action()
-            return
-        except StoreError:
-            if not left or pause(0.5 * 2 ** (tries - 1 - left)):
-                raise
+def is_store_error(error: Exception) -> bool:
+    return isinstance(error, StoreError)
 
 
 class _Checksums:
     """The file's header with block checksums, and its SHA-256, computed during the upload."""
 
-    def __init__(self, snapshot: Snapshot, data: memoryview, about: dict[str, Any], threads: int) -> None:
-        self._entries, self._data, self._about = snapshot.entries, data, about
-        self._blocks, self._threads = BlockSums(data), threads
+    def __init__(self, part: Part, blocks: BlockSums, data: memoryview, about: dict[str, Any], threads: int) -> None:
+        self._writer, self._data, self._about = part.writer, data, about
+        self._blocks, self._threads = blocks, threads
         self._header: bytes | None = None
         self._digest = hashlib.sha256()
         self._error: Exception | None = None
@@ -100,7 +90,7 @@ class _Checksums:
         try:
             with ThreadPoolExecutor(self._threads, thread_name_prefix="raypp-checksums") as pool:
                 list(pool.map(lambda share: self._blocks.compute(share, self._threads), range(self._threads)))
-            self._header = encode_header(self._entries, self._data, self._about, self._blocks)
+            self._header = self._writer.encode(self._blocks.digests(), self._about)
             self._has_header.set()
             self._digest.update(self._header)
             for start in range(0, len(self._data), _HASHED_AT_ONCE):

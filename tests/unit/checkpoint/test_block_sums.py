@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, BlockSums, TensorEntry, block_digest, header_size
+from raypp.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, BlockSums, TensorEntry, block_digest, HeaderWriter
 from raypp.errors import CheckpointError
 from raypp.storage.byte_source import MemorySource
 
@@ -50,8 +50,8 @@ def test_a_source_of_several_buffers_sums_over_their_borders(one: int, other: in
 def test_a_header_that_no_reader_accepts_is_not_written() -> None:
     entries = [TensorEntry(f"t{i}", "F32", (1,) * 40, 4 * i, 4 * i + 4, (1,) * 40, (0,) * 40) for i in range(10_000)]
     with pytest.raises(CheckpointError, match="10,000 tensors need a larger header"):
-        header_size(entries, 40_000, {})
-    assert header_size(entries[:5_000], 20_000, {}) < BOUNDS.size
+        HeaderWriter(entries).size(40_000, {})
+    assert HeaderWriter(entries[:5_000]).size(20_000, {}) < BOUNDS.size
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 100])
