@@ -32,6 +32,7 @@ class BetweenSteps:
     def __init__(self, rank: AssembledRank, runner: StepRunner, store: ObjectStore, reporter: Reporter) -> None:
         self._job, self._seat, self._store, self._reporter = rank.job, rank.seat, store, reporter
         self._evaluator = self._sampler = None
+        self._interrupted = 0
         if self._job.train.eval_every_steps:
             self._evaluator = Evaluator(self._job, runner, device_marks(reporter.phase, "evaluate", rank.device))
         if self._job.train.sample is not None:
@@ -41,16 +42,21 @@ class BetweenSteps:
         """Does what is due after a step. Collective over the world."""
         self._run(step, evaluates=True, samples=True)
 
-    def make_up(self, step: int) -> None:
-        """Does what is due after a step and not in the run's records. Collective over the world.
+    def resume(self, step: int) -> None:
+        """Tells that the attempt begins with the checkpoint of a step."""
+        self._interrupted = step
 
-        A checkpoint may be committed before the evaluation of its step ends, so an attempt that
-        resumes from it does not repeat the step.
+    def make_up(self) -> None:
+        """Does what is due after the resumed step and not in the run's records, once.
+
+        Collective over the world. A checkpoint may be committed before the evaluation of its step
+        ends, so an attempt that resumes from it does not repeat the step.
 
         Raises:
             StoreError: The store does not answer.
         """
-        if not evaluation_due(step, self._job) and not sample_due(step, self._job):
+        step, self._interrupted = self._interrupted, 0
+        if not step or not (evaluation_due(step, self._job) or sample_due(step, self._job)):
             return
         missing = torch.ones(2, dtype=torch.int64)
         if self._seat.rank == 0:

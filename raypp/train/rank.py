@@ -1,8 +1,7 @@
-"""`run_rank`: the whole life of a rank in one attempt, in order."""
+"""`run_rank`: the whole life of a rank in one attempt, in order; the loop is in `train.loop`."""
 
 from __future__ import annotations
 
-import json
 from contextlib import AbstractContextManager, ExitStack
 from typing import cast
 
@@ -12,16 +11,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.leftovers import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.state import gather_state
 from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
-from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.failed_groups import check_groups
-from raypp.pipeline.agreement import SnapshotState
 from raypp.pipeline.device_clock import device_marks
-from raypp.records import Event, RankResult, Reporter, Seat
+from raypp.records import RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
@@ -35,6 +31,7 @@ from raypp.train.between_steps import BetweenSteps
 from raypp.train.device_memory import device_memory_error, out_of_device_memory
 from raypp.train.device_memory import free_cache as free_cache
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
+from raypp.train.loop import Training, train
 from raypp.train.lost_peer import LostPeerError, explained, lost_peer
 from raypp.train.recent_reports import RecentReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
@@ -129,7 +126,9 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     replicas = _replica_check(rank)
     between = BetweenSteps(rank, runner, store, reporter)
     try:
-        return _train(reporter, runner, tracer, replicas, between, saver, tier, recent, restored, start)
+        spikes = SpikeWatch(job.recovery.spike_factor)
+        run = Training(job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes)
+        return train(run, restored, start)
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None
         try:
@@ -175,117 +174,3 @@ def _replica_check(rank: AssembledRank) -> ReplicaCheck | None:
     if job.recovery.check_replicas and has_replicas(job.mesh.dp_replicate, job.mesh.pp, job.model.tie_embeddings):
         return ReplicaCheck(rank.built.modules, parameter_names(job.model), Mesh.of(job.mesh).labels())
     return None
-
-
-def _train(
-    reporter: Reporter,
-    runner: StepRunner,
-    tracer: StepTracer,
-    replicas: ReplicaCheck | None,
-    between: BetweenSteps,
-    saver: CheckpointSaver,
-    tier: MemoryTier | None,
-    recent: RecentReports,
-    restored: int,
-    start: Stopwatch,
-) -> RankResult:
-    """Runs the training loop. All ranks act on a request between the same two steps."""
-    job, seat = runner.job, runner.seat
-    done = restored
-    # What was restored from memory is in no checkpoint yet.
-    saved = restored if tier is None else min(restored, max(tier.committed, 0))
-    # Snapshots in memory are taken after all that is due, checkpoints before.
-    incomplete = 0 < restored == saved
-    position = runner.loader.position()
-    stopped, keeps, asked = False, True, False
-    every = job.checkpoint.every_steps
-    spikes = SpikeWatch(job.recovery.spike_factor)
-    watch = Stopwatch(runner.device)
-    while done < job.train.steps:
-        watch.next_step()
-        reporter.phase("step", f"{done + 1} read")
-        read = runner.read(reporter.requests(), watch)
-        wanted = read.plan.requests
-        if tier is not None and read.plan.snapshots is not None:
-            with watch.part("memory"):
-                tier.committed = max(tier.committed, -1 if saver.committed is None else saver.committed)
-                _keep(tier, runner, recent, done, position, read.plan.snapshots)
-        asked = (asked or wanted.save) and (done > saved or done == restored)  # before the first step it waits for it
-        if done > saved and (asked or (wanted.stop and wanted.save_before_stop)):
-            _save(saver, runner, replicas, recent, done, position, reporter)
-            saved, asked = done, False
-        if wanted.stop:
-            tracer.finish()
-            stopped, keeps = True, wanted.save_before_stop
-            break
-        if incomplete:
-            between.make_up(restored)
-            incomplete = False
-        if wanted.trace:
-            tracer.begin(done + 1, wanted.trace)
-        report = runner.run(done + 1, read, watch)
-        usual = spikes.seen(report.loss)
-        if usual is not None and seat.rank == 0:
-            words = f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times the recent median ({usual:.4f})"
-            reporter.event(Event("loss_spike", words, attempt=seat.attempt, step=done + 1))
-        recent.add(report)
-        done, position = done + 1, runner.loader.position()
-        last = done == job.train.steps
-        due = last or (every and done % every == 0)
-        # All ranks agreed on `saving` at the start of the step, so all of them skip the same save.
-        if due and not last and read.plan.saving and job.checkpoint.if_busy == "skip":
-            saver.skip(done)
-        elif due:
-            with watch.part("save"):
-                _save(saver, runner, replicas, recent, done, position, reporter)
-            saved = done
-        tracer.step_ended(done, watch, last=last)
-        if seat.rank == 0:
-            report.parts_s.update(watch.parts)
-            reporter.step(report)
-            if done == restored + 1:
-                seconds = {name: round(value, 4) for name, value in start.parts.items()}
-                seconds["first step"] = round(report.step_s, 4)
-                parts = {"seconds": seconds}
-                reporter.event(Event("first_step", f"step {done} done", attempt=seat.attempt, step=done, details=parts))
-        between.run(done)
-    if incomplete and not stopped:  # no step was left
-        between.make_up(restored)
-    reporter.phase("finish")
-    committed = saver.finish() if keeps else saver.wait()
-    return RankResult(rank=seat.rank, step=done, stopped=stopped, checkpoint_step=committed)
-
-
-def _keep(
-    tier: MemoryTier,
-    runner: StepRunner,
-    recent: RecentReports,
-    done: int,
-    position: dict[str, object],
-    agreed: SnapshotState,
-) -> None:
-    """Takes a snapshot in memory if one is due. Only rank 0's holds the recent reports."""
-    reports = recent.json_text if runner.seat.rank == 0 else lambda: "[]"
-    tier.step_begins(
-        done,
-        agreed,
-        lambda: gather_state(runner.built.modules, runner.optimizer, copies=True).values(),
-        lambda: f'{{"data_position":{json.dumps(position)},"recent_steps":{reports()}}}',
-    )
-
-
-def _save(
-    saver: CheckpointSaver,
-    runner: StepRunner,
-    replicas: ReplicaCheck | None,
-    recent: RecentReports,
-    step: int,
-    position: dict[str, object],
-    reporter: Reporter,
-) -> None:
-    if replicas is not None:
-        reporter.phase("step", "replicas")
-        replicas.run()
-    reporter.phase("save", f"step {step}")
-    extra = {"data_position": position, "recent_steps": recent.document()}
-    saver.save(step, runner.built.modules, runner.optimizer, extra)

@@ -1,0 +1,77 @@
+"""What is due when in a run: pure functions of the step, the job and the operator's requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from raypp.records import Requests
+from raypp.spec.job import Job
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is.
+
+    Attributes:
+        done: Number of completed optimizer steps.
+        restored: The step that this attempt started from.
+        saved: The newest step that is in a checkpoint, or was begun to be saved.
+        asked: Whether the operator waits for a save.
+    """
+
+    done: int
+    restored: int
+    saved: int
+    asked: bool = False
+
+    @property
+    def unsaved(self) -> bool:
+        return self.done > self.saved
+
+
+@dataclass(frozen=True)
+class Due:
+    """What happens between two steps, in this order.
+
+    Attributes:
+        save: The state is saved.
+        skip: It would be, but the last save is still in progress (`checkpoint.if_busy: skip`).
+        stop: The operator ends the attempt.
+        last: The job's steps are done.
+        save_is_needed: The attempt fails if its last save does.
+    """
+
+    save: bool = False
+    skip: bool = False
+    stop: bool = False
+    last: bool = False
+    save_is_needed: bool = True
+
+
+def before_step(place: Place, requests: Requests) -> tuple[Place, Due]:
+    """Returns what is due when the ranks have agreed on requests, and the place after it.
+
+    A request to save a state that is saved already is forgotten, but before the first step of an
+    attempt it waits for that step.
+    """
+    asked = (place.asked or requests.save) and (place.unsaved or place.done == place.restored)
+    save = place.unsaved and (asked or (requests.stop and requests.save_before_stop))
+    due = Due(save=save, stop=requests.stop, save_is_needed=not requests.stop or requests.save_before_stop)
+    return replace(place, saved=place.done if save else place.saved, asked=asked and not save), due
+
+
+def after_step(place: Place, job: Job, saving: bool) -> tuple[Place, Due]:
+    """Returns what is due after a step, and the place after it.
+
+    Args:
+        place: Before the step.
+        job: The job.
+        saving: Whether the last save was in progress on any rank when the step began: all ranks
+            agreed on it, so all leave out the same saves.
+    """
+    done, every = place.done + 1, job.checkpoint.every_steps
+    last = done == job.train.steps
+    save = last or bool(every and done % every == 0)
+    skip = save and not last and saving and job.checkpoint.if_busy == "skip"
+    save = save and not skip
+    return replace(place, done=done, saved=done if save else place.saved), Due(save=save, skip=skip, last=last)

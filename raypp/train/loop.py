@@ -1,0 +1,130 @@
+"""The training loop. All ranks run it in step, and act on a request between the same two steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.checkpoint.save import CheckpointSaver
+from raypp.checkpoint.state import state_in_objects
+from raypp.memory.tier import MemoryTier
+from raypp.pipeline.agreement import StepPlan
+from raypp.records import Event, RankResult, Reporter, StepReport
+from raypp.spec.job import Job
+from raypp.train.between_steps import BetweenSteps
+from raypp.train.due import Due, Place, after_step, before_step
+from raypp.train.recent_reports import RecentReports
+from raypp.train.replicas import ReplicaCheck
+from raypp.train.step import StepRunner, Stopwatch
+from raypp.train.step_trace import StepTracer
+from raypp.train.stragglers import SpikeWatch
+
+
+def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
+    """Trains from the restored step to the last one, or until the operator requests a stop. `start`
+    holds what took how long before."""
+    place, due, watch = run.place(restored), Due(), Stopwatch(run.runner.device)
+    position = run.runner.loader.position()
+    if 0 < restored == place.saved:  # snapshots are taken after all that is due, checkpoints before
+        run.between.resume(restored)
+    while place.done < run.job.train.steps:
+        watch.next_step()
+        run.reporter.phase("step", f"{place.done + 1} read")
+        read = run.runner.read(run.reporter.requests(), watch)
+        run.keep_snapshot(place.done, position, read.plan, watch)
+        place, due = before_step(place, read.plan.requests)
+        if due.save:
+            run.save(place.done, position)
+        if due.stop:
+            run.tracer.finish()
+            break
+        run.between.make_up()
+        if read.plan.requests.trace:
+            run.tracer.begin(place.done + 1, read.plan.requests.trace)
+        report = run.runner.run(place.done + 1, read, watch)
+        run.note(report)
+        place, due = after_step(place, run.job, read.plan.saving)
+        position = run.runner.loader.position()
+        if due.skip:
+            run.saver.skip(place.done)
+        if due.save:
+            with watch.part("save"):
+                run.save(place.done, position)
+        run.tracer.step_ended(place.done, watch, last=due.last)
+        run.report(report, watch, start if place.done == restored + 1 else None)
+        run.between.run(place.done)
+    if not due.stop:  # perhaps no step was left
+        run.between.make_up()
+    run.reporter.phase("finish")
+    committed = run.saver.finish() if due.save_is_needed else run.saver.wait()
+    return RankResult(rank=run.runner.seat.rank, step=place.done, stopped=due.stop, checkpoint_step=committed)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the loop of one rank works with."""
+
+    job: Job
+    reporter: Reporter
+    runner: StepRunner
+    tracer: StepTracer
+    replicas: ReplicaCheck | None
+    between: BetweenSteps
+    saver: CheckpointSaver
+    tier: MemoryTier | None
+    recent: RecentReports
+    spikes: SpikeWatch
+
+    def place(self, restored: int) -> Place:
+        """Returns where an attempt begins. What came from memory is in no checkpoint yet."""
+        saved = restored if self.tier is None else min(restored, max(self.tier.committed, 0))
+        return Place(restored, restored, saved)
+
+    def keep_snapshot(self, done: int, position: dict[str, Any], plan: StepPlan, watch: Stopwatch) -> None:
+        """Takes a snapshot in memory if one is due. Only rank 0's holds the recent reports."""
+        tier, runner = self.tier, self.runner
+        if tier is None or plan.snapshots is None:
+            return
+        reports = self.recent.json_text if runner.seat.rank == 0 else lambda: "[]"
+        with watch.part("memory"):
+            tier.committed = max(tier.committed, -1 if self.saver.committed is None else self.saver.committed)
+            tier.step_begins(
+                done,
+                plan.snapshots,
+                lambda: state_in_objects(runner.built.modules, runner.optimizer, runner.seat.coordinates),
+                lambda: f'{{"data_position":{json.dumps(position)},"recent_steps":{reports()}}}',
+            )
+
+    def save(self, step: int, position: dict[str, Any]) -> None:
+        """Begins a save, after a check of the weights that several ranks hold."""
+        if self.replicas is not None:
+            self.reporter.phase("step", "replicas")
+            self.replicas.run()
+        self.reporter.phase("save", f"step {step}")
+        extra = {"data_position": position, "recent_steps": self.recent.document()}
+        self.saver.save(step, self.runner.built.modules, self.runner.optimizer, extra)
+
+    def note(self, report: StepReport) -> None:
+        """Keeps a step's report for checkpoints, and tells when its loss is unusual."""
+        usual = self.spikes.seen(report.loss)
+        if usual is not None:
+            words = f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times the recent median ({usual:.4f})"
+            self._tell("loss_spike", words, report.step)
+        self.recent.add(report)
+
+    def report(self, report: StepReport, watch: Stopwatch, start: Stopwatch | None) -> None:
+        """Reports a step on rank 0, and after the first one how long the start took."""
+        if self.runner.seat.rank:
+            return
+        report.parts_s.update(watch.parts)
+        self.reporter.step(report)
+        if start is not None:
+            seconds = {name: round(value, 4) for name, value in start.parts.items()}
+            seconds["first step"] = round(report.step_s, 4)
+            self._tell("first_step", f"step {report.step} done", report.step, seconds=seconds)
+
+    def _tell(self, kind: str, message: str, step: int, **details: Any) -> None:
+        seat = self.runner.seat
+        if seat.rank == 0:
+            self.reporter.event(Event(kind, message, attempt=seat.attempt, step=step, details=details))

@@ -1,0 +1,57 @@
+"""What is due when, as a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.records import Requests
+from raypp.spec.load import parse_job
+from raypp.train.due import Due, Place, after_step, before_step
+
+SAVE, STOP, DROP = Requests(save=True), Requests(stop=True), Requests(stop=True, save_before_stop=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "requests", "then", "due"),
+    [
+        # done, restored, saved, whether a save was asked for
+        ((3, 0, 2), Requests(), (3, 0, 2), Due()),
+        ((3, 0, 2), SAVE, (3, 0, 3), Due(save=True)),
+        ((3, 0, 3), SAVE, (3, 0, 3), Due()),  # it is saved already
+        ((3, 3, 3), SAVE, (3, 3, 3, True), Due()),  # nothing to save before the first step: it waits
+        ((4, 3, 3, True), Requests(), (4, 3, 4), Due(save=True)),
+        ((0, 0, 0), SAVE, (0, 0, 0, True), Due()),
+        ((5, 5, 2), Requests(), (5, 5, 2), Due()),  # restored from memory
+        ((5, 5, 2), SAVE, (5, 5, 5), Due(save=True)),
+        ((3, 0, 2), STOP, (3, 0, 3), Due(save=True, stop=True)),
+        ((3, 0, 3), STOP, (3, 0, 3), Due(stop=True)),
+        ((3, 3, 3), STOP, (3, 3, 3), Due(stop=True)),
+        ((3, 0, 2), DROP, (3, 0, 2), Due(stop=True, save_is_needed=False)),
+        ((3, 0, 2, True), DROP, (3, 0, 3), Due(save=True, stop=True, save_is_needed=False)),
+    ],
+)
+def test_before_a_step(place: tuple[Any, ...], requests: Requests, then: tuple[Any, ...], due: Due) -> None:
+    assert before_step(Place(*place), requests) == (Place(*then), due)
+
+
+@pytest.mark.parametrize(
+    ("done", "saving", "checkpoint", "saved", "due"),
+    [
+        (3, False, {}, 4, Due(save=True)),
+        (4, False, {}, 0, Due()),
+        (4, True, {"if_busy": "skip"}, 0, Due()),
+        (3, True, {}, 4, Due(save=True)),
+        (3, True, {"if_busy": "skip"}, 0, Due(skip=True)),
+        (3, False, {"if_busy": "skip"}, 4, Due(save=True)),
+        (9, False, {}, 10, Due(save=True, last=True)),
+        (9, True, {"if_busy": "skip"}, 10, Due(save=True, last=True)),
+        (9, False, {"every_steps": 0}, 10, Due(save=True, last=True)),
+        (3, False, {"every_steps": 0}, 0, Due()),
+    ],
+)
+def test_after_a_step(done: int, saving: bool, checkpoint: dict[str, Any], saved: int, due: Due) -> None:
+    job = parse_job({"name": "a-run", "train": {"steps": 10}, "checkpoint": {"every_steps": 4, **checkpoint}})
+    place = Place(done, 0, 0, asked=True)
+    assert after_step(place, job, saving) == (Place(done + 1, 0, saved, asked=True), due)
