@@ -23,13 +23,12 @@ from torch import nn
 
 from benchmarks.surroundings import announce
 from raypp.checkpoint.announce import Announcement
-from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.checkpoint.load_checkpoint import Load, load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.state import gather_state
+from raypp.checkpoint.state import state_in_objects
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
 from raypp.memory.rank_slots import RunLife
-from raypp.memory.restore import PreparedLoad
-from raypp.memory.slot import Slot
+from raypp.memory.slot import reading
 from raypp.memory.tier import MemoryTier
 from raypp.records import Coordinates, Event, Requests, Seat
 from raypp.storage.directory import DirectoryStore
@@ -93,7 +92,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, tier: MemoryTier 
             started = time.perf_counter()
             signals = tier.signals()
             tier.step_begins(
-                step, signals, lambda: gather_state([module], optimizer, copies=True).values(), lambda: "{}"
+                step, signals, lambda: state_in_objects([module], optimizer, SEAT.coordinates), lambda: "{}"
             )
             waited = time.perf_counter() - started
         end = time.perf_counter() + STEP_S
@@ -123,14 +122,12 @@ def one_size(megabytes: float, tensors: int, folder: Path) -> None:
     tier.close(delete=False)
     newest = max((entry for entry in list_slots(folder) if entry[0].step), key=lambda entry: entry[0].step or 0)
     started = time.perf_counter()
-    slot = Slot.open(newest[1], newest[0])
-    assert slot is not None
-    control = slot.verify()
-    assert control is not None
-    PreparedLoad(slot, control, [module], optimizer).apply()
-    memory_s = time.perf_counter() - started
-    size = control["data_size"]
-    slot.close()
+    with reading(newest[1], newest[0]) as stored:
+        load = Load(stored.files, [module], optimizer, "memory")
+        load.fetch()
+        load.apply()
+        memory_s = time.perf_counter() - started
+        size = stored.control["data_size"]
     for _, path in list_slots(folder):
         path.unlink()
     with tempfile.TemporaryDirectory() as root:

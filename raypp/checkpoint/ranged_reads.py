@@ -135,8 +135,10 @@ def fetch_ranges(files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[
         block_bytes, source = file.header.block_bytes, file.source
         at_once = max(1, _READ_BYTES // block_bytes)
         for begin, end in file.blocks(wanted):
-            in_memory = isinstance(source, ObjectInMemory)
-            run = _Run(begin, source.view(begin, end) if in_memory else memoryview(bytearray(end - begin)))
+            if isinstance(source, ObjectInMemory):
+                run = _Run(begin, source.view(begin, end))
+            else:
+                run = _Run(begin, memoryview(bytearray(end - begin)))
             runs.setdefault(key, []).append(run)
             first, last = begin // block_bytes, -(-end // block_bytes)
             reads.extend((file, run, block, min(block + at_once, last)) for block in range(first, last, at_once))

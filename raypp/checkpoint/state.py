@@ -93,6 +93,15 @@ def gather_state(
     return slices
 
 
+def state_in_objects(
+    stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, coordinates: Coordinates
+) -> tuple[list[Slice], list[Slice]]:
+    """Returns all that this rank holds: what it writes to a checkpoint, and what others write."""
+    written = gather_state(stages, optimizer, coordinates)
+    held = gather_state(stages, optimizer, copies=True)
+    return list(written.values()), [part for name, part in held.items() if name not in written]
+
+
 def model_slices(stages: Sequence[nn.Module], *, frozen: bool = False) -> dict[str, list[Slice]]:
     """Returns the live tensors of this rank that a checkpoint's model tensors are loaded into.
 

@@ -99,39 +99,31 @@ def end_workers(run: str, timeout_s: float = 20.0) -> int:
     return len(workers)
 
 
-def remove_snapshots(run: str, before: int | None = None) -> None:
+def remove_snapshots(run: str) -> None:
     """Removes a run's snapshots from the memory of every living node. The processes that wrote them
     must have ended.
 
     A node that does not answer in time keeps them until the next job that starts there, or until it
     is shut down.
-
-    Args:
-        before: Only those of attempts before this one, without waiting for the nodes.
     """
     nodes = [node["NodeID"] for node in all_nodes() if node["Alive"]]
     task: Any = ray.remote(num_cpus=0, max_retries=0)(remove_local_snapshots)
     try:
         tasks = [
-            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(run, before)
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(run)
             for node in nodes
         ]
-        if before is None:
-            ray.wait(tasks, num_returns=len(tasks), timeout=_ALL_NODES_TIMEOUT_S)
+        ray.wait(tasks, num_returns=len(tasks), timeout=_ALL_NODES_TIMEOUT_S)
     except RayError as error:
         log.warning("snapshots of %s may remain in memory: %s", run, error)
 
 
-def remove_local_snapshots(run: str, before: int | None = None) -> None:
+def remove_local_snapshots(run: str) -> None:
     """Removes a run's snapshots from this node; waits a few seconds for processes that are about to
-    end.
-
-    Args:
-        before: Only those of attempts before this one.
-    """
+    end."""
     end = time.monotonic() + _EXIT_TIMEOUT_S
     while True:
-        remove_run(run, before=before)
-        if not files_of(run, before=before) or time.monotonic() > end:
+        remove_run(run)
+        if not files_of(run) or time.monotonic() > end:
             return
         time.sleep(0.1)

@@ -74,13 +74,10 @@ class ElasticSizing:
         already."""
         self._last = shape
 
-    def prepare(self, machine: m.Machine, placement: Placement, workers: WorkerGroup) -> bool:
+    def prepare(self, machine: m.Machine, placement: Placement, workers: WorkerGroup) -> None:
         """Adapts placement and processes to the next attempt's mesh and to excluded nodes.
 
         Another mesh needs other processes.
-
-        Returns:
-            Whether the mesh has changed.
         """
         shape = self.shape(machine)
         excluded = self._excluded(machine, placement)
@@ -92,7 +89,6 @@ class ElasticSizing:
             placement.remove()
         placement.world, placement.excluded = shape.world, placement.excluded | excluded
         self._last, self._room_since = shape, None
-        return shape != last
 
     def check(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:
         """Returns whether another mesh is due; the leader calls it in every turn."""

@@ -355,9 +355,7 @@ class Leader:
     def _launch(self) -> None:
         number = self._ask_store(lambda: claim_next_attempt(self._store, self._request.run))
         self._apply(m.Claimed(number))
-        if self._sizing.prepare(self.machine, self._placement, self._workers):
-            with contextlib.suppress(Exception):  # no other mesh can use them; they only take memory
-                remove_snapshots(self._request.run, before=number)
+        self._sizing.prepare(self.machine, self._placement, self._workers)
         message = f"attempt {number} asks for {self._placement.world} ranks"
         self.record.event(Event("attempt_started", message, attempt=number))
         self._attempt = self._new_attempt(number)
@@ -381,8 +379,10 @@ class Leader:
             record.flush()
         self._end_processes()
         record.end_trackers(state)
-        if state is RunState.FAILED and not m.save_may_help(self.machine):
-            with contextlib.suppress(Exception):  # ranks that end normally remove theirs themselves
+        # Ranks that end normally remove those on their nodes; a mesh that shrank has left others.
+        leaves = state is RunState.FAILED or self._sizing.options is not None
+        if leaves and not m.save_may_help(self.machine):
+            with contextlib.suppress(Exception):
                 remove_snapshots(run)
         record.update_status(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
         self._gauges.status(record.status(), self.machine.committed_step)

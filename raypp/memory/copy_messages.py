@@ -1,7 +1,7 @@
 """What travels with the copy of a snapshot, checked before it is used. No torch.
 
-A copy is a frame, the control block of the snapshot's file as JSON, its tail, and the data of its
-tensors. Between two attempts the control block and the tail travel together (`parse_facts`).
+A copy is a frame, the control block of the snapshot's file as JSON, its tail, and its data. Between
+two attempts the control block and the tail travel together (`parse_facts`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from raypp.errors import CheckpointError
 from raypp.memory.files import CONTROL_BYTES, LARGEST_DATA, LARGEST_STEP, LARGEST_TAIL, Control, decode_control
 from raypp.untrusted.text import visible
 
-LARGEST_FACTS = CONTROL_BYTES + 1 + LARGEST_TAIL
 _FRAME = struct.Struct("<QQII")
 FRAME_BYTES = _FRAME.size
 
@@ -66,28 +65,31 @@ def parse_control(text: bytes, frame: Frame, owner: int, who: str) -> dict[str, 
     Raises:
         CheckpointError: It is not a control block, or does not agree with the frame.
     """
+    expected = {"rank": owner, "step": frame.step, "data_size": frame.size, "tail_size": frame.tail_size}
+    return _control(text, expected, who)
+
+
+def _control(text: bytes, expected: dict[str, int], who: str) -> dict[str, Any]:
     try:
         control = decode_control(text)
     except ValueError as error:
         raise CheckpointError(f"the control block from {who} {error}") from None
     if wrong := sorted(control.keys() ^ Control.__annotations__.keys()):
-        what = "an unknown key" if wrong[0] in control else "no"
-        raise CheckpointError(f"{who} sent a control block with {what} {visible(wrong[0])}")
+        unknown = "an unknown key" if wrong[0] in control else "no"
+        raise CheckpointError(f"{who} sent a control block with {unknown} {visible(wrong[0])}")
     if not control["complete"]:
         raise CheckpointError(f"{who} sent the control block of an incomplete snapshot")
-    said = {"rank": owner, "step": frame.step, "data_size": frame.size, "tail_size": frame.tail_size}
-    for key, value in said.items():
+    for key, value in expected.items():
         if control[key] != value:
             raise CheckpointError(f"{who} sent a control block whose {key} is {control[key]}, not {value}")
     return control
 
 
-def parse_facts(data: bytes, size: int, step: int, owner: int, who: str) -> tuple[dict[str, Any], bytes]:
+def parse_facts(data: bytes, step: int, owner: int, who: str) -> tuple[dict[str, Any], bytes]:
     """Reads control block and tail of a snapshot that another node sends back.
 
     Args:
         data: The JSON of the control block, a line feed, and the tail.
-        size: Bytes of data that the sender announced.
         step: The step that was asked for.
         owner: The rank whose snapshot was asked for.
         who: Names the sender in errors.
@@ -96,7 +98,7 @@ def parse_facts(data: bytes, size: int, step: int, owner: int, who: str) -> tupl
         CheckpointError: They are torn, or of another snapshot.
     """
     text, _, tail = data.partition(b"\n")
-    control = parse_control(text, Frame(step, size, len(text), len(tail)), owner, who)
+    control = _control(text, {"rank": owner, "step": step, "tail_size": len(tail)}, who)
     if crc32(tail) != control["tail_crc"]:
         raise CheckpointError(f"the tail from {who} arrived damaged")
     return control, tail

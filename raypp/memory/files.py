@@ -1,10 +1,12 @@
 """The files of the memory tier: names, control block, ownership, and removal.
 
 A file holds one snapshot of one rank in shared memory. It outlives its process and is lost with its
-node. Its layout: `CONTROL_BYTES` of control block (magic, length and CRC-32 of a JSON object, the
-object), then the data of the tensors, then the tail, JSON whose length the control block gives. A
-file that is being written is called `….writing`, a complete one `….step-17`. The control block says
-the same and is written last.
+node. It holds one or two objects in the format of a checkpoint (`checkpoint.tensor_file`): what the
+rank writes when it saves, and what it holds of what other ranks write. Its layout: `CONTROL_BYTES`
+of control block (magic, length and CRC-32 of a JSON object, the object), the data sections, and the
+tail: the headers, which are known only when the data are, and the trainer's own JSON. A file that
+is being written is called `….writing`, a complete one `….step-17`. The control block says the same
+and is written last.
 
 A process that reads or writes a file holds its lock (flock), which ends with the process.
 """
@@ -183,11 +185,14 @@ def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
 
 
 class Control(TypedDict, total=False):
-    """The keys of a control block. That of a complete snapshot has all of them."""
+    """The keys of a control block. That of a complete snapshot has all of them. `objects` are first
+    byte in the data, bytes of data, and bytes of header."""
 
     run: _Name
     life: _Name
     job: _Name
+    layout: _Name
+    mesh: Annotated[list[Annotated[int, Ge(1), Le(10**7)]], Len(4, 4)]
     attempt: Annotated[int, Ge(0), Le(10**9)]
     rank: Annotated[int, Ge(0), Le(10**7)]
     step: Annotated[int, Ge(0), Le(LARGEST_STEP)]
@@ -195,6 +200,7 @@ class Control(TypedDict, total=False):
     keeper: Annotated[list[_Figure], Len(2, 2)]
     format: Count
     complete: bool
+    objects: Annotated[list[tuple[Count, Count, Count]], Len(0, 2)]
     data_size: Annotated[int, Ge(0), Le(LARGEST_DATA)]
     data_crc: _Crc
     tail_size: Annotated[int, Ge(0), Le(LARGEST_TAIL)]
@@ -255,18 +261,14 @@ def remove(path: Path) -> bool:
     return True
 
 
-def files_of(run: str, directory: Path | None = None, before: int | None = None) -> list[Path]:
-    """Returns this node's files of a run, also those in use; `before` limits the attempts."""
-    found = list_slots(directory or memory_directory())
-    return [path for name, path in found if name.run == run and (before is None or name.attempt < before)]
+def files_of(run: str, directory: Path | None = None) -> list[Path]:
+    """Returns this node's files of a run, also those in use."""
+    return [path for name, path in list_slots(directory or memory_directory()) if name.run == run]
 
 
-def remove_run(run: str, directory: Path | None = None, before: int | None = None) -> list[str]:
-    """Removes the files of a finished run, or with `before` those of its earlier attempts.
-
-    Files in use stay. Returns the names of the removed files.
-    """
-    return [path.name for path in files_of(run, directory, before) if remove(path)]
+def remove_run(run: str, directory: Path | None = None) -> list[str]:
+    """Removes the files of a finished run that nobody uses; returns their names."""
+    return [path.name for path in files_of(run, directory) if remove(path)]
 
 
 def remove_dead(directory: Path | None = None) -> list[str]:

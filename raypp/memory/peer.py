@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import socket
 import struct
 import threading
@@ -21,6 +22,7 @@ from raypp.crc32 import crc32
 from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_frame
 from raypp.memory.files import keeper
 from raypp.memory.slot import Slot, checksum
+from raypp.retry import Backoff
 from raypp.storage.other_traffic import LOW_PRIORITY
 from raypp.storage.rate_limit import Abandoned, Pace
 from raypp.untrusted.sockets import Listener, introduce, receive
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _IO_S = 60.0
 _CONNECT_S = 2.0
-_RETRY_S = (0.2, 1.0, 5.0, 30.0)
+_RETRIES = Backoff(math.inf, first_s=0.2, longest_s=30.0, factor=5.0)
 _REST = 3.0
 """Without a rate limit, the sender pauses for this many times the duration of each piece: a copy
 takes a quarter of the link, and training traffic waits for one piece at most."""
@@ -136,7 +138,7 @@ class CopyReceiver:
         _receive_into(connection, data.numpy().data)
         fine = checksum(data) == control["data_crc"] and crc32(tail) == control["tail_crc"]
         if fine:
-            slot.seal(frame.step, control, frame.size, tail)
+            slot.complete(control, tail)
         connection.sendall(_ANSWER.pack(frame.step, fine))
 
 
@@ -184,6 +186,7 @@ class CopySender:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        pauses = _RETRIES.pauses()
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._closed or self._slot is not None)
@@ -198,14 +201,16 @@ class CopySender:
             except (OSError, ValueError) as error:
                 self._drop()
                 self.error = str(error)
-                self._pause(_RETRY_S[min(self.failures, len(_RETRY_S) - 1)])
+                self._pause(next(pauses))
                 self.failures += 1
                 continue
+            pauses = _RETRIES.pauses()
             self.failures, self.error = 0, ""
             with self._wake:
                 if self._slot is slot:
                     self._slot = None
                 self.arrived = step
+                self._wake.notify_all()
 
     def _pause(self, seconds: float) -> None:
         with self._wake:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.checkpoint.state import Slice
-from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.memory.files import (
     SlotName,
     keeper,
@@ -21,7 +21,7 @@ from raypp.memory.files import (
     remove_dead,
     room,
 )
-from raypp.memory.slot import Slot, encode_layout, encode_tail
+from raypp.memory.slot import Slot
 from raypp.planning.host_memory import COPIES, TIER_SHARE
 from raypp.records import Seat
 
@@ -33,13 +33,15 @@ class RunLife:
     Attributes:
         run: The run's name.
         life: 12 hex digits derived from the run's location and its first attempt.
-        job: Hash of the job's model, data, mesh, pipeline and train sections, in hex digits.
+        job: Hash of the job's model, data and train sections and of a step's rows, in hex digits.
+        layout: Hash of its mesh and pipeline, which decide which part of a state each rank has.
         secret: The secret of this attempt; never written anywhere.
     """
 
     run: str
     life: str
     job: str
+    layout: str = ""
     secret: bytes = b""
 
 
@@ -58,7 +60,7 @@ class RankSlots:
         self._numbers: dict[Slot, int] = {}
         self._copies: dict[int, list[Slot]] = {}
         self._buffers: dict[Slot, SnapshotBuffer] = {}
-        self._layouts: dict[Slot, tuple[list[TensorEntry], str]] = {}
+        self._kept: tuple[int, int] | None = None
         self._keeper = keeper()
         remove_dead(self.directory)
 
@@ -70,19 +72,34 @@ class RankSlots:
             if (name.run, name.life) == (self.life.run, self.life.life) and name.attempt < self.seat.attempt
         ]
 
+    def keep(self, attempt: int, step: int) -> None:
+        """Keeps the files that other ranks, or this one, have restored, until `forget_earlier`.
+
+        Removes all others of earlier attempts now: their sizes may not fit this mesh.
+        """
+        self._kept = (attempt, step)
+        for name, path in self.earlier():
+            if (name.attempt, name.step) != self._kept:
+                remove(path)
+
     def forget_earlier(self) -> None:
         """Removes the files of earlier attempts."""
+        self._kept = None
         for _, path in self.earlier():
             remove(path)
 
     def room(self) -> int:
         """Returns how many bytes of host memory the ranks of this node may take."""
-        return int(TIER_SHARE * room(self.directory, self.life.run, self.life.life))
+        kept = 0
+        for name, path in self.earlier() if self._kept is not None else ():
+            with contextlib.suppress(OSError):
+                kept += path.stat().st_blocks * 512 * ((name.attempt, name.step) == self._kept)
+        return max(0, int(TIER_SHARE * room(self.directory, self.life.run, self.life.life)) - kept)
 
     def take_memory(self, files: int, size: int) -> None:
         """Allocates `files` files of `size` bytes; reuses this rank's files of earlier attempts."""
         for name, path in self.earlier():
-            mine = (name.rank, name.kind) == (self.seat.rank, "own")
+            mine = (name.rank, name.kind) == (self.seat.rank, "own") and (name.attempt, name.step) != self._kept
             if mine and len(self.slots) < files and (slot := Slot.open(path, name)) is not None:
                 self.add(slot)
         while len(self.slots) < files:
@@ -100,16 +117,17 @@ class RankSlots:
         found = [slot for slot in self.slots if slot.step == step]
         return next((slot for slot in found if slot.name.attempt == self.seat.attempt), found[0])
 
-    def copy(self, slot: Slot, slices: list[Slice], committed: int) -> tuple[Snapshot, dict[str, Any]]:
+    def copy(self, slot: Slot, slices: Sequence[list[Slice]], committed: int) -> tuple[Snapshot, dict[str, Any]]:
         """Begins a snapshot of the state in a file; the caller must pass the result to `seal`."""
         seat = self.seat
         about = {
-            "run": self.life.run, "life": self.life.life, "job": self.life.job, "attempt": seat.attempt,
-            "rank": seat.rank, "committed": committed, "keeper": self._keeper,
+            "run": self.life.run, "life": self.life.life, "job": self.life.job, "layout": self.life.layout,
+            "mesh": list(seat.mesh_sizes.as_dict().values()), "attempt": seat.attempt, "rank": seat.rank,
+            "committed": committed, "keeper": self._keeper,
         }  # fmt: skip
         slot.begin(self._name(slot), about)
         buffer = self._buffers.setdefault(slot, SnapshotBuffer(slot.memory))
-        return buffer.take(slices), about
+        return buffer.take(*slices), about
 
     def before_update(self) -> None:
         """Waits for copies in progress, because weights and optimizer state are about to change."""
@@ -120,12 +138,8 @@ class RankSlots:
         """Waits for the copy and completes the file; returns the CPU seconds of the latter."""
         try:
             snapshot.data()
-            entries, layout = self._layouts.get(slot, ([], ""))
-            if entries is not snapshot.entries:
-                layout = encode_layout(snapshot.entries)
-                self._layouts[slot] = (snapshot.entries, layout)
             started = time.thread_time()
-            slot.seal(step, about, snapshot.size, encode_tail(layout, extra))
+            slot.seal(snapshot, step, about, extra)
             return time.thread_time() - started
         finally:
             snapshot.release()
@@ -168,7 +182,6 @@ class RankSlots:
     def close(self, *, delete: bool) -> None:
         """Releases the files, which no thread may still use; removes them with `delete`."""
         self._buffers.clear()
-        self._layouts.clear()
         for slot in self._all():
             slot.close(delete=delete)
         self.slots, self._copies = [], {}

@@ -1,8 +1,9 @@
-"""Restores an attempt from snapshots in memory.
+"""Restores an attempt from snapshots in memory, on the mesh that took them or on another.
 
 Every rank lists the files of its node. One exchange gives all ranks the same list, so that all
-choose the same step. If a snapshot turns out to be missing or damaged, they leave it out and choose
-again.
+choose the same step. On the mesh that took it, each rank needs its own snapshot; on another, parts
+of several, as of a checkpoint. What is not on a rank's node comes from a rank that has it. If
+something turns out to be missing or damaged, all leave it out and choose again.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +23,106 @@ import torch
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import job_identity
-from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.layout import attempt_key
-from raypp.checkpoint.load_checkpoint import fill_optimizer
-from raypp.checkpoint.state import (
-    OPTIMIZER,
-    RESIDUAL,
-    Slice,
-    model_slices,
-    optimizer_slices,
-    residual_slices,
-)
-from raypp.checkpoint.tensor_file import TensorEntry
-from raypp.memory.fetch import choose, fetch_snapshot, from_rank_zero, gather_json, snapshots_here
+from raypp.checkpoint.load_checkpoint import Load
+from raypp.checkpoint.state import RESIDUAL, RESIDUAL_OF_COPY
+from raypp.errors import CheckpointError
+from raypp.memory.copy_messages import parse_facts
+from raypp.memory.fetch import from_rank_zero, gather_json, give, take
+from raypp.memory.files import CONTROL_BYTES, LARGEST_TAIL, SlotName, peek
 from raypp.memory.rank_slots import RunLife
-from raypp.memory.slot import Slot, decode_tail
+from raypp.memory.slot import Slot, StoredSlot, reading, snapshot_name
 from raypp.memory.tier import MemoryTier
-from raypp.records import Reporter, Seat
+from raypp.mesh.geometry import Mesh
+from raypp.records import Coordinates, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import NotFound, ObjectStore
 from raypp.storage.rate_limit import Pace
 
 _TRIES = 8
+_MISSING_SHOWN = 8
+Here = dict[tuple[int, int, int], tuple[SlotName, Path, dict[str, Any]]]
+"""This node's snapshots, by attempt, step and the rank whose state it is."""
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """The snapshots of one step of one attempt, a candidate to resume from.
+
+    Attributes:
+        step: Number of completed optimizer steps.
+        attempt: The attempt that took the snapshots.
+        mesh: The length of each axis of its mesh.
+        layout: Hash of its mesh and pipeline.
+        holders: For each rank of that mesh, the ranks on whose node its snapshot lies.
+        committed: The newest commit that was known when the snapshots were taken.
+    """
+
+    step: int
+    attempt: int
+    mesh: Coordinates
+    layout: str
+    holders: dict[int, list[int]]
+    committed: int
+
+    @property
+    def world(self) -> int:
+        return Mesh(self.mesh).world
+
+    @property
+    def missing(self) -> list[int]:
+        """The first ranks whose snapshot is nowhere."""
+        return list(islice((rank for rank in range(self.world) if rank not in self.holders), _MISSING_SHOWN))
+
+    @property
+    def may_suffice(self) -> bool:
+        """Whether each part of the state is there, if ranks of different replicas hold the same."""
+        if not self.missing:
+            return True
+        places = (Mesh(self.mesh).coordinates(rank) for rank in self.holders if rank < self.world)
+        return len({replace(place, dp_replicate=0) for place in places}) == self.world // self.mesh.dp_replicate
+
+    def source(self, owner: int, reader: int) -> int:
+        """Returns the rank that provides `owner`'s snapshot: `reader` itself if its node has it."""
+        return reader if reader in self.holders[owner] else min(self.holders[owner])
+
+    def in_no_memory(self) -> str:
+        ranks = self.missing
+        if len(ranks) == 1:
+            return f"{snapshot_name(ranks[0], self.step)} is in no memory"
+        return f"the snapshots of ranks {ranks} of step {self.step} are in no memory"
+
+
+def choose(
+    seen: Sequence[Sequence[Sequence[Any]]], newest_commit: int, refused: Collection[tuple[int, int]] = ()
+) -> tuple[Snapshots | None, str]:
+    """Returns the snapshots to resume from, or None and the reason why there are none.
+
+    Args:
+        seen: By rank, the snapshots it sees, each as attempt, step, rank whose state it is, the
+            newest commit known when it was taken, and the mesh and its hash.
+        newest_commit: Step of the newest commit in the store.
+        refused: Step and attempt of snapshots that turned out to lack something.
+    """
+    found: dict[tuple[int, int], Snapshots] = {}
+    for rank, snapshots in enumerate(seen):
+        for attempt, step, owner, committed, mesh, layout in snapshots:
+            known = found.setdefault(
+                (step, attempt), Snapshots(step, attempt, Coordinates(*mesh), layout, {}, committed)
+            )
+            known.holders.setdefault(owner, []).append(rank)
+            found[step, attempt] = replace(known, committed=max(known.committed, committed))
+    newer = [found[key] for key in sorted(found, reverse=True) if key[0] > newest_commit and key not in refused]
+    if not newer:
+        return None, "memory has no snapshot" if not found else "no snapshot in memory is newer"
+    gone_back = [one for one in newer if one.committed > newest_commit]
+    if len(gone_back) == len(newer):
+        why = f"step {gone_back[0].committed} was committed but is gone: snapshots taken after it are not used"
+        return None, why
+    newer = [one for one in newer if one.committed <= newest_commit]
+    best = next((one for one in newer if one.may_suffice), None)
+    return best, "" if best is not None else newer[0].in_no_memory()
 
 
 @dataclass
@@ -51,29 +132,37 @@ class FoundInMemory:
     Attributes:
         nodes: The node of every rank.
         addresses: The address at which every rank receives copies.
-        step: The step that was restored; 0 if none was.
-        reason: Why this step or why none was restored; may be empty.
-        slot: This rank's snapshot of that step, open.
+        best: The snapshots that were restored; None if none were.
+        reason: Why these or why none were restored; may be empty.
+        slot: This rank's own snapshot, to keep and to overwrite later. None, on every rank, if some
+            rank has none on its node that fits this mesh.
         extra: The JSON that the trainer stored with it; rank 0's also contains the recent reports.
         from_partner: Ranks whose snapshot came from another node.
     """
 
     nodes: list[int]
     addresses: list[tuple[str, int] | None]
-    step: int = 0
+    best: Snapshots | None = None
     reason: str = ""
     slot: Slot | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     from_partner: list[int] = field(default_factory=list)
 
+    @property
+    def step(self) -> int:
+        """The step that was restored; 0 if none was."""
+        return 0 if self.best is None else self.best.step
+
     def in_words(self, step: int, newest_commit: int) -> str:
         """Returns the message of the event that reports where the attempt starts from."""
-        if not self.step:
+        if self.best is None:
             return f"from the store: step {step}; {self.reason}"
         through = ""
         if self.from_partner:
             ranks = "rank" if len(self.from_partner) == 1 else "ranks"
             through = f" ({ranks} {', '.join(map(str, self.from_partner))} from the copy on another node)"
+        if self.best.world != len(self.nodes):
+            through = f", of {self.best.world} ranks' snapshots"
         commit = f"newest commit is step {newest_commit}" if newest_commit >= 0 else "nothing is committed"
         refused = f"; {self.reason}" if self.reason else ""
         return f"from memory: step {step} on all {len(self.nodes)} ranks{through}; {commit}{refused}"
@@ -94,61 +183,235 @@ def open_memory_tier(
     # Without a controller, the ranks have no other channel than their process group.
     drawn = "" if seat.secret else secrets.token_hex(32)
     life, secret = from_rank_zero([_life(store, job), drawn] if seat.rank == 0 else None)
-    identity = json.dumps(job_identity(job_document(job)), sort_keys=True)
-    same_job = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    about = RunLife(job.name, life, same_job, bytes.fromhex(seat.secret or secret))
+    sections = job_identity(job_document(job))
+    layout = _hash([sections.pop("mesh"), sections.pop("pipeline")])
+    same_job = _hash([sections, job.mesh.replicas * job.pipeline.microbatches])  # a step's rows are the same
+    about = RunLife(job.name, life, same_job, layout, bytes.fromhex(seat.secret or secret))
     return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace)
 
 
 def load_from_memory(
     tier: MemoryTier, newest_commit: int, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> FoundInMemory:
-    """Restores the newest step of which every rank's snapshot exists, if no commit is as new.
+    """Restores the newest step whose whole state is in memory, if no commit is as new.
 
     Collective over the world. Replaces the weights and optimizer state of every rank or of none.
 
     Args:
         tier: This rank's memory tier.
-        newest_commit: Step of the newest commit, the same on every rank; 0 if there is none.
+        newest_commit: Step of the newest commit, the same on every rank; -1 if there is none.
         stages: This rank's stages.
         optimizer: The optimizer over their parameters.
     """
     seat, address = tier.seat, tier.listen()
     damaged: set[Path] = set()
+    refused: set[tuple[int, int]] = set()
     result: FoundInMemory | None = None
     reasons: list[str] = []
     for _ in range(_TRIES):
-        here = snapshots_here(tier, damaged)
-        seen = [[name.attempt, name.step, name.rank, about["committed"]] for name, _, about in here]
-        said = gather_json({"node": seat.node_rank, "address": address, "seen": seen})
+        here = _snapshots_here(tier, damaged)
+        seen = [[*key, about["committed"], about["mesh"], about["layout"]] for key, (_, _, about) in here.items()]
+        told = gather_json({"node": seat.node_rank, "address": address, "seen": seen})
         if result is None:
-            where = [None if one["address"] is None else tuple(one["address"]) for one in said]
-            result = FoundInMemory([one["node"] for one in said], where)
-        best, why = choose([one["seen"] for one in said], newest_commit)
+            where = [None if one["address"] is None else tuple(one["address"]) for one in told]
+            result = FoundInMemory([one["node"] for one in told], where)
+        best, why = choose([one["seen"] for one in told], newest_commit, refused)
         if best is None:
             result.reason = "; ".join([*reasons, why])
             return result
-        slot, failure, prepared = None, "", None
-        try:
-            slot = fetch_snapshot(tier, best, here, damaged)
-            prepared = _prepare(slot, stages, optimizer, damaged)
-        except (OSError, ValueError) as error:
-            failure = str(error)
-        failures = {rank: text for rank, text in enumerate(gather_json(failure)) if text}
-        if not failures and prepared is not None:
-            prepared.apply()
-            result.step, result.slot, result.extra = best.step, slot, prepared.extra
-            result.reason = "; ".join(reasons)
-            result.from_partner = [rank for rank in range(seat.world_size) if best.source(rank) != rank]
-            return result
-        if slot is not None:
-            slot.close(delete=slot.path in damaged)
-        reasons += [
-            f"rank {rank}'s snapshot of step {best.step} cannot be used: {text}" for rank, text in failures.items()
-        ]
+        with ExitStack() as files:
+            attempt = _Try(tier, best, here, result.nodes, damaged, files)
+            if attempt.load(stages, optimizer):
+                result.best, result.extra, result.reason = best, attempt.extra, "; ".join(reasons)
+                break
+        reasons += attempt.reasons
+        if not attempt.found_damage:
+            refused.add((best.step, best.attempt))
     assert result is not None
-    result.reason = "; ".join(reasons)
+    if result.best is None:
+        result.reason = "; ".join(reasons)
+    elif attempt.same_mesh:
+        result.from_partner = [rank for rank in range(seat.world_size) if rank not in result.best.holders[rank]]
+        if not result.from_partner:
+            result.slot = _own_slot(here, result.best, seat.rank)
     return result
+
+
+def _own_slot(here: Here, best: Snapshots, rank: int) -> Slot | None:
+    """Takes over this rank's snapshot. Collective: every rank does, or none."""
+    name, path, _ = here[best.attempt, best.step, rank]
+    slot = Slot.open(path, name) if name.kind == "own" else None
+    if all(gather_json(slot is not None)):
+        return slot
+    if slot is not None:
+        slot.close()
+    return None
+
+
+class _Try:
+    """One try to restore certain snapshots. All ranks make the same calls.
+
+    Args:
+        tier: This rank's memory tier.
+        best: The snapshots.
+        here: Those on this node.
+        nodes: The node of every rank.
+        damaged: Files that are not to be used; more are added.
+        files: Closes the snapshots that are read here.
+
+    Attributes:
+        extra: What the trainer stored with them.
+        reasons: Why it failed.
+        found_damage: Whether there is a file to leave out next time.
+    """
+
+    def __init__(
+        self, tier: MemoryTier, best: Snapshots, here: Here, nodes: list[int], damaged: set[Path], files: ExitStack
+    ) -> None:
+        self._me, self._tier, self._best, self._here = tier.seat.rank, tier, best, here
+        self._nodes, self._damaged, self._files = nodes, damaged, files
+        self._slots: dict[int, StoredSlot] = {}
+        self._given: dict[int, StoredSlot] = {}
+        self._failure = ""
+        self._bad: list[int] = []
+        self.same_mesh = best.layout == tier.life.layout and not best.missing
+        self.extra: dict[str, Any] = {}
+        self.reasons: list[str] = []
+        self.found_damage = False
+
+    def load(self, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether every rank's state has been replaced; if not, none has."""
+        for owner, source, reader in self._transfers():
+            self._guarded(owner, partial(self._pass_header, owner, source, reader))
+        wants: dict[int, list[tuple[int, int, int]]] = {}
+        load: Load | None = None
+        if not self._failure:
+            # Of equal slices the first is read: what is on this node comes first.
+            ordered = sorted(self._slots.items(), key=lambda item: (item[0] != self._me, item[1].data is None, item[0]))
+            try:
+                self._check_residuals()
+                files = [file for _, slot in ordered for file in slot.files]
+                load = Load(files, stages, optimizer, f"step {self._best.step}")
+            except CheckpointError as error:
+                self._failure = self._best.in_no_memory() if self._best.missing else _words(error)
+            else:
+                self.extra = self._slots[min(self._slots)].extra
+                for owner, slot in self._slots.items():
+                    if slot.data is None:
+                        wants[owner] = [
+                            (number, begin, end)
+                            for number, file in enumerate(slot.files)
+                            for begin, end in file.blocks(load.ranges.get(file.record.key, ()))
+                        ]
+        told = self._agree(wants)
+        if told is None:
+            return False
+        for owner, source, reader in self._transfers():
+            for number, begin, end in told[reader].get(str(owner), ()):
+                self._guarded(owner, partial(self._pass_data, owner, source, reader, number, begin, end))
+        if load is not None and not self._failure:
+            try:
+                load.fetch()
+            except CheckpointError as error:
+                self._failure = _words(error)
+                keys = {file.record.key: owner for owner, slot in self._slots.items() for file in slot.files}
+                self._bad += [keys[problem.key] for problem in error.problems if problem.key in keys]
+        if self._agree({}) is None or load is None:
+            return False
+        load.apply()
+        return True
+
+    def _needed(self, reader: int) -> list[int]:
+        """Returns whose snapshots a rank needs."""
+        return [reader] if self.same_mesh else sorted(self._best.holders)
+
+    def _transfers(self) -> Iterator[tuple[int, int, int]]:
+        """Yields owner, sender and reader of what this rank reads or sends, on all in one order."""
+        for reader in range(self._tier.seat.world_size):
+            for owner in self._needed(reader):
+                source = self._best.source(owner, reader)
+                if self._me in (source, reader):
+                    yield owner, source, reader
+
+    def _guarded(self, owner: int, action: Callable[[], None]) -> None:
+        """Notes why an action fails; the ranks then tell each other."""
+        try:
+            action()
+        except (CheckpointError, ValueError, OSError) as error:
+            who = snapshot_name(owner, self._best.step)
+            self._failure = self._failure or (_words(error) if isinstance(error, CheckpointError) else f"{who} {error}")
+            self._bad.append(owner)
+
+    def _pass_header(self, owner: int, source: int, reader: int) -> None:
+        if source == reader:
+            self._slots[owner] = self._open(owner)
+        elif self._me == source:
+            try:
+                slot = self._given[owner] = self._open(owner)
+            except CheckpointError:
+                give(None, reader)
+                raise
+            give(_bytes(json.dumps(slot.control).encode() + b"\n" + slot.tail), reader)
+        else:
+            received = take(source, 0, CONTROL_BYTES + 1 + LARGEST_TAIL).numpy().tobytes()
+            control, tail = parse_facts(received, self._best.step, owner, f"rank {source}'s node")
+            self._slots[owner] = StoredSlot(control, tail)
+
+    def _pass_data(self, owner: int, source: int, reader: int, number: int, begin: int, end: int) -> None:
+        if self._me != source:
+            data = take(source, end - begin, end - begin).numpy().data
+            self._slots[owner].sources[number].pieces.append((begin, data))
+            return
+        try:
+            part = _bytes(self._given[owner].sources[number].view(begin, end))
+        except LookupError:
+            give(None, reader)
+            raise ValueError(f"has no bytes {begin} to {end}, which rank {reader} asks for") from None
+        give(part, reader)
+
+    def _open(self, owner: int) -> StoredSlot:
+        if owner in self._given:
+            return self._given[owner]
+        name, path, _ = self._here[self._best.attempt, self._best.step, owner]
+        return self._files.enter_context(reading(path, name))
+
+    def _check_residuals(self) -> None:
+        """Raises CheckpointError if residuals of int8 sums are lost: the sum of all counts."""
+        if self._best.missing and any(
+            entry.name.rpartition("/")[2].startswith((RESIDUAL, RESIDUAL_OF_COPY))
+            for slot in self._slots.values()
+            for file in slot.files
+            for entry in file.header.entries
+        ):
+            raise CheckpointError(self._best.in_no_memory())
+
+    def _agree(self, wants: Mapping[int, Any]) -> list[dict[str, Any]] | None:
+        """Tells the others of a failure; returns what each rank wants, or None if one failed."""
+        bad = [[owner, self._best.source(owner, self._me)] for owner in self._bad]
+        told = gather_json({"failure": self._failure, "bad": bad, "wants": wants})
+        for owner, source in (pair for one in told for pair in one["bad"]):
+            self.found_damage = True
+            key = (self._best.attempt, self._best.step, owner)
+            if self._nodes[source] == self._nodes[self._me] and key in self._here:
+                self._damaged.add(self._here[key][1])
+        self.reasons = list(dict.fromkeys(one["failure"] for one in told if one["failure"]))
+        return None if self.reasons else [one["wants"] for one in told]
+
+
+def _snapshots_here(tier: MemoryTier, damaged: set[Path]) -> Here:
+    """Returns the complete snapshots of this job that lie on this node, a rank's own first."""
+    found: Here = {}
+    for name, path in sorted(tier.earlier(), key=lambda one: one[0].kind != "own"):
+        if name.step is None or path in damaged:
+            continue
+        about = peek(path)
+        facts = (name.rank, name.step, name.attempt, tier.life.job, True)
+        keys = ("rank", "step", "attempt", "job", "complete")
+        if about is None or not {"committed", "mesh", "layout"} <= about.keys():
+            continue
+        if tuple(about.get(key) for key in keys) == facts:
+            found.setdefault((name.attempt, name.step, name.rank), (name, path, about))
+    return found
 
 
 def _life(store: ObjectStore, job: Job) -> str:
@@ -163,72 +426,17 @@ def _life(store: ObjectStore, job: Job) -> str:
     return hashlib.sha256(b"\0".join((job.run_url.encode(), first))).hexdigest()[:12]
 
 
-def _prepare(
-    slot: Slot, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, damaged: set[Path]
-) -> PreparedLoad:
-    control = slot.control()
-    try:
-        if control is None:
-            raise ValueError("it is incomplete")
-        return PreparedLoad(slot, control, stages, optimizer)
-    except ValueError:
-        damaged.add(slot.path)
-        raise
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class PreparedLoad:
-    """A verified snapshot that fits this rank's stages; `apply` restores it.
-
-    The constructor performs all checks, before anything is changed.
-
-    Args:
-        slot: Verified (`Slot.verify`); must stay open until `apply` returns.
-        control: Its control block.
-        stages: This rank's stages.
-        optimizer: The optimizer over their parameters.
-
-    Raises:
-        ValueError: The snapshot does not fit these stages; the message names the tensor.
-    """
-
-    def __init__(
-        self, slot: Slot, control: Mapping[str, Any], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-    ) -> None:
-        tail = slot.tail(control)
-        if tail is None:
-            raise ValueError("its tail is corrupt")
-        entries, self.extra = decode_tail(tail, control["data_size"])
-        self._stages, self._optimizer = stages, optimizer
-        self._data = slot.memory(control["data_size"])
-        by_name = {entry.name: entry for entry in entries}
-        saved = {name: (e.global_shape, DTYPES[e.dtype]) for name, e in by_name.items() if name.startswith(OPTIMIZER)}
-        targets = model_slices(stages)
-        more, self._entries = optimizer_slices(stages, optimizer, saved)
-        targets.update(more)
-        residuals = residual_slices(stages, saved)
-        if residuals.cleared or (not residuals.targets and any(f"/{RESIDUAL}" in name for name in saved)):
-            raise ValueError("gradients were summed over replicas in another way (train.sync)")
-        targets.update(residuals.targets)
-        self._python = {name: entry.python for name, entry in by_name.items() if entry.python}
-        self._pairs: list[tuple[Tensor, TensorEntry]] = []
-        for name, slices in targets.items():
-            for target in slices:
-                if target.tensor.numel():
-                    self._pairs.append((target.tensor, _matching(target, by_name.get(name))))
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Replaces weights and optimizer state."""
-        for target, entry in self._pairs:
-            target.copy_(self._data[entry.begin : entry.end].view(DTYPES[entry.dtype]).view(entry.shape))
-        fill_optimizer(self._optimizer, self._stages, self._entries, self._python)
+def _bytes(data: bytes | memoryview) -> Tensor:
+    """Returns bytes as a uint8 tensor `[N]`, which torch makes of no empty buffer."""
+    if not len(data):
+        return torch.zeros(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
 
 
-def _matching(target: Slice, entry: TensorEntry | None) -> TensorEntry:
-    if entry is None:
-        raise ValueError(f"it has no {target.name}")
-    here = (tuple(target.tensor.shape), target.global_shape, target.offset)
-    there = (entry.shape, entry.global_shape, entry.offset)
-    if here != there:
-        raise ValueError(f"{target.name} is sharded differently: {there}, here {here}")
-    return entry
+def _words(error: CheckpointError) -> str:
+    problem = error.problems[0]
+    return f"{problem.key} {problem.what}".strip()

@@ -1,29 +1,30 @@
-"""One snapshot file in shared memory, mapped as a tensor: written in place, sealed, read back."""
+"""One snapshot file in shared memory: written in place from a snapshot, sealed, read back."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import FailFast
 from torch import Tensor
-from typing_extensions import TypedDict
 
+from raypp.checkpoint.commit import ObjectRecord
 from raypp.checkpoint.extra import read_extra
-from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.checkpoint.ranged_reads import CheckpointFile, ObjectInMemory
+from raypp.checkpoint.snapshot import Snapshot
+from raypp.checkpoint.tensor_file import decode_header
 from raypp.crc32 import crc32
-from raypp.errors import CheckpointError
+from raypp.errors import CheckpointError, Problem
 from raypp.memory.files import (
     CONTROL_BYTES,
-    LARGEST_TAIL,
+    Control,
     SlotName,
     close_unlocked,
     open_locked,
@@ -32,20 +33,16 @@ from raypp.memory.files import (
     tail_offset,
     write_control,
 )
-from raypp.untrusted.documents import Bounds, parse_as, shown
-from raypp.untrusted.safetensors_header import ELEMENT_BYTES
+from raypp.untrusted.documents import Bounds, parse_as
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _CHECK_BYTES = 8 << 20
-_SIZES = ("data_size", "data_crc", "tail_size", "tail_crc")
-TAIL = Bounds(size=LARGEST_TAIL, values=1_000_000)
-"""Of a tail: about 60,000 tensors."""
 
 
 class Slot:
-    """A locked file and its mapped memory. The lock is held until `close`.
+    """A locked file that this process writes, and its mapped memory. Locked until `close`.
 
     Args:
         path: Path of the file.
@@ -70,13 +67,12 @@ class Slot:
         path = directory / replace(name, step=None).file_name()
         remove(path)  # a leftover of a dead process
         descriptor = open_locked(path, create=True)
-        if descriptor is None:
-            raise FileExistsError(f"{path} was removed or is held by another process")
+        assert descriptor is not None
         return cls(path, replace(name, step=None), descriptor)
 
     @classmethod
     def open(cls, path: Path, name: SlotName) -> Slot | None:
-        """Opens an existing file; None if it is gone or a living process holds it."""
+        """Opens an existing file; None if it is gone or in use."""
         descriptor = open_locked(path)
         return None if descriptor is None else cls(path, name, descriptor)
 
@@ -92,16 +88,10 @@ class Slot:
 
     def control(self) -> dict[str, Any] | None:
         """Reads the control block; None if it is torn or says that the file is incomplete."""
-        about = read_control(self._descriptor)
-        if about is None or about.get("complete") is not True or about.get("format") != FORMAT:
-            return None
-        if about.get("step") != self.name.step or any(key not in about for key in _SIZES):
-            return None
-        end = tail_offset(about["data_size"]) + about["tail_size"]
-        return about if end <= os.fstat(self._descriptor).st_size else None
+        return _complete(self._descriptor, self.name.step)
 
     def memory(self, size: int, pinned: bool = False) -> Tensor:
-        """Maps the data section as a uint8 tensor `[size]` and allocates its memory at once.
+        """Maps the data as a uint8 tensor `[size]` and allocates its memory at once.
 
         Args:
             pinned: Page-locks the memory for CUDA, which makes copies from a device faster.
@@ -125,35 +115,37 @@ class Slot:
         self._rename(replace(name, step=None))
         write_control(self._descriptor, {**about, "format": FORMAT, "complete": False})
 
-    def seal(self, step: int, about: Mapping[str, Any], size: int, tail: bytes) -> dict[str, Any]:
-        """Completes the file: writes the tail, then the control block, then the name.
+    def seal(self, snapshot: Snapshot, step: int, about: Mapping[str, Any], extra: str) -> None:
+        """Completes the file with the headers of a snapshot that was taken into its memory.
 
         Args:
+            snapshot: Its copy must be done.
+            step: Number of completed optimizer steps.
             about: Further fields of the control block.
-            size: Bytes of data. Their checksum is computed here unless `about` contains it.
-
-        Returns:
-            The control block.
+            extra: The trainer's own JSON.
         """
-        os.pwrite(self._descriptor, tail, tail_offset(size))
-        crc = about["data_crc"] if "data_crc" in about else checksum(self.memory(size))
-        facts = {"data_size": size, "data_crc": crc, "tail_size": len(tail), "tail_crc": crc32(tail)}
-        control = {**about, **facts, "format": FORMAT, "complete": True, "step": step}
-        write_control(self._descriptor, control)
-        self._rename(replace(self.name, step=step))
-        return control
+        data, objects, tail, crc, end = snapshot.data(), [], b"", 0, 0
+        header_about = {"run": about["run"], "step": step, "attempt": about["attempt"], "rank": about["rank"]}
+        for index, part in enumerate(snapshot.parts):
+            if part.entries:
+                sums = snapshot.sums(index)
+                header = part.writer.encode(sums.digests(), header_about)
+                objects.append((part.begin, part.size, len(header)))
+                crc = sums.crc32(0, part.size, crc32(data[end : part.begin], crc))
+                tail, end = tail + header, part.begin + part.size
+        facts = {"step": step, "objects": objects, "data_size": end, "data_crc": crc}
+        self.complete({**about, **facts}, tail + extra.encode())
+
+    def complete(self, control: Mapping[str, Any], tail: bytes) -> None:
+        """Writes the tail, then the control block, then the name."""
+        os.pwrite(self._descriptor, tail, tail_offset(control["data_size"]))
+        facts = {"tail_size": len(tail), "tail_crc": crc32(tail), "format": FORMAT, "complete": True}
+        write_control(self._descriptor, {**control, **facts})
+        self._rename(replace(self.name, step=control["step"]))
 
     def tail(self, control: Mapping[str, Any]) -> bytes | None:
         """Reads the tail; None if it does not match its checksum."""
-        data = os.pread(self._descriptor, control["tail_size"], tail_offset(control["data_size"]))
-        return data if crc32(data) == control["tail_crc"] else None
-
-    def verify(self) -> dict[str, Any] | None:
-        """Checks every byte; returns the control block if all checksums match, else None."""
-        control = self.control()
-        if control is None or self.tail(control) is None:
-            return None
-        return control if checksum(self.memory(control["data_size"])) == control["data_crc"] else None
+        return _tail(self._descriptor, control)
 
     def close(self, *, delete: bool = False) -> None:
         """Releases memory and lock; keeps the file unless `delete`. Idempotent."""
@@ -195,6 +187,75 @@ class Slot:
         self._data = None  # the mapping is freed with its last tensor
 
 
+class StoredSlot:
+    """A complete snapshot as its readers see it, here or received from another node.
+
+    Args:
+        control: The control block.
+        tail: Headers and the trainer's JSON.
+        data: The data sections; None if they are not here.
+
+    Attributes:
+        files: The objects, for `load_checkpoint.Load`.
+        sources: Their bytes. Without `data` they have none yet.
+        extra: The trainer's own values.
+
+    Raises:
+        CheckpointError: A header or the JSON is not valid; names the rank and the step.
+    """
+
+    def __init__(self, control: Mapping[str, Any], tail: bytes, data: memoryview | None = None) -> None:
+        self.control, self.tail, self.data = control, tail, data
+        who, place = snapshot_name(control["rank"], control["step"]), 0
+        self.files: list[CheckpointFile] = []
+        self.sources: list[ObjectInMemory] = []
+        for number, (begin, size, header_size) in enumerate(control["objects"], 1):
+            key = f"{who}, object {number}," if number > 1 else who
+            if begin + size > control["data_size"]:
+                raise CheckpointError(Problem(key, f"ends at byte {begin + size} of {control['data_size']}"))
+            header = tail[place : place + header_size]
+            place += header_size
+            record = ObjectRecord(key, header_size + size, "", control["rank"], header_size)
+            source = ObjectInMemory([] if data is None else [(0, data[begin : begin + size])])
+            self.sources.append(source)
+            self.files.append(CheckpointFile(record, decode_header(header, key, record.size), source))
+        self.extra: dict[str, Any] = parse_as(dict[str, Any], tail[place:], who, Bounds())
+        read_extra(self.extra, who)
+
+
+@contextlib.contextmanager
+def reading(path: Path, name: SlotName) -> Iterator[StoredSlot]:
+    """Opens a complete snapshot beside other readers, and yields it as a `StoredSlot`.
+
+    Raises:
+        CheckpointError: It is gone, in use, or torn; names the rank and the step.
+    """
+    who = snapshot_name(name.rank, name.step or 0)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        raise CheckpointError(Problem(who, "is gone")) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(Problem(who, "is in use")) from None
+        control = _complete(descriptor, name.step)
+        tail = None if control is None else _tail(descriptor, control)
+        if control is None or tail is None or control["rank"] != name.rank:
+            raise CheckpointError(Problem(who, "is torn"))
+        size = CONTROL_BYTES + control["data_size"]
+        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        yield StoredSlot(control, tail, memoryview(mapped)[CONTROL_BYTES:])
+    finally:
+        close_unlocked(descriptor)
+
+
+def snapshot_name(rank: int, step: int) -> str:
+    """Returns what errors call a rank's snapshot."""
+    return f"rank {rank}'s snapshot of step {step}"
+
+
 def checksum(data: Tensor) -> int:
     """Returns the CRC-32 of a uint8 tensor `[N]`; releases the GIL while it computes."""
     view = data.numpy().data
@@ -204,39 +265,17 @@ def checksum(data: Tensor) -> int:
     return value
 
 
-def encode_layout(entries: Sequence[TensorEntry]) -> str:
-    """Returns the entries as JSON text."""
-    return json.dumps([asdict(entry) for entry in entries], separators=(",", ":"))
+def _complete(descriptor: int, step: int | None) -> dict[str, Any] | None:
+    """Reads the control block of a complete snapshot of a step; None for any other."""
+    about = read_control(descriptor)
+    if about is None or about.get("complete") is not True or about.get("format") != FORMAT:
+        return None
+    if about.get("step") != step or about.keys() < Control.__annotations__.keys():
+        return None
+    end = tail_offset(about["data_size"]) + about["tail_size"]
+    return about if end <= os.fstat(descriptor).st_size else None
 
 
-def encode_tail(layout: str, extra: str) -> bytes:
-    """Encodes the tail: where each tensor lies, and the trainer's own JSON."""
-    return f'{{"tensors":{layout},"extra":{extra}}}'.encode()
-
-
-class _Tail(TypedDict):
-    tensors: Annotated[list[TensorEntry], FailFast()]
-    extra: dict[str, Any]
-
-
-def decode_tail(tail: bytes, data_size: int) -> tuple[list[TensorEntry], dict[str, Any]]:
-    """Decodes the tail into entries and the trainer's own values.
-
-    Args:
-        data_size: Bytes of the data section, in which all tensors must lie.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    try:
-        document = parse_as(_Tail, tail, "", TAIL, kind="a snapshot's tail")
-        read_extra(document["extra"], "extra")
-    except CheckpointError as error:
-        raise ValueError(error.problems[0].what) from None
-    for entry in document["tensors"]:
-        fault = entry.fault()
-        if not fault and (entry.end > data_size or entry.begin % ELEMENT_BYTES[entry.dtype]):
-            fault = f"bytes {entry.begin} to {entry.end} are not those of a tensor in {data_size} bytes"
-        if fault:
-            raise ValueError(f"{shown(entry.name)}: {fault}")
-    return document["tensors"], document["extra"]
+def _tail(descriptor: int, control: Mapping[str, Any]) -> bytes | None:
+    data = os.pread(descriptor, control["tail_size"], tail_offset(control["data_size"]))
+    return data if crc32(data) == control["tail_crc"] else None

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice
 from raypp.errors import DataError, JobError, in_words
-from raypp.memory.files import SlotName
+from raypp.memory.files import LARGEST_STEP, SlotName
 from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
 from raypp.memory.rank_slots import RankSlots, RunLife
 from raypp.memory.slot import Slot
@@ -40,6 +40,10 @@ from raypp.storage.rate_limit import Pace
 
 log = logging.getLogger(__name__)
 
+State = Sequence[list[Slice]]
+"""The slices of each object of a snapshot: `state.state_in_objects`."""
+_GAP = 64
+"""The objects of a snapshot are that many bytes apart at most."""
 _FEWER, _NO_COPIES, _OFF = 1, 2, 3
 """What is wrong, worse last: memory for two files of its own only, for no copies, for nothing."""
 _CLOSE_S = 10.0
@@ -119,7 +123,7 @@ class MemoryTier:
         """The newest commit that this rank knows. A restore refuses a snapshot that was taken after
         a commit which the store no longer has."""
         self._every, self._reporter = every, reporter
-        self._known: tuple[list[Any], list[Slice]] | None = None
+        self._known: tuple[list[Any], State] | None = None
         self._optimizer: Any = None
         self._nodes: list[int] = [0] * seat.world_size
         self._sender: CopySender | None = None
@@ -155,8 +159,9 @@ class MemoryTier:
         restored: Slot | None,
         optimizer: torch.optim.Optimizer,
         committed: int,
+        kept: tuple[int, int] | None = None,
     ) -> None:
-        """Starts the tier. All ranks pass the same nodes, addresses, step and commit.
+        """Starts the tier. All ranks pass the same nodes, addresses, step, commit and `kept`.
 
         Args:
             nodes: The node of every rank.
@@ -166,12 +171,17 @@ class MemoryTier:
                 if the attempt did not restore from memory.
             optimizer: Its update waits for a copy of the state in progress.
             committed: The newest commit.
+            kept: Attempt and step of the snapshots that were restored, if no rank passes its own:
+                they stay, and the first snapshot follows at once.
         """
         self.committed = committed
         self._started, self._nodes, self._begun_at, self._taken = True, list(nodes), step, step
         if restored is not None:
             self._slots.add(restored)
             self._own_step = self._common = self._expected = step
+        elif kept is not None:
+            self._slots.keep(*kept)
+            self._taken = -LARGEST_STEP
         self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_update)
         partner = partner_of(self.seat.rank, nodes)
@@ -204,7 +214,7 @@ class MemoryTier:
         return SnapshotState(every, self._own_step, arrived, self.trouble, unready)
 
     def step_begins(
-        self, done: int, agreed: SnapshotState, slices: Callable[[], Iterable[Slice]], extra: Callable[[], str]
+        self, done: int, agreed: SnapshotState, slices: Callable[[], State], extra: Callable[[], str]
     ) -> None:
         """Takes a snapshot of the completed step if one is due.
 
@@ -233,7 +243,8 @@ class MemoryTier:
             return  # there is no optimizer state yet
         if not self._asked:
             self._asked = True
-            size = sum(part.tensor.numel() * part.tensor.element_size() for part in slices())
+            size = sum(part.tensor.numel() * part.tensor.element_size() for group in slices() for part in group)
+            size += _GAP
             self._jobs.put(lambda: self._prepare(size))
         if agreed.unready:
             return
@@ -280,11 +291,11 @@ class MemoryTier:
 
     # The training thread's part -------------------------------------------------------------------
 
-    def _state(self, gather: Callable[[], Iterable[Slice]]) -> list[Slice]:
+    def _state(self, gather: Callable[[], State]) -> State:
         """Returns the state's slices.
 
-        Reuses the previous list if the optimizer holds the same tensors and no slice moves or holds
-        a Python value.
+        Reuses the previous lists if the optimizer holds the same tensors and no slice moves or
+        holds a Python value.
         """
         values = [value for state in self._optimizer.state.values() for value in state.values()]
         known = self._known
@@ -293,13 +304,13 @@ class MemoryTier:
             or len(known[0]) != len(values)
             or any(a is not b for a, b in zip(known[0], values, strict=True))
         ):
-            slices = list(gather())
+            slices = gather()
             self._known = known = (values, slices)
-            if any(part.moving or part.python for part in slices):
+            if any(part.moving or part.python for group in slices for part in group):
                 self._known = None
         return known[1]
 
-    def _take(self, done: int, slices: list[Slice], extra: str, copy: bool) -> None:
+    def _take(self, done: int, slices: State, extra: str, copy: bool) -> None:
         started = time.perf_counter()
         steps = {self._common, self._copied, self._ticket}
         keep = [self._slots.of_step(slot.step) for slot in self._slots.slots if slot.step in steps]

@@ -114,7 +114,8 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
         source = "memory" if found.step else "store"
         details = {"source": source, "seconds": seconds, "committed": newest, "from_partner": found.from_partner}
         mine.tell("restored", found.in_words(step, newest), step, details=details)
-    tier.start(found.nodes, found.addresses, step, found.slot, mine.optimizer, newest)
+    kept = None if found.best is None else (found.best.attempt, found.best.step)
+    tier.start(found.nodes, found.addresses, step, found.slot, mine.optimizer, newest, kept)
     return step
 
 

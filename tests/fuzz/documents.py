@@ -7,11 +7,12 @@ import contextlib
 from raypp.checkpoint.announce import read_announcement
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.run_spec import read_spec
+from raypp.checkpoint.tensor_file import TensorEntry, encode_header
 from raypp.control import run_events
 from raypp.control.run_record import RunRecord
 from raypp.errors import CheckpointError
 from raypp.memory.files import decode_control
-from raypp.memory.slot import decode_tail
+from raypp.memory.slot import StoredSlot
 from raypp.observe.reader import RunReader
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -34,12 +35,14 @@ from tests.fuzz.stored_run import (
 )
 
 _READ = ("checkpoints show RUN", "checkpoints show RUN/step-2 --json", "checkpoints verify RUN --json")
-_TAIL = (
-    b'{"tensors":[{"name":"w","dtype":"F32","shape":[2,3],"begin":0,"end":24,"global_shape":[4,3],"offset":[2,0],'
-    b'"python":""}],"extra":{"data_position":{"epoch":0,"block":1,"row":2,"data":"01"},"recent_steps":[]}}'
+_ENTRY = TensorEntry("w", "F32", (2, 3), 0, 24, (4, 3), (2, 0))
+_TAIL = encode_header([_ENTRY], memoryview(bytes(24)), {}) + (
+    b'{"data_position":{"epoch":0,"block":1,"row":2,"data":"01"},"recent_steps":[]}'
 )
+_HEADER = _TAIL.index(b'{"data_position"')
 _CONTROL = (
-    b'{"run":"run","life":"0123456789ab","job":"01","attempt":1,"rank":0,"committed":-1,"keeper":[4,1.5],"format":1,'
+    b'{"run":"run","life":"0123456789ab","job":"01","attempt":1,"rank":0,"committed":-1,"keeper":[4,1.5],"format":2,'
+    b'"layout":"02","mesh":[1,1,1,1],"objects":[[0,24,9]],'
     b'"complete":true,"step":3,"data_size":24,"data_crc":7,"tail_size":9,"tail_crc":8}'
 )
 
@@ -131,8 +134,8 @@ def memory_control(data: bytes) -> None:
 
 @target(_TAIL)
 def memory_tail(data: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        decode_tail(data, 24)
+    with contextlib.suppress(CheckpointError):
+        StoredSlot({"rank": 0, "step": 3, "data_size": 24, "objects": [(0, 24, _HEADER)]}, data)
 
 
 def _record(store: DirectoryStore) -> RunRecord:

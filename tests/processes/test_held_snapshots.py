@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from raypp.checkpoint.snapshot import SnapshotBuffer
+from raypp.checkpoint.state import slice_of
 from raypp.memory.files import SlotName, keeper, open_locked, peek, remove_dead, remove_run
-from raypp.memory.slot import Slot, encode_tail
+from raypp.memory.slot import Slot
 from raypp.own_process import OwnProcess
 
 NAME = SlotName("a-run", "0123456789ab", 3, 1, "own", 0)
@@ -19,8 +23,8 @@ def sealed(directory: Path) -> Slot:
     slot = Slot.create(directory, NAME)
     about = {"run": NAME.run, "attempt": NAME.attempt, "rank": NAME.rank, "keeper": keeper()}
     slot.begin(NAME, about)
-    slot.memory(1000).fill_(5)
-    slot.seal(7, about, 1000, encode_tail("[]", '{"data_position":{"row":3}}'))
+    snapshot = SnapshotBuffer(slot.memory).take([slice_of("w", torch.ones(250))])
+    slot.seal(snapshot, 7, about, "{}")
     return slot
 
 

@@ -3,6 +3,7 @@ attempt after attempt."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from raypp.checkpoint.commit import claim_attempt, read_commit
 from raypp.checkpoint.layout import commit_key
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
+from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
 from raypp.ports import free_port
 from raypp.records import Event, RankResult, Requests, Seat, StepReport
@@ -136,6 +138,8 @@ def _live(
     """Runs a rank's process. With `stay`, a rank that lost a peer waits for its next seat in the
     same process."""
     os.environ.update(environment)
+    if fate is not None and fate.copies:
+        _copies_keep_up()
     if prepare is not None:
         prepare(first.rank, first.world_size, first.master_port)
     os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", DIRECTORY_VARIABLE: directories[first.rank]})
@@ -155,6 +159,22 @@ def _live(
         except BaseException as error:  # noqa: BLE001 - belongs in the test's report
             connection.send(("error", f"{type(error).__name__}: {error}"))
             return
+
+
+def _copies_keep_up() -> None:
+    """Makes each step wait until the copy of the snapshot before has arrived.
+
+    On a busy machine the newest copy could else be older than a commit, and of no use.
+    """
+    signals = MemoryTier.signals
+
+    def wait_and_signal(self: MemoryTier) -> Any:
+        sender = self._sender
+        with contextlib.nullcontext() if sender is None else sender._wake:
+            assert sender is None or sender._wake.wait_for(lambda: sender._slot is None, PATIENCE_S)
+        return signals(self)
+
+    MemoryTier.signals = wait_and_signal  # type: ignore[method-assign]
 
 
 def _left_over() -> list[str]:

@@ -3,6 +3,7 @@ they had reached."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
@@ -13,11 +14,16 @@ from typing import Any
 import pytest
 import torch
 from lives import Fate, Lives, same
+from safetensors.torch import load_file
 from training import thinned
 
+from raypp.checkpoint.commit import read_commit
+from raypp.checkpoint.layout import commit_key
+from raypp.checkpoint.save import CheckpointSaver
 from raypp.memory import peer, tier
 from raypp.memory.files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
 from raypp.planning.plan import make_plan
+from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 
 pytestmark = pytest.mark.ranks
@@ -104,9 +110,9 @@ def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
     lives.attempt_once(Fate((0, 1), after=5, commit=3))
     flip_a_byte(folder, 1, 5)
     second = lives.attempt_once(Fate((0, 1), after=6, commit=6))
-    assert second.restored() == (
+    assert second.restored().startswith(
         "from memory: step 4 on all 2 ranks; newest commit is step 3; "
-        "rank 1's snapshot of step 5 cannot be used: its bytes are not those that were written"
+        "rank 1's snapshot of step 5 is corrupt between bytes "
     )
     for name, path in list_slots(folder):
         if name.rank == 0:
@@ -188,7 +194,7 @@ def test_with_memory_for_four_snapshots_copies_survive_a_node_as_well(
 
 def deaf_node(rank: int, world: int, port: int) -> None:
     """Rank 1's node takes no copies, as behind a firewall. Rank 0 trains on when it knows it."""
-    peer._RETRY_S = (0.01,)
+    peer._RETRIES = Backoff(60, 0.01, 0.01)
     start, signals = tier.MemoryTier.start, tier.MemoryTier.signals
 
     def started(self: Any, *arguments: Any) -> None:
@@ -251,3 +257,90 @@ def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared
     third = lives.attempt_once()
     assert third.restored() == "from the store: step 6; rank 3's snapshot of step 7 is in no memory"
     assert third.losses == losses and same(lives.final_state(), reference.final_state())
+
+
+FSDP = {"mesh": {"pp": 2, "fsdp": 2}, "microbatches": 4}
+REPLICAS = {"mesh": {"pp": 2, "dp_replicate": 2}, "microbatches": 4}
+TWO, STAGES = {"mesh": {"pp": 2}, "microbatches": 8}, {"mesh": {"pp": 4}, "microbatches": 8}
+RESHAPED = {
+    "fsdp 4 to 2": (FSDP, TWO),
+    "2 to fsdp 4": (TWO, FSDP),
+    "replicas 4 to 2": (REPLICAS, TWO),
+    "stages 4 to 2": (STAGES, TWO),
+}
+
+
+def on_mesh(lives: Lives, shape: dict[str, Any], folders: list[Path]) -> None:
+    """Puts the run on another mesh, whose ranks are spread over the nodes with these folders."""
+    ranks = math.prod(shape["mesh"].values())
+    lives.document |= {
+        "mesh": shape["mesh"],
+        "pipeline": {**lives.document["pipeline"], "microbatches": shape["microbatches"]},
+    }
+    lives.nodes = [rank * len(folders) // ranks for rank in range(ranks)]
+    lives.directories = [str(folders[node]) for node in lives.nodes]
+
+
+def same_end(ours: Lives, theirs: Lives) -> bool:
+    name = ours.document["name"]
+    commits = [read_commit(lives.store, name, STEPS) for lives in (ours, theirs)]
+    pairs = zip(*(commit.objects for commit in commits), strict=True)
+    roots = [Path(lives.document["checkpoint"]["url"]) for lives in (ours, theirs)]
+    return all(same(*(load_file(root / one.key) for root, one in zip(roots, pair, strict=True))) for pair in pairs)
+
+
+def knows_no_commit(rank: int, world: int, port: int) -> None:
+    """A snapshot would else not be used when the commit that it knows is gone."""
+    CheckpointSaver.committed = property(lambda self: None)  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("name", thinned(RESHAPED, ["fsdp 4 to 2", "2 to fsdp 4"], list(RESHAPED)))
+def test_another_mesh_resumes_from_memory_as_from_a_commit_of_that_step(
+    name: str, tmp_path: Path, shared_memory: Any
+) -> None:
+    before, after = RESHAPED[name]
+    folder = shared_memory()
+    memory = Lives(document(every_steps=4), tmp_path / "memory", [folder] * 4, [0] * 4, prepare=knows_no_commit)
+    on_mesh(memory, before, [folder])
+    ranks = range(len(memory.nodes))
+    memory.attempt_once(Fate(tuple(ranks), after=4, commit=4))
+    shutil.copytree(tmp_path / "memory", tmp_path / "store")
+    store = Lives(document(every_steps=4, memory_tier=False), tmp_path / "store", [folder] * 4, [0] * 4)
+    store.attempt = 1
+    memory.store.delete([commit_key(RUN, 4)])
+    for lives in (memory, store):
+        on_mesh(lives, after, [folder])
+    ours, theirs = memory.attempt_once(), store.attempt_once()
+    others = len(ranks) != len(memory.nodes)
+    assert ours.restored() == (
+        f"from memory: step 4 on all {len(memory.nodes)} ranks"
+        + f", of {len(ranks)} ranks' snapshots" * others
+        + "; nothing is committed"
+    )
+    assert theirs.of_kind("resumed")[0].step == 4 and theirs.losses == ours.losses and not ours.left
+    assert same_end(memory, store)
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+@pytest.mark.parametrize("shape", ["copies", "replicas"])
+def test_half_of_the_nodes_is_lost_and_the_other_half_resumes_from_memory(
+    shape: str, tmp_path: Path, shared_memory: Any
+) -> None:
+    """From copies; or, with copies gone, from the replica that the other node holds."""
+    before = FSDP if shape == "copies" else {"mesh": {"dp_replicate": 2, "pp": 1, "fsdp": 2}, "microbatches": 4}
+    lives = Lives(document(), tmp_path, [tmp_path] * 4, [0] * 4)
+    here, there = shared_memory(), shared_memory()
+    on_mesh(lives, before, [here, there])
+    lives.attempt_once(Fate(tuple(range(4)), after=5, copies=4))
+    for path in there.iterdir():
+        path.unlink()
+    if shape == "replicas":
+        for name, path in list_slots(here):
+            if name.kind == "copy":
+                path.unlink()
+    on_mesh(lives, TWO if shape == "copies" else {"mesh": {"pp": 1, "fsdp": 2}, "microbatches": 8}, [here])
+    second = lives.attempt_once()
+    assert second.restored().startswith("from memory: step "), second.restored()
+    assert ", of 4 ranks' snapshots; nothing is committed" in second.restored()
+    assert sorted(second.losses)[-1] == STEPS

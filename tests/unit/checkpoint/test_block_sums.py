@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, BlockSums, TensorEntry, block_digest, HeaderWriter
+from raypp.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, BlockSums, HeaderWriter, TensorEntry, block_digest
 from raypp.errors import CheckpointError
 from raypp.storage.byte_source import MemorySource
 

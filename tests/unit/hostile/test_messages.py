@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypp.checkpoint.tensor_file import encode_header
 from raypp.errors import CheckpointError, RayppError, UnreachableError
 from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
 from raypp.memory.files import LARGEST_DATA, SlotName, keeper
 from raypp.memory.peer import CopyReceiver, CopySender
-from raypp.memory.slot import Slot, encode_tail
+from raypp.memory.slot import Slot
 from raypp.train.preflight import Place, parse_place
 from raypp.untrusted import sockets
 from raypp.untrusted.sockets import Listener
@@ -29,12 +30,13 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 SECRET = b"s" * 32
 HERE = "127.0.0.1"
-TAIL = encode_tail("[]", "{}")
+TAIL = encode_header([], memoryview(b""), {}) + b"{}"
 DATA = bytes(range(256)) * 8
 CONTROL: dict[str, Any] = {
     "run": "a-run", "life": "0123456789ab", "job": "0" * 16, "attempt": 3, "rank": 1, "committed": -1,
-    "keeper": [7, 1.5], "data_size": len(DATA), "data_crc": zlib.crc32(DATA), "tail_size": len(TAIL),
-    "tail_crc": zlib.crc32(TAIL), "format": 1, "complete": True, "step": 7,
+    "keeper": [7, 1.5], "layout": "1" * 16, "mesh": [1, 1, 2, 1], "objects": [(0, 0, len(TAIL) - 2)],
+    "data_size": len(DATA), "data_crc": zlib.crc32(DATA), "tail_size": len(TAIL),
+    "tail_crc": zlib.crc32(TAIL), "format": 2, "complete": True, "step": 7,
 }  # fmt: skip
 PLACE = {
     "node": "10.0.0.1", "address": "10.0.0.1", "port": 4000, "interface": "eth0", "why": "on the route to 10.0.0.2",
@@ -115,8 +117,8 @@ def test_a_hostile_copy_ends_its_connection_and_the_next_copy_arrives(
     with sockets.connect(HERE, server.port, SECRET, 1) as link:
         link.sendall(message())
         assert sockets.receive(link, 9, 10) == struct.pack("<Q?", 7, True)
-    verified = slots[0].verify()
-    assert verified is not None and verified["keeper"] == keeper()
+    control = slots[0].control()
+    assert control is not None and control["keeper"] == keeper()
 
 
 def test_a_rank_that_does_not_exist_places_nothing(receiver: tuple[CopyReceiver, list[Slot]]) -> None:
@@ -134,8 +136,7 @@ def test_a_partner_that_answers_nonsense_has_no_copy(answer: bytes, tmp_path: Pa
 
     slot = Slot.create(tmp_path, SlotName("a-run", "0123456789ab", 3, 1, "own", 0))
     slot.memory(len(DATA)).fill_(1)
-    slot.seal(7, {key: CONTROL[key] for key in ("run", "life", "job", "attempt", "rank", "committed", "keeper")},
-              len(DATA), TAIL)  # fmt: skip
+    slot.complete(CONTROL, TAIL)
     with Listener(HERE, SECRET, serve, "tests") as partner:
         sender = CopySender(1, (HERE, partner.port), SECRET)
         sender.offer(slot)
@@ -161,7 +162,7 @@ def test_any_control_block_is_right_or_refused(key: str, value: Any, more: bool)
     text = json.dumps(document).encode()
     _refused_or(CheckpointError, lambda: parse_control(text, frame(), 1, "rank 1"), "rank 1")
     facts = text + b"\n" + TAIL
-    _refused_or(CheckpointError, lambda: parse_facts(facts, len(DATA), 7, 1, "rank 1"), "rank 1")
+    _refused_or(CheckpointError, lambda: parse_facts(facts, 7, 1, "rank 1"), "rank 1")
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
@@ -175,7 +176,7 @@ def test_any_place_of_a_node_is_right_or_refused(key: str, value: Any) -> None:
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused(data: bytes) -> None:
     _refused_or(UnreachableError, lambda: parse_place(data, "preflight/1"), "preflight/1")
-    _refused_or(CheckpointError, lambda: parse_facts(data, 5, 7, 1, "rank 1"), "rank 1")
+    _refused_or(CheckpointError, lambda: parse_facts(data, 7, 1, "rank 1"), "rank 1")
     hello = data[:80].ljust(80)
     assert not sockets.checked_greeting(hello, SECRET, bytes(32))[2]
 
@@ -190,4 +191,4 @@ def _refused_or(error: type[RayppError], parse: Any, place: str) -> None:
 def test_what_nodes_publish_today_is_accepted() -> None:
     assert parse_place(json.dumps(PLACE).encode(), "x") == Place(**PLACE)  # type: ignore[arg-type]
     text = json.dumps(CONTROL).encode()
-    assert parse_facts(text + b"\n" + TAIL, len(DATA), 7, 1, "x") == (CONTROL, TAIL)
+    assert parse_facts(text + b"\n" + TAIL, 7, 1, "x") == (CONTROL, TAIL)

@@ -21,7 +21,7 @@ from raypp.cli.main import run
 from raypp.control import run_events
 from raypp.errors import CheckpointError
 from raypp.memory.files import decode_control
-from raypp.memory.slot import decode_tail
+from raypp.memory.slot import StoredSlot
 from raypp.observe.append_log import LONGEST_LINE
 from raypp.observe.reader import RunReader
 from raypp.records import Event
@@ -310,23 +310,22 @@ def test_a_message_about_a_save_is_told_with_its_rank(data: bytes) -> None:
         read_announcement(data, 3, 7)
 
 
+def stored(tail: bytes, header: int, data_size: int = 8) -> StoredSlot:
+    return StoredSlot({"rank": 1, "step": 7, "data_size": data_size, "objects": [(0, 8, header)]}, tail)
+
+
 def test_damaged_snapshots_in_memory_are_told() -> None:
-    entry = {"name": "w", "dtype": "F32", "shape": [2], "begin": 0, "end": 8, "global_shape": [2], "offset": [0]}
-    fine = {"tensors": [entry], "extra": {}}
-    assert decode_tail(json.dumps(fine).encode(), 8)[0][0].name == "w"
-    for change in (
-        {"end": 12},
-        {"begin": 4, "end": 12},
-        {"dtype": "F9"},
-        {"shape": [-2]},
-        {"begin": 1e3},
-        {"python": "os"},
-    ):
-        with pytest.raises(ValueError, match=r"."):
-            decode_tail(json.dumps({**fine, "tensors": [{**entry, **change}]}).encode(), 8)
+    header = encode_header([TensorEntry("w", "F32", (2,), 0, 8, (2,), (0,))], memoryview(bytes(8)), {})
+    assert stored(header + b"{}", len(header)).files[0].header.entries[0].name == "w"
+    for change in ((b'"F32"', b'"F9"'), (b"[0,8]", b"[0,9]"), (b'"shape":[2]', b'"shape":[3]'), (b"blocks", b"block")):
+        with pytest.raises(CheckpointError, match="rank 1's snapshot of step 7"):
+            stored(header.replace(*change) + b"{}", len(header))
+    for tail, size, data_size in ((b"{}", len(header) - 1, 8), (b"{}", len(header), 7), (b"[" * 4000, len(header), 8)):
+        with pytest.raises(CheckpointError, match="rank 1's snapshot of step 7"):
+            stored(header + tail, size, data_size)
     for extra in ({"data_position": 3}, {"data_position": {"row": -1}}, {"recent_steps": [{}]}):
-        with pytest.raises(ValueError, match=r"data_position|recent_steps"):
-            decode_tail(json.dumps({**fine, "extra": extra}).encode(), 8)
+        with pytest.raises(CheckpointError, match=r"data_position|recent_steps"):
+            stored(header + json.dumps(extra).encode(), len(header))
     for control in (
         b"[]",
         b"[" * 4000,

@@ -15,10 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load
 from stand_in_clock import StandInClock
 
+from raypp.checkpoint.ranged_reads import fetch_ranges
+from raypp.checkpoint.snapshot import SnapshotBuffer
+from raypp.checkpoint.state import slice_of
+from raypp.errors import CheckpointError
 from raypp.memory import tier as tier_module
-from raypp.memory.fetch import choose
 from raypp.memory.files import (
     DIRECTORY_VARIABLE,
     LIMIT_VARIABLE,
@@ -31,7 +35,8 @@ from raypp.memory.files import (
 )
 from raypp.memory.peer import CopyReceiver, CopySender, partner_of
 from raypp.memory.rank_slots import RunLife
-from raypp.memory.slot import Slot, encode_tail
+from raypp.memory.restore import choose
+from raypp.memory.slot import Slot, reading
 from raypp.memory.tier import MemoryTier, SnapshotCosts
 from raypp.pipeline.agreement import SnapshotState
 from raypp.records import Coordinates, Event, Seat
@@ -51,17 +56,32 @@ class Collected:
     def phase(self, *_: Any) -> None: ...
 
 
-def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5) -> Slot:
-    """Returns a complete snapshot, open."""
-    slot = Slot.create(directory, name)
-    about = {
-        "run": name.run, "life": name.life, "job": "0" * 16, "attempt": name.attempt, "rank": name.rank,
-        "committed": -1, "keeper": keeper(),
+def about(name: SlotName = NAME) -> dict[str, Any]:
+    return {
+        "run": name.run, "life": name.life, "job": "0" * 16, "layout": "1" * 16, "mesh": [1, 1, 1, 1],
+        "attempt": name.attempt, "rank": name.rank, "committed": -1, "keeper": keeper(),
     }  # fmt: skip
-    slot.begin(name, about)
-    slot.memory(SIZE).fill_(fill)
-    slot.seal(step, about, SIZE, encode_tail("[]", '{"data_position":{"row":3}}'))
+
+
+def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5) -> Slot:
+    """Returns a complete snapshot, open: an object of a tensor, and another of one number."""
+    slot = Slot.create(directory, name)
+    slot.begin(name, about(name))
+    weights = slice_of("w", torch.full((SIZE,), fill, dtype=torch.uint8))
+    snapshot = SnapshotBuffer(slot.memory).take([weights], [slice_of("copy", torch.ones(1))])
+    slot.seal(snapshot, step, about(name), '{"data_position":null}')
     return slot
+
+
+def intact(path: Path) -> bool:
+    """Reads a snapshot as a restart does, every byte."""
+    try:
+        with reading(path, parse_name(path.name) or NAME) as stored:
+            wanted = {file.record.key: [(0, file.header.entries[-1].end)] for file in stored.files}
+            return fetch_ranges(stored.files, wanted).bytes_read == SIZE + 4
+    except CheckpointError as error:
+        assert "rank 1's snapshot of step 7" in str(error)
+        return False
 
 
 def test_a_name_says_whose_snapshot_it_is_and_nothing_else_is_taken_for_one() -> None:
@@ -76,15 +96,33 @@ def test_a_snapshot_is_private_and_reads_back_and_any_changed_byte_is_noticed(tm
     slot = sealed(tmp_path)
     path = slot.path
     assert path.stat().st_mode & 0o777 == 0o600
-    assert slot.verify() is not None and path.name.endswith(".step-7")
+    assert path.name.endswith(".step-7")
     slot.close()
+    assert intact(path) and intact(path)
     whole = path.read_bytes()
-    tail_at = whole.index(b'{"tensors"')
-    for at in (3, 40, 4096, 4096 + SIZE - 1, tail_at + 5):
+    tail_at = whole.index(b'{"__metadata__"')
+    second = -(-SIZE // 64) * 64
+    for at in (3, 40, 4096, 4096 + SIZE - 1, 4096 + second, tail_at + 5):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        again = Slot.open(path, parse_name(path.name) or NAME)
-        assert again is not None and again.verify() is None
-        again.close()
+        assert not intact(path), at
+
+
+def test_an_object_of_a_snapshot_is_that_of_a_checkpoint(tmp_path: Path) -> None:
+    """With the header before the data, any tool reads it."""
+    slot = sealed(tmp_path)
+    slot.close()
+    with reading(slot.path, slot.name) as stored:
+        (begin, size, header), _ = stored.control["objects"]
+        assert stored.data is not None
+        tensors = load(stored.tail[:header] + bytes(stored.data[begin : begin + size]))
+    assert tensors["w"].tolist() == [5] * SIZE
+
+
+def test_a_snapshot_that_somebody_writes_is_not_read(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    assert not intact(slot.path)
+    slot.close()
+    assert intact(slot.path)
 
 
 def test_a_file_that_is_being_written_is_no_snapshot_also_when_its_writer_dies(tmp_path: Path) -> None:
@@ -210,7 +248,7 @@ def test_the_partner_gets_the_snapshot_of_this_attempt_or_the_restored_one(
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     receives, copies = receiver
     seat = Seat("a-run", 3, 0, 2, Coordinates(), Coordinates(1, 1, 2, 1))
-    tier = MemoryTier(RunLife("a-run", NAME.life, "0" * 16, b"secret"), seat, 2, Collected([]))
+    tier = MemoryTier(RunLife("a-run", NAME.life, "0" * 16, "1" * 16, b"secret"), seat, 2, Collected([]))
 
     def own(attempt: int, step: int) -> Slot:
         return sealed(tmp_path, replace(NAME, attempt=attempt, rank=0, number=attempt), step, fill=attempt)
@@ -222,31 +260,44 @@ def test_the_partner_gets_the_snapshot_of_this_attempt_or_the_restored_one(
         tier._slots.add(slot)
     tier._asked, tier._taken = True, 18
     agreed = SnapshotState(every=2, own=18, arrived=-1, trouble=0, unready=False)
-    tier.step_begins(19, agreed, list, lambda: "{}")
+    tier.step_begins(19, agreed, lambda: ([], []), lambda: "{}")
     assert wait_for(lambda: copies and copies[0].step == 18)
     assert int(copies[0].memory(SIZE)[0]) == (3 if restored == 16 else 1)
     tier.close(delete=True)
 
 
 def test_the_newest_step_that_every_rank_has_is_chosen() -> None:
-    both = [[2, 5, 0, -1], [2, 5, 1, -1], [2, 6, 0, -1]]
+    two = ([2, 1, 1, 1], "1")
+    both = [[2, 5, 0, -1, *two], [2, 5, 1, -1, *two], [2, 6, 0, -1, *two]]
     best, _ = choose([both, both], -1)
-    assert best is not None and (best.step, best.attempt, best.source(1)) == (5, 2, 1)
+    assert best is not None and (best.step, best.attempt, best.source(1, 1)) == (5, 2, 1)
     # On another node: from a rank that sees it.
     best, _ = choose([both, []], -1)
-    assert best is not None and best.source(1) == 0
+    assert best is not None and best.source(1, 1) == 0
     assert choose([both, both], 5) == (None, "rank 1's snapshot of step 6 is in no memory")
     assert choose([both, both], 6) == (None, "no snapshot in memory is newer")
     assert choose([[], []], 6) == (None, "memory has no snapshot")
 
 
 def test_snapshots_of_two_attempts_are_never_mixed() -> None:
-    assert choose([[[1, 5, 0, -1]], [[2, 5, 1, -1]]], -1)[0] is None
+    two = ([2, 1, 1, 1], "1")
+    assert choose([[[1, 5, 0, -1, *two]], [[2, 5, 1, -1, *two]]], -1)[0] is None
+
+
+def test_of_replicas_one_suffices_unless_it_turned_out_to_lack_something() -> None:
+    """2 stages × 2 replicas: ranks 0 and 1 are the first stage."""
+    mesh = ([2, 2, 1, 1], "1")
+    one_each = [[1, 5, 1, -1, *mesh], [1, 5, 2, -1, *mesh]]
+    best, _ = choose([one_each], -1)
+    assert best is not None and best.missing == [0, 3]
+    assert choose([one_each], -1, {(5, 1)}) == (None, "no snapshot in memory is newer")
+    one_stage = [[1, 5, 0, -1, *mesh], [1, 5, 1, -1, *mesh]]
+    assert choose([one_stage], -1) == (None, "the snapshots of ranks [2, 3] of step 5 are in no memory")
 
 
 def test_snapshots_from_beyond_a_commit_that_is_gone_are_not_used() -> None:
     """A user who removes the newest checkpoints wants to go back."""
-    seen = [[[1, 25, 0, 20]]]
+    seen = [[[1, 25, 0, 20, [1, 1, 1, 1], "1"]]]
     assert choose(seen, 20)[0] is not None
     assert choose(seen, 10) == (None, "step 20 was committed but is gone: snapshots taken after it are not used")
 
@@ -299,8 +350,7 @@ def test_a_copy_arrives_whole_and_says_so(receiver: tuple[CopyReceiver, list[Slo
     try:
         sender.offer(slot)
         assert wait_for(lambda: sender.arrived == 7), sender.error
-        control = slots[0].verify()
-        assert control is not None and control["step"] == 7
+        assert slots[0].step == 7
         assert torch.equal(slots[0].memory(SIZE), slot.memory(SIZE))
     finally:
         assert sender.close()
@@ -323,7 +373,7 @@ def test_copies_keep_to_the_cap_that_uploads_have(
         assert wait_for(lambda: sender.arrived == 7), sender.error
         last_piece = SIZE % cap.piece_bytes
         assert clock.now == pytest.approx(begun + 0.5 + (SIZE - last_piece) / (2 * SIZE))
-        assert slots[0].verify() is not None
+        assert slots[0].control() is not None
     finally:
         assert sender.close()
         slot.close(delete=True)
