@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,7 +114,12 @@ class CheckpointSaver:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def save(
-        self, step: int, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
+        self,
+        step: int,
+        stages: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        extra: Mapping[str, Any],
+        pin: Callable[[], Snapshot | None] = lambda: None,
     ) -> None:
         """Begins a save and returns; copy to host memory, upload and commit continue in threads.
 
@@ -128,15 +133,21 @@ class CheckpointSaver:
             stages: This rank's stages.
             optimizer: The optimizer over their parameters.
             extra: Plain JSON, the same on every rank: `data_position`, and what else to restore.
+            pin: Returns a snapshot of the step in memory, to upload it and then to release it; None
+                if there is none: a buffer of the saver's own then takes the copy.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: steps are saved once and in order")
         started = time.perf_counter()
         self._wait_for_last(step)
-        if self._optimizer is not optimizer:
-            optimizer.register_step_pre_hook(self._buffer.before_update)
-            self._optimizer = optimizer
-        snapshot = self._buffer.take(gather_state(stages, optimizer, self.seat.coordinates).values())
+        if (snapshot := pin()) is None:
+            if self._optimizer is not optimizer:
+                optimizer.register_step_pre_hook(self._before_update)
+                self._optimizer = optimizer
+            snapshot = self._buffer.take(gather_state(stages, optimizer, self.seat.coordinates).values())
+        elif not self._buffer.busy:  # its memory is no longer needed
+            self._buffer.close()
+            self._buffer = SnapshotBuffer()
         self._snapshot, self._before_s = snapshot, time.perf_counter() - started
         self._last_step, self._own_error, self._why = step, None, ""
         self._thread = threading.Thread(
@@ -146,6 +157,9 @@ class CheckpointSaver:
             daemon=True,
         )
         self._thread.start()
+
+    def _before_update(self, *_unused: Any) -> None:
+        self._buffer.before_update()
 
     @property
     def committed(self) -> int | None:

@@ -125,9 +125,13 @@ class Snapshot:
             return self._sums[index]
 
     def share(self) -> Snapshot:
-        """Returns the snapshot for one more user, who must call `release`, too."""
+        """Returns the snapshot for one more user, who must call `release`, too.
+
+        It may have been released, if its buffer has not been used again.
+        """
         with self._lock:
             self._users += 1
+            self._owner._busy = True
         return self
 
     def release(self) -> None:

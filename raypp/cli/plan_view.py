@@ -156,7 +156,8 @@ def _host(plan: Plan) -> RenderableType:
         fewer = f"; {host.fewest_files} when memory is short" if host.fewest_files < host.files else ""
         of = f"{host.files} × {size_text(host.state)} for {each}{fewer}"
         lines.append(f"{size_text(host.snapshots)}  snapshots (checkpoint.memory_tier): {of}")
-    lines.append(f"{size_text(host.saving)}  buffer of a save")
+    else:
+        lines.append(f"{size_text(host.saving)}  buffer of a save")
     have = f", {size_text(host.available)} of {host.node} are free" if host.available else ""
     lines.append(f"{size_text(host.total)}  together{have}")
     text = Lines("\n".join(lines))

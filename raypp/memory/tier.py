@@ -3,8 +3,8 @@
 All ranks snapshot the same steps, because they decide from the same numbers: the collective that
 starts each step takes the maximum of `signals` over all ranks. A file may be overwritten only if
 its step is none of these: the newest complete on every rank; the newest complete on every partner;
-the one being sent to the partners. So at every moment, all ranks have some common step to resume
-from.
+the one being sent to the partners; the one that a save uploads. So at every moment, all ranks have
+some common step to resume from.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice
@@ -134,6 +135,9 @@ class MemoryTier:
         self._own_step = self._taken = self._begun_at = self._expected = -1
         self._common = self._copied = self._ticket = -1
         self._superseded = self._fewer = self._closed = False
+        self._pinned = -1
+        self._latest: Snapshot | None = None
+        self._unsealed: Slot | None = None
         self._lock = threading.Lock()
         self._costs = SnapshotCosts()
         self._hook: Any = None
@@ -214,7 +218,12 @@ class MemoryTier:
         return SnapshotState(every, self._own_step, arrived, self.trouble, unready)
 
     def step_begins(
-        self, done: int, agreed: SnapshotState, slices: Callable[[], State], extra: Callable[[], str]
+        self,
+        done: int,
+        agreed: SnapshotState,
+        slices: Callable[[], State],
+        extra: Callable[[], str],
+        saving: bool = False,
     ) -> None:
         """Takes a snapshot of the completed step if one is due.
 
@@ -225,9 +234,12 @@ class MemoryTier:
             agreed: The `signals` of all ranks, as agreed on.
             slices: Returns the state; called only if needed.
             extra: Returns JSON text to store with the snapshot; called only if needed.
+            saving: Whether a save is in progress on any rank, as agreed on.
         """
         if not self._started:
             return
+        if not saving:
+            self._pinned = -1
         self._costs.steps.extend([] if self._costs.begun is None else [time.perf_counter() - self._costs.begun])
         self._costs.begun = time.perf_counter()
         if agreed.trouble >= _OFF:
@@ -253,12 +265,46 @@ class MemoryTier:
         link_free = self._sender is not None and self._ticket <= self._copied
         # With two files, the one to write is that of a step which the partners have no longer: the
         # other file's step must be with all of them.
-        may = not self._fewer or (link_free and self._common <= self._copied)
+        may = self._is_free() and (not self._fewer or (link_free and self._common <= self._copied))
         if may and done - self._taken >= agreed.every and agreed.own == self._expected:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:
             self._ticket = self._common
             self._send(self._slots.of_step(self._ticket))
+
+    def pin(self, done: int, slices: Callable[[], State], extra: Callable[[], str]) -> Snapshot | None:
+        """Returns the snapshot of the completed step for a save, which uploads it from its file.
+
+        Takes it if there is none yet. All ranks call it at the same steps, when no save is in
+        progress on this one; the caller releases the snapshot. May be collective over the world.
+
+        Returns:
+            None, on all ranks, if the files do not exist yet or none of them is free.
+        """
+        self._pinned = -1
+        if not self._started or not self._announced:
+            return None
+        if self._taken != done:
+            if not self._is_free(self._taken):
+                # The latest snapshot is complete on all ranks in a moment: the one before may go.
+                sealed = threading.Event()
+                self._jobs.put(sealed.set)
+                sealed.wait()
+                own = torch.tensor([self._own_step])
+                dist.all_reduce(own, op=dist.ReduceOp.MIN)
+                self._common = max(self._common, int(own))
+            if not self._is_free(self._taken):
+                return None
+            self._take(done, self._state(slices), extra(), copy=False)
+        assert self._latest is not None
+        self._pinned = done
+        return self._latest.share()
+
+    def _is_free(self, taken: int = -1) -> bool:
+        """Returns whether a file may be overwritten; the same on all ranks, by what they agreed."""
+        files = OWN_ALONE if self._sender is None else OWN_FEWEST if self._fewer else OWN_WITH_PARTNER
+        steps = {self._common, self._copied, self._ticket, self._pinned, taken}
+        return sum(step >= 0 for step in steps) < files
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Closes the tier at the end of the attempt, as an `ExitStack` callback.
@@ -286,7 +332,7 @@ class MemoryTier:
             if delete:
                 self._slots.unlink()
             return
-        self._costs.last = self._known = self._optimizer = None
+        self._costs.last = self._known = self._optimizer = self._latest = self._unsealed = None
         self._slots.close(delete=delete)
 
     # The training thread's part -------------------------------------------------------------------
@@ -312,14 +358,13 @@ class MemoryTier:
 
     def _take(self, done: int, slices: State, extra: str, copy: bool) -> None:
         started = time.perf_counter()
-        steps = {self._common, self._copied, self._ticket}
+        steps = {self._common, self._copied, self._ticket, self._pinned, self._taken}
         keep = [self._slots.of_step(slot.step) for slot in self._slots.slots if slot.step in steps]
-        free = [slot for slot in self._slots.slots if slot not in keep]
-        if not free:
-            return
+        free = [slot for slot in self._slots.slots if slot not in keep and slot is not self._unsealed]
         slot = min(free, key=lambda slot: -1 if slot.step is None else slot.step)
         snapshot, about = self._slots.copy(slot, slices, self.committed)
         self._taken = self._expected = done
+        self._latest, self._unsealed = snapshot, slot
         self._costs.last, self._costs.last_s = snapshot, time.perf_counter() - started
         if copy:
             self._ticket = done
@@ -374,14 +419,16 @@ class MemoryTier:
     def _do_with_fewer(self) -> None:
         """Continues with two files of its own, on all ranks at the same step."""
         if self._ready and self._own_step == self._expected:
-            self._slots.give_back(OWN_FEWEST, keep={self._common, self._copied, self._ticket, self._own_step})
+            self._slots.give_back(
+                OWN_FEWEST, keep={self._common, self._copied, self._ticket, self._own_step, self._pinned}
+            )
 
     def _do_without_copies(self) -> None:
         """Continues without copies, on all ranks at the same step; frees the files for the link."""
         if self._sender is not None:
             self._end_copies()
         if self._ready and self._own_step == self._expected:
-            self._slots.give_back(OWN_ALONE, keep={self._common, self._own_step})
+            self._slots.give_back(OWN_ALONE, keep={self._common, self._own_step, self._pinned})
 
     def _end_copies(self) -> bool:
         self._ticket = self._copied = -1

@@ -1,8 +1,9 @@
 """Host memory of the nodes: snapshots of the memory tier, what a save buffers, what is offloaded.
 
 The memory tier keeps whole copies of a rank's state in files. A new snapshot never overwrites the
-only whole one, neither here nor at the partner, so two files on each side are the least. Two more
-let a rank take snapshots while an older one is on its way (docs/design/0009).
+only whole one, neither here nor at the partner, so two files on each side are the least. One more
+is that which a save uploads, or lets a rank take snapshots while an older one is on its way; that
+does not wait for the save with another one (docs/design/0009).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from raypp.planning.stored_bytes import size_text
 from raypp.planning.traffic import of_pipeline_rank
 from raypp.spec.job import Job
 
-OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 2, 2, 4
+OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 3, 3, 4
 """Files for a rank's own snapshots: on a single node; with a partner on another node when memory is
 short; and when it is not."""
 COPIES = 2
@@ -44,7 +45,7 @@ class HostMemory:
         fewest_files: The same when memory is short: every failure is survived as before, but
             snapshots wait for the link between the nodes.
         snapshots: All snapshots.
-        saving: Buffers of a save.
+        saving: Buffers of a save; 0 where it uploads a snapshot.
         computing: Memory of the ranks themselves, if they run on the CPU.
         offloaded: What is kept here instead of on the devices (`planning.offload`).
         available: What the node has; 0 if that is not known.
@@ -69,8 +70,8 @@ class HostMemory:
         """Returns what will happen because the node's memory is short; empty if it is not."""
         if not self.available:
             return ""
-        left = self.available - self.computing - self.offloaded - self.saving
-        if left < 0:
+        left = self.available - self.computing - self.offloaded
+        if left < self.ranks * self.state:
             return "the node has too little memory for its ranks and a save"
         room = int(TIER_SHARE * left)
         if self.snapshots <= room:
@@ -126,7 +127,7 @@ def host_memory(
                 files=(own + copies) * tier,
                 fewest_files=(fewest + copies) * tier,
                 snapshots=(own + copies) * tier * ranks * state,
-                saving=sum(saved[pp] for pp in here),
+                saving=0 if tier else sum(saved[pp] for pp in here),
                 computing=sum(memory[pp].total for pp in here) if kind == "cpu" else 0,
                 offloaded=sum(moved[pp] for pp in here),
                 available=available,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.state import state_in_objects
+from raypp.checkpoint.snapshot import Snapshot
+from raypp.checkpoint.state import Slice, state_in_objects
 from raypp.memory.tier import MemoryTier
 from raypp.pipeline.agreement import StepPlan
 from raypp.records import Event, RankResult, Reporter, StepReport
@@ -82,19 +83,13 @@ class Training:
         return Place(restored, restored, saved)
 
     def keep_snapshot(self, done: int, position: dict[str, Any], plan: StepPlan, watch: Stopwatch) -> None:
-        """Takes a snapshot in memory if one is due. Only rank 0's holds the recent reports."""
-        tier, runner = self.tier, self.runner
-        if tier is None or plan.snapshots is None:
+        """Takes a snapshot in memory if one is due."""
+        if self.tier is None or plan.snapshots is None:
             return
-        reports = self.recent.json_text if runner.seat.rank == 0 else lambda: "[]"
+        tier, known = self.tier, self.saver.committed
         with watch.part("memory"):
-            tier.committed = max(tier.committed, -1 if self.saver.committed is None else self.saver.committed)
-            tier.step_begins(
-                done,
-                plan.snapshots,
-                lambda: state_in_objects(runner.built.modules, runner.optimizer, runner.seat.coordinates),
-                lambda: f'{{"data_position":{json.dumps(position)},"recent_steps":{reports()}}}',
-            )
+            tier.committed = max(tier.committed, -1 if known is None else known)
+            tier.step_begins(done, plan.snapshots, self._state, lambda: self._extra(position), plan.saving)
 
     def save(self, step: int, position: dict[str, Any]) -> None:
         """Begins a save, after a check of the weights that several ranks hold."""
@@ -103,7 +98,12 @@ class Training:
             self.replicas.run()
         self.reporter.phase("save", f"step {step}")
         extra = {"data_position": position, "recent_steps": self.recent.document()}
-        self.saver.save(step, self.runner.built.modules, self.runner.optimizer, extra)
+        tier, runner = self.tier, self.runner
+
+        def pin() -> Snapshot | None:
+            return None if tier is None else tier.pin(step, self._state, lambda: self._extra(position))
+
+        self.saver.save(step, runner.built.modules, runner.optimizer, extra, pin)
 
     def note(self, report: StepReport) -> None:
         """Keeps a step's report for checkpoints, and tells when its loss is unusual."""
@@ -123,6 +123,15 @@ class Training:
             seconds = {name: round(value, 4) for name, value in start.parts.items()}
             seconds["first step"] = round(report.step_s, 4)
             self._tell("first_step", f"step {report.step} done", report.step, seconds=seconds)
+
+    def _state(self) -> tuple[list[Slice], list[Slice]]:
+        runner = self.runner
+        return state_in_objects(runner.built.modules, runner.optimizer, runner.seat.coordinates)
+
+    def _extra(self, position: dict[str, Any]) -> str:
+        """Returns what a snapshot in memory also holds; only rank 0 has the reports."""
+        reports = "[]" if self.runner.seat.rank else self.recent.json_text()
+        return f'{{"data_position":{json.dumps(position)},"recent_steps":{reports}}}'
 
     def _tell(self, kind: str, message: str, step: int, **details: Any) -> None:
         seat = self.runner.seat
