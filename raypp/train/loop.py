@@ -55,7 +55,9 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
         run.tracer.step_ended(place.done, watch, last=due.last)
         run.report(report, watch, start if place.done == restored + 1 else None)
         run.between.run(place.done)
-    if not due.stop:  # perhaps no step was left
+    if place.unsaved and not due.stop:  # no step was left after what came from memory
+        run.save(place.done, position)
+    if not due.stop:
         run.between.make_up()
     run.reporter.phase("finish")
     committed = run.saver.finish() if due.save_is_needed else run.saver.wait()

@@ -167,7 +167,7 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
     lives = Lives(document(), tmp_path, [folder] * 2, [0, 0], {LIMIT_VARIABLE: "0.5"})
     told = lives.attempt_once()
     why = {event.message.split(",")[0] for event in told.of_kind("memory_tier_off")}
-    assert why and all(one.startswith("2 ranks of this node need 2 × ") for one in why), told.events
+    assert why and all(one.startswith("2 ranks of this node need 3 × ") for one in why), told.events
     assert told.losses == undisturbed[0] and not list(folder.iterdir())
 
 

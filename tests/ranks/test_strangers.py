@@ -166,7 +166,7 @@ def change(call: int, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
     real = fetch.give
 
     def give(part: torch.Tensor, to: int) -> None:
-        first = bytes(part[:1]) == b"{"
+        first = part[:1].tolist() == [ord("{")]
         real(changed(part.clone()) if first == (call == 0) else part, to)
 
     restore.give = give
