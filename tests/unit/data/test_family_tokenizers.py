@@ -72,7 +72,7 @@ def test_special_tokens_and_texts_are_those_of_transformers(name: str, tmp_path:
 @pytest.mark.parametrize("model", [None, "llama", "mistral", "mixtral", "phi3"])
 @pytest.mark.parametrize("setting", [{}, {"legacy": True}, {"legacy": False}, {"add_prefix_space": False}], ids=str)
 def test_spaces_are_those_of_llama_tokenizer(setting: dict[str, bool], model: str | None, tmp_path: Path) -> None:
-    """It ignores the file's normalizer, unless the type of the model shows that its class is wrong."""
+    """It ignores the file's normalizer, unless the model's type shows that the class is wrong."""
     path = write_family("llama2", tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config = {key: value for key, value in config.items() if key != "legacy"}
