@@ -25,11 +25,10 @@ transformers: Any = Lazily("transformers")
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "llama2-metaspace": "llama", "llama2": "llama", "gemma": "gemma2", "qwen": "qwen2", "llama3": "llama",
-    "mistral-im-end": "mistral", "phi3": "phi3", "deepseek": "llama", "smollm": "llama",
+    "mistral": "mistral", "mistral-im-end": "mistral", "phi3": "phi3", "deepseek": "llama", "smollm": "llama",
+    "olmo": "olmo2", "starcoder2": "starcoder2", "stablelm": "stablelm", "gpt-oss": "gpt_oss",
 }  # fmt: skip
 """The model family of each kind of tokenizer."""
-PREPEND = ("llama2", "mistral-im-end", "phi3")
-"""Where transformers 5 has its own rules for texts that begin with a space or a special token."""
 PROGRAM = """
 import functools, json, sys
 from lm_eval import simple_evaluate
@@ -79,9 +78,8 @@ def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -
         for _ in range(10)
     ]
     rows[0]["question"] = " ".join(words[:200])  # longer than the model's context
-    if name not in PREPEND:
-        rows[1]["question"] = "" if tokenizer("")["input_ids"] else "In"
-        rows[2]["question"] = f"{tokenizer.bos_token or tokenizer.eos_token}{phrase(9)}"
+    rows[1]["question"] = "" if tokenizer("")["input_ids"] else "In"
+    rows[2]["question"] = f"{tokenizer.bos_token or tokenizer.eos_token}{phrase(9)}"
     for row in rows:
         guessed = continued(model, tokenizer, row["question"]) if row["question"] and draw.random() < 0.6 else ""
         row["continuation"] = guessed or phrase(3)
