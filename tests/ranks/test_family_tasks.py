@@ -60,7 +60,10 @@ def continued(model: Any, tokenizer: Any, text: str) -> str:
 def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     kind, folder = KINDS[name], tmp_path / "model"
-    sizes = {"vocab_size": 800, "max_position_embeddings": 128, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 800, "max_position_embeddings": 128, "num_hidden_layers": 2}
+    if kind == "gpt_oss":  # its own default is a context of 32 · 4096 tokens
+        yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4, "rope_theta": 150000.0}
+        sizes["rope_parameters"] = yarn | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     model = their_instance(kind, their_config(kind, {**keys_of(kind, "plain"), **sizes}))
     write_family(name, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
