@@ -164,6 +164,44 @@ class SlurmCluster:
     def _log(self, node: str) -> Path:
         return self.token_path.with_name(f"{node}.log")
 
+    def _tail(self, node: str, lines: int) -> str:
+        return "\n".join(self._log(node).read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def slurm_cluster(allocation: Allocation) -> Iterator[SlurmCluster]:
+    """Starts Ray on the allocation's nodes; ends it, and removes its files, on leaving.
+
+    Raises:
+        UnreachableError: A node does not start, or has another Python or Ray; names it, with the
+            end of its log.
+        JobError: This node lacks what raypp needs.
+    """
+    first, *others = allocation.nodes
+    check_node(first)
+    folder = private_directory(raypp_home() / "slurm" / allocation.job_id)
+    token = secrets.token_hex(32)
+    write_private(folder / "token", token)
+    own = _address_towards(others[0]) if others else "127.0.0.2"
+    gcs, dashboard = free_ports(2, own)
+    cluster = SlurmCluster(allocation, f"http://{own}:{dashboard}", folder / "token")
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    client, end = Dashboard(cluster.address, token), time.monotonic() + _START_S
+    try:
+        cluster._start(first, f"--head={own}:{gcs}:{dashboard}", os.environ | secret, [])
+        cluster._wait_for(1, client, end)  # a node that finds no head gives up
+        step_environment = {name: value for name, value in os.environ.items() if not _OF_BATCH.fullmatch(name)} | secret
+        for name in others:
+            # --overlap: beside other steps. A step without --gpus gets all GPUs of its node.
+            step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={name}", "--mpi=none"]
+            step += ["--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", f"--job-name=ray-{name}"]
+            cluster._start(name, f"--join={own}:{gcs}", step_environment, step)
+        cluster._wait_for(len(allocation.nodes), client, end)
+        yield cluster
+    finally:
+        _end(list(cluster._steps.values()))
+        shutil.rmtree(folder, ignore_errors=True)
+
 
 def _end(steps: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends Ray on all nodes. A node's program removes Ray's files there."""
