@@ -34,7 +34,7 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 
 
 def test_ci_runs_the_slow_tests_of_every_tier_that_are_marked_gate() -> None:
-    """It runs those of the fault table, too. Of tests/hosts, which needs hours, those with Slurm."""
+    """It runs those of the fault table, too. Of tests/hosts, which needs hours, those of Slurm."""
     words = [line.split() for line in (TESTS.parent / ".ci/run").read_text().splitlines()]
     assert ["part", "make", "test"] in words
     with_gate = [line for line in words if "GATE=1" in line]
