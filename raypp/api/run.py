@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raypp.api.find_run import find_run, open_reader, present_status
+from raypp.api.find_run import ended_status, find_run, open_reader, present_status
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -141,7 +141,7 @@ class Run:
             JobError: It has ended already.
             RunFailedError: It ended otherwise than by being stopped.
         """
-        answer = client.stop_run(self._active(), self.place, self._reader, save=save, on_wait=on_wait)
+        answer = client.stop_run(self._active(), self.place, self._reader.store, save=save, on_wait=on_wait)
         if not answer["found"]:
             raise self._not_active(answer)
         if answer.get("exit_code"):
@@ -228,7 +228,7 @@ class Run:
         Raises:
             JobError: The run has ended.
         """
-        if is_final(self._reader.status()):
+        if ended_status(self._reader) is not None:
             raise self._not_active()
         return known_runs.cluster_of(self.place)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import ray
 
+from raypp.checkpoint.run_end import RunEnd
 from raypp.control.credentials import load_private_environment
-from raypp.control.protocol import BatchAnswer, Outcome, RelayAnswer, RelayReport, ReportBatch, RunRequest
+from raypp.control.protocol import BatchAnswer, RelayAnswer, RelayReport, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
@@ -59,7 +60,7 @@ class Controller:
     def alive(self) -> None:
         """Answers: an idle worker or relay checks whether the controller is there."""
 
-    def follow(self, cursor: int, patience_s: float = 1.0) -> tuple[list[str], int, Outcome | None]:
+    def follow(self, cursor: int, patience_s: float = 1.0) -> tuple[list[str], int, RunEnd | None]:
         """Returns the lines since `cursor`, the next cursor, and the outcome once there is one."""
         self._watched_at = time.monotonic()
         outcome = self._leader.outcome
@@ -115,7 +116,7 @@ class Controller:
         """Requests the end of the run; returns at once."""
         self._leader.intake.request_stop(save)
 
-    def outcome(self, patience_s: float = 0.0) -> Outcome | None:
+    def outcome(self, patience_s: float = 0.0) -> RunEnd | None:
         """Returns how the run ended, waiting up to `patience_s` for it."""
         end = time.monotonic() + patience_s
         while self._leader.outcome is None and time.monotonic() < end:

@@ -21,17 +21,22 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from raypp.checkpoint.run_end import RunEnd, read_end, write_end
+from raypp.checkpoint.run_spec import newest_number
 from raypp.control.credentials import load_private_environment
-from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name
+from raypp.control.protocol import NAMESPACE, REQUEST_FILE, RunRequest, controller_name
 from raypp.environment import check_node
 from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError, words_after_stack
 from raypp.observe.status import NO_CONTROLLER
 from raypp.quick_import import quick_import
+from raypp.records import RunState
 from raypp.retry import Backoff
+from raypp.storage import open_store
 from raypp.untrusted.paths import same_place
 from raypp.untrusted.text import visible_lines
 
@@ -138,11 +143,10 @@ def _ask(controller: Any, name: str, url: str, patience_s: float) -> dict[str, A
         answer = ray.get(controller.facts.remote(), timeout=patience_s)
     else:
         ray.get(controller.stop.remote(name == "stop"), timeout=patience_s)
-        outcome: Outcome | None = ray.get(controller.outcome.remote(min(patience_s, _WAIT_S)))
+        outcome: RunEnd | None = ray.get(controller.outcome.remote(min(patience_s, _WAIT_S)))
         if outcome is None:
             return {"state": None}
-        answer = {"state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
-        answer |= {"exit_code": outcome.exit_code, "reason": outcome.reason}
+        answer = asdict(outcome)
     return answer
 
 
@@ -218,13 +222,15 @@ def _follow_run(request: RunRequest) -> int:
     except (ray.exceptions.RayActorError, JobError) as error:
         words, code = (str(error), error.exit_code) if isinstance(error, JobError) else why_no_controller(str(error))
         print(visible_lines(NO_CONTROLLER + words), file=sys.stderr, flush=True)  # noqa: T201
+        if not isinstance(error, JobError):  # else the name is another run's
+            _end_without_controller(request, words, code)
         return code
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:
         controller.stop.remote(False)
 
     signal.signal(signal.SIGTERM, on_term)
-    outcome = _follow(controller) or recorded_end_of(request)
+    outcome = _follow(controller) or _recorded_end(request)
     if outcome is None:
         print("the run's controller is gone; `raypp status` shows how far the run got", file=sys.stderr)  # noqa: T201
         return 1
@@ -235,25 +241,26 @@ def _follow_run(request: RunRequest) -> int:
     return outcome.exit_code
 
 
-def recorded_end_of(request: RunRequest) -> Outcome | None:
-    """Returns how the run ended since this submission, from its records; None if they do not say.
+def _recorded_end(request: RunRequest) -> RunEnd | None:
+    """Returns how the submission ended, if its store says so.
 
     A controller that has heard nothing from its driver for some seconds does not wait for it.
     """
-    from raypp.control.run_events import own_events, recorded_end, recorded_outcome
-    from raypp.observe.reader import RunReader
-    from raypp.storage import open_store
-
-    try:
-        reader = RunReader(open_store(request.job["checkpoint"]["url"]), request.run)
-        status, events = reader.run_status(), own_events(reader.events(), request.submission_id)
-    except RayppError:
-        return None
-    ended = status is not None and status.state.final and recorded_end(events) is not None
-    return recorded_outcome(status, events) if status is not None and ended else None
+    with contextlib.suppress(RayppError):
+        store = open_store(request.job["checkpoint"]["url"])
+        return read_end(store, request.run, request.number or None)
+    return None
 
 
-def _follow(controller: Any) -> Outcome | None:
+def _end_without_controller(request: RunRequest, reason: str, code: int) -> None:
+    """Records that the submission ended before anybody led it, if the store can be reached."""
+    with contextlib.suppress(RayppError):
+        store = open_store(request.job["checkpoint"]["url"])
+        number = request.number or newest_number(store, request.run)
+        write_end(store, RunEnd(request.run, RunState.FAILED, code, reason=NO_CONTROLLER + reason), number)
+
+
+def _follow(controller: Any) -> RunEnd | None:
     """Prints the controller's lines until it returns the outcome; None when it is gone for good."""
     import ray
 
@@ -261,7 +268,7 @@ def _follow(controller: Any) -> Outcome | None:
     silent_since: float | None = None
     while True:
         try:
-            answer: tuple[list[str], int, Outcome | None] = ray.get(controller.follow.remote(cursor), timeout=30)
+            answer: tuple[list[str], int, RunEnd | None] = ray.get(controller.follow.remote(cursor), timeout=30)
             lines, cursor, outcome = answer
             silent_since = None
         except ray.exceptions.GetTimeoutError:

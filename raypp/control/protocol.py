@@ -38,6 +38,7 @@ class RunRequest:
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
         store: URL of the run's store, in the store's own form; it tells runs of one name apart.
+        number: Of the spec of this submission; 0: the newest when the controller starts.
     """
 
     run: str
@@ -48,6 +49,7 @@ class RunRequest:
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
     store: str = ""
+    number: int = 0
 
 
 def forks_workers(request: RunRequest) -> bool:
@@ -208,15 +210,3 @@ class RankEnd:
     reusable: bool = True
     why: str = ""
     unwritten: ReportBatch | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    run: str
-    state: str
-    exit_code: int
-    step: int
-    checkpoint: str | None
-    reason: str

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from one_at_a_time import one_at_a_time
 
-from raypp.checkpoint.run_spec import add_spec
+from raypp.checkpoint.run_spec import newest_number, write_spec
 from raypp.clusters import local
 from raypp.clusters.dashboard import DashboardError
 from raypp.clusters.find import Cluster, find_cluster
@@ -194,7 +194,7 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
             }
         )
         store = open_store(job.checkpoint.url)
-        add_spec(store, name, job_document(job))
+        write_spec(store, name, job_document(job), newest_number(store, name) + 1)
         submission = client.submit_run(
             job, cluster, store.url, rank_function=rank_function, relays_from_ranks=relays_from_ranks
         )

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from held_back import held_back
 
-from raypp.api.find_run import recorded_status
+from raypp.api.find_run import present_status
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -296,6 +296,6 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     assert said in log and "Traceback" not in log, log
     assert said in run.job()["message"]  # which `raypp submit` shows
     place = RunPlace(str(tmp_path), "unmade", cluster.address, submission.submission_id, time.time() - 60)
-    status = recorded_status(place, reader)
+    status = present_status(place, reader)
     assert status["state"] == "FAILED" and status["error"].startswith(said), status
     run.assert_nothing_left()

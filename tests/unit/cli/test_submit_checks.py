@@ -19,6 +19,7 @@ from raypp.api import submission
 from raypp.api.find_run import find_run
 from raypp.api.job_watch import JobWatch
 from raypp.checkpoint.layout import commit_key
+from raypp.checkpoint.run_end import RunEnd
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.cli.live import LiveView
@@ -28,9 +29,7 @@ from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control.client import submit_run
-from raypp.control.machine import Finish
 from raypp.control.protocol import REQUEST_FILE, RunRequest
-from raypp.control.run_events import end_event
 from raypp.errors import JobError, Problem, UnreachableError
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
@@ -224,17 +223,13 @@ class _JobFailed(Dashboard):
 
 @pytest.mark.parametrize(("recorded", "code"), [(False, 4), (True, 2)])
 def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
-    store: DirectoryStore, capsys: pytest.CaptureFixture[str], recorded: bool, code: int
+    capsys: pytest.CaptureFixture[str], recorded: bool, code: int
 ) -> None:
     """A run without a sign of life counts as failed before its Ray job is known to be over."""
-    if recorded:
-        with RunRecorder(store, "a", "c-1") as recorder:
-            recorder.event(end_event(Finish(RunState.FAILED, "wrong", 2), 1, 3))
-            recorder.status(RunStatus("a", RunState.FAILED, 3, error="wrong"))
     dashboard = _JobFailed("http://127.0.0.1:1")
-    watch = JobWatch(Cluster(dashboard.url, dashboard), RunPlace(store.url, "a", dashboard.url, "job"))
-    shown = RunStatus("a", RunState.FAILED).as_dict()
-    assert watch.exit_code(shown, RunReader(store, "a"), say) == code
+    watch = JobWatch(Cluster(dashboard.url, dashboard), RunPlace("/store", "a", dashboard.url, "job"))
+    end = RunEnd("a", RunState.FAILED, 2, 3, reason="wrong") if recorded else None
+    assert watch.exit_code(end, say) == code
     assert ("the words of the driver" in capsys.readouterr().err) is not recorded
 
 
