@@ -162,14 +162,13 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> No
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
-    """Refuses a name whose run is still active, also if it is another store's.
+    """Refuses a name whose run is still active.
 
     Waits a little for the Ray job of a run that has ended.
 
     The run's driver and Ray notice the end of a run with a delay.
     """
     place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
-    known_runs.check_namesakes(cluster.dashboard, place)
     end = time.monotonic() + _JOB_END_WAIT_S
     while ended_status(reader) is not None:
         jobs = known_runs.living_jobs(cluster.dashboard, place)

@@ -99,11 +99,11 @@ def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, 
         status = present_status(place, reader)
         answer = client.command_run(cluster, place, f"timeline-{steps}")
         if not answer["found"]:
-            if patient and not is_final(status) and "other" not in answer:
+            if patient and not is_final(status):
                 time.sleep(_ASK_EVERY_S)  # Ray starts the controller again
                 continue
             state = present_status(place, reader)["state"]
-            raise client.no_such_controller(place.name, f"{state} according to its records", answer)
+            raise client.no_such_controller(place.name, f"{state} according to its records")
         if answer["traced"]:
             echo(f"{place.name}: tracing {steps} steps, {answer['what']}", err=True)
             return int(present_status(place, reader)["attempt"])

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -405,17 +405,13 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
     return {"PYTHONPATH": os.environ["PYTHONPATH"]} if rank_function and os.environ.get("PYTHONPATH") else {}
 
 
-def no_such_controller(run: str, state: str, answer: Mapping[str, Any] | None = None) -> JobError:
+def no_such_controller(run: str, state: str) -> JobError:
     """Returns the error of a command for a run that has ended.
 
     Args:
         run: The run's name.
         state: Its state in words.
-        answer: Of `command_run`, if it was asked.
     """
-    if other := (answer or {}).get("other"):
-        what = f"{run} is {state}; the run of this name in the cluster is another one, of {other}"
-        return JobError(Problem("RUN", what, f"name that one as {shell_word(f'{other}/{run}')}"))
     fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"
     if state.startswith(RunState.PENDING):
         fix = f"try again in some seconds if it was just submitted; else {fix}"

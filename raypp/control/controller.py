@@ -47,7 +47,7 @@ class Controller:
         self._thread = start_thread(self._leader, self._go)
 
     def __repr__(self) -> str:
-        return f"raypp/{self._request.run}"
+        return f"raypp/{self._request.cluster_name}"
 
     def report(self, batch: ReportBatch) -> BatchAnswer:
         """Takes a worker's reports."""
@@ -125,12 +125,11 @@ class Controller:
         return self._leader.outcome
 
     def facts(self) -> dict[str, Any]:
-        """Returns the current status, the URL of the run's store, this process' id, and how many
-        relay reports it has processed."""
+        """Returns the current status, this process' id, and how many relay reports it has
+        processed."""
         leader = self._leader
         return {
             **leader.record.status().as_dict(),
-            "store": self._request.store,
             "controller_pid": os.getpid(),
             "relay_reports": leader.intake.relay_reports,
         }

@@ -28,8 +28,9 @@ from typing import Any
 
 from raypp.checkpoint.run_end import RunEnd, read_end, write_end
 from raypp.checkpoint.run_spec import newest_number
+from raypp.clusters.known_runs import cluster_name
 from raypp.control.credentials import load_private_environment
-from raypp.control.protocol import NAMESPACE, REQUEST_FILE, RunRequest, controller_name
+from raypp.control.protocol import NAMESPACE, REQUEST_FILE, RunRequest
 from raypp.environment import check_node
 from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError, words_after_stack
 from raypp.observe.status import NO_CONTROLLER
@@ -37,7 +38,6 @@ from raypp.quick_import import quick_import
 from raypp.records import RunState
 from raypp.retry import Backoff
 from raypp.storage import open_store
-from raypp.untrusted.paths import same_place
 from raypp.untrusted.text import visible_lines
 
 _LOST_S = 60.0
@@ -64,12 +64,12 @@ def main(arguments: list[str]) -> int:
     return _follow_run(request)
 
 
-def find_controller(run: str) -> Any:
-    """Returns the running controller of a run, or None."""
+def find_controller(name: str) -> Any:
+    """Returns the running controller of the run that the cluster calls so, or None."""
     import ray
 
     try:
-        return ray.get_actor(controller_name(run), namespace=NAMESPACE)
+        return ray.get_actor(f"raypp/{name}", namespace=NAMESPACE)
     except ValueError:
         return None
 
@@ -87,16 +87,15 @@ def command(name: str, run: str, url: str, patience_s: float = 120.0) -> dict[st
         patience_s: Of all tries together.
 
     Returns:
-        `found`: whether there is a controller; if one leads a run of this name in another store,
-        `other`: that store's URL; for save what `Controller.save` returns; for a stop `state` (None
-        if the run has not ended yet), `step`, `checkpoint`, `exit_code`, `reason`; for facts the
-        status; for a timeline `traced` and `what`.
+        `found`: whether there is a controller; for save what `Controller.save` returns; for a stop
+        the fields of `RunEnd`, or `state: None` if the run has not ended yet; for facts the status;
+        for a timeline `traced` and `what`.
     """
     end = time.monotonic() + patience_s
-    controller = find_controller(run)
+    controller = find_controller(cluster_name(url, run))
     if controller is None:
         return {"found": False}
-    return answer_of(lambda: _ask(controller, name, url, max(1.0, end - time.monotonic())), patience_s)
+    return answer_of(lambda: _ask(controller, name, max(1.0, end - time.monotonic())), patience_s)
 
 
 def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str, Any]:
@@ -116,22 +115,11 @@ def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str,
         return {"found": False}
 
 
-def _other_store(controller: Any, url: str, patience_s: float | None = None) -> str:
-    """Returns the store's URL of the run that a controller leads; empty if it is `url`, or if an
-    older controller does not say."""
-    import ray
-
-    led = str(ray.get(controller.facts.remote(), timeout=patience_s).get("store") or url)
-    return "" if same_place(led, url) else led
-
-
-def _ask(controller: Any, name: str, url: str, patience_s: float) -> dict[str, Any]:
+def _ask(controller: Any, name: str, patience_s: float) -> dict[str, Any]:
     """Asks a controller once; see `command`."""
     import ray
 
     answer: dict[str, Any]
-    if other := _other_store(controller, url, patience_s):
-        return {"found": False, "other": other}
     if name == "save":
         answer = ray.get(controller.save.remote(min(patience_s, _WAIT_S)))
     elif name.startswith("save-"):
@@ -156,7 +144,6 @@ def _controller(request: RunRequest) -> Any:
 
     Raises:
         RayActorError: Its constructor failed, or every new one has ended for a minute.
-        JobError: A run of the same name in another store is active.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -169,7 +156,7 @@ def _controller(request: RunRequest) -> Any:
         controller: Any = (
             ray.remote(Controller)
             .options(
-                name=controller_name(request.run),
+                name=f"raypp/{request.cluster_name}",
                 namespace=NAMESPACE,
                 lifetime="detached",
                 # On this driver's node, the head, whose end is the end of the cluster anyway.
@@ -183,10 +170,6 @@ def _controller(request: RunRequest) -> Any:
         )
         try:
             if not ray.get(controller.over_for_another.remote(request.submission_id)):
-                if other := _other_store(controller, request.store):
-                    from raypp.clusters.known_runs import name_in_use
-
-                    raise name_in_use(request.run, other)
                 return controller
             ray.get(controller.dismiss.remote())
         except ray.exceptions.RayActorError as error:  # it has just exited
@@ -219,11 +202,10 @@ def _follow_run(request: RunRequest) -> int:
 
     try:
         controller = _controller(request)
-    except (ray.exceptions.RayActorError, JobError) as error:
-        words, code = (str(error), error.exit_code) if isinstance(error, JobError) else why_no_controller(str(error))
+    except ray.exceptions.RayActorError as error:
+        words, code = why_no_controller(str(error))
         print(visible_lines(NO_CONTROLLER + words), file=sys.stderr, flush=True)  # noqa: T201
-        if not isinstance(error, JobError):  # else the name is another run's
-            _end_without_controller(request, words, code)
+        _end_without_controller(request, words, code)
         return code
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:

@@ -163,7 +163,7 @@ class Leader:
         chosen = run_events.last_device(self._ask_store(self.record.earlier_events)) if self._restarted else None
         device = choose_device(self._job, chosen, self.record.event)
         self._sizing.gpu_bytes = self._request.gpu_bytes if device == "cuda" else 0
-        self._placement = Placement.of(self._job, self._sizing.largest().world, device)
+        self._placement = Placement.of(self._job, self._request.cluster_name, self._sizing.largest().world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
         self._has_resources = True
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
@@ -192,7 +192,7 @@ class Leader:
         if finish is not None:
             self._end_is_recorded = True
             self._end_by_name()
-        found = Takeover(last, events, [] if finish is not None else find_workers(self._request.run))
+        found = Takeover(last, events, [] if finish is not None else find_workers(self._request.cluster_name))
         if found.workers and found.is_over_without_all_ranks(newest, self._job.train.steps):
             self._end_by_name()
             found = Takeover(last, events, [])
@@ -415,8 +415,8 @@ class Leader:
 
     def _end_by_name(self) -> None:
         """Ends all processes that carry this run's name, and releases its devices."""
-        end_workers(self._request.run)
-        remove_groups_of(self._request.run)
+        end_workers(self._request.cluster_name)
+        remove_groups_of(self._request.cluster_name)
 
 
 def start_thread(leader: Leader, afterwards: Callable[[], None]) -> threading.Thread:

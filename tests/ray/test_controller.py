@@ -21,7 +21,7 @@ from raypp.memory.files import SlotName, memory_directory
 from raypp.observe.reader import RunReader
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
-from tests.ray.conftest import Started, StartRun
+from tests.ray.conftest import Started, StartRun, running
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -299,3 +299,21 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     status = present_status(place, reader)
     assert status["state"] == "FAILED" and status["error"].startswith(said), status
     run.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: StartRun, tmp_path: Path) -> None:
+    mine = start_run("twice", steps=2000, mesh={"pp": 2}, url=str(tmp_path / "mine"))
+    hers = start_run("twice", steps=2000, mesh={"pp": 2}, url=str(tmp_path / "hers"))
+    for run in (mine, hers):
+        run.wait(lambda run=run: run.kinds().count("seated") == 2, "seats")
+    assert len({pid for run in (mine, hers) for pid in run.pids()}) == 4
+    answer = mine.command("stop")
+    assert (answer["found"], answer["state"]) == (True, "STOPPED")
+    assert mine.status()["state"] == "STOPPED" and not mine.command("facts")["found"]
+    assert hers.status()["state"] == "RUNNING"
+    step = hers.status()["step"]
+    hers.wait(lambda: hers.status()["step"] > step, "more steps")
+    assert hers.command("stop-now")["state"] == "STOPPED"
+    assert not running([*mine.pids(), *hers.pids()])
