@@ -193,19 +193,6 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.gate
-def test_a_run_of_the_same_name_in_another_store_is_left_alone(start_run: StartRun, tmp_path: Path) -> None:
-    hers = start_run("twin", steps=100_000)
-    hers.wait_step(3)
-    mine = start_run("twin", url=str(tmp_path / "mine"))
-    assert mine.exit_code() == 2
-    assert f"another run named 'twin', of {hers.url}, is active" in mine.job()["message"]
-    assert mine.command("stop-now") == {"found": False, "other": hers.url}
-    assert [known_runs.controller_alive(run.run_place, 20.0) for run in (mine, hers)] == [False, True]
-    assert hers.stop()["state"] == "STOPPED"
-
-
-@pytest.mark.slow
 def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run = start_run("stopnow", steps=4000, every=0)
     run.wait_step(3)
@@ -312,6 +299,7 @@ def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: Sta
     answer = mine.command("stop")
     assert (answer["found"], answer["state"]) == (True, "STOPPED")
     assert mine.status()["state"] == "STOPPED" and not mine.command("facts")["found"]
+    assert [known_runs.controller_alive(run.run_place, 20.0) for run in (mine, hers)] == [False, True]
     assert hers.status()["state"] == "RUNNING"
     step = hers.status()["step"]
     hers.wait(lambda: hers.status()["step"] > step, "more steps")
