@@ -294,7 +294,7 @@ def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: Sta
     mine = start_run("twice", steps=2000, mesh={"pp": 2}, url=str(tmp_path / "mine"))
     hers = start_run("twice", steps=2000, mesh={"pp": 2}, url=str(tmp_path / "hers"))
     for run in (mine, hers):
-        run.wait(lambda run=run: run.kinds().count("seated") == 2, "seats")
+        run.wait_step(3)
     assert len({pid for run in (mine, hers) for pid in run.pids()}) == 4
     answer = mine.command("stop")
     assert (answer["found"], answer["state"]) == (True, "STOPPED")
