@@ -102,8 +102,7 @@ class SourceKind(Kind):
         mixes: Its documents are those of `data.parts`, whose kinds read them.
         hub: `data.path` may be a name on Hugging Face's hub.
         compressed: Its files may also end in .gz or .zst after one of the endings.
-        check: `package.module:function` of a function `(request: Request) -> list[Problem]`, which
-            looks at the first rows before a run; empty: none.
+        first_rows: Rows may be unusable, so the first are read before a run.
     """
 
     endings: tuple[str, ...] = ()
@@ -112,7 +111,7 @@ class SourceKind(Kind):
     mixes: bool = False
     hub: bool = False
     compressed: bool = False
-    check: str = ""
+    first_rows: bool = False
 
 
 @dataclass(frozen=True)

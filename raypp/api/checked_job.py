@@ -83,7 +83,7 @@ def _row_problems(job: Job) -> list[Problem]:
         return check_budgets(job)
     kinds = [SOURCES.get(part.kind) for part in parts] if source.mixes else [source]
     in_file = job.data.tokenizer != "bytes" and any(kind.ids == "text" for kind in kinds)
-    if not in_file and not any(kind.check for kind in kinds):
+    if not in_file and not any(kind.first_rows for kind in kinds):
         return []
     from raypp.data.sources import check_data
 

@@ -51,6 +51,7 @@ COMMANDS = {
         "Compute a model's loss on text, or run evaluation tasks.",
     ),
     "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
+    "slurm": ("raypp.cli.slurm_command:slurm_command", "Train on the nodes of a Slurm job: start Ray, submit, follow."),
     "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
     "parity": (
         "raypp.cli.parity_command:parity_command",
@@ -65,7 +66,7 @@ FAMILIES = {
     "Runs": ("submit", "status", "list", "history", "events", "logs", "timeline", "report", "save", "stop"),
     "Jobs": ("init", "plan", "data", "parity", "explain", "schema", "list-kinds"),
     "Models": ("generate", "eval"),
-    "Stores and clusters": ("checkpoints", "local", "doctor"),
+    "Stores and clusters": ("checkpoints", "local", "slurm", "doctor"),
 }
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from raypp.data.chat_files import no_template, open_template
 from raypp.data.conversations import Names, RowFault, needs_template
 from raypp.data.corpus import Corpus
-from raypp.data.faults import Faults
 from raypp.data.json_rows import records_of
 from raypp.data.rows import RowEncoder
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Record, Request, tokenise
-from raypp.errors import Problem
 from raypp.kinds import SourceKind
 
 KIND = SourceKind(
@@ -23,10 +20,8 @@ KIND = SourceKind(
     endings=(".jsonl", ".json", ".ndjson"),
     keys=("columns", "roles", "chat_template", "template_date", "loss"),
     compressed=True,
-    check="raypp.data.chat:check",
+    first_rows=True,
 )
-
-_CHECKED = 500  # rows
 
 
 def read(request: Request) -> Corpus:
@@ -38,17 +33,6 @@ def read(request: Request) -> Corpus:
     """
     files = find_files(request.path, KIND.endings, request.place, compressed=True)
     return tokenise(request, files, lambda: _records(files), _encoder(request, files))
-
-
-def check(request: Request) -> list[Problem]:
-    """Returns the problems of the first rows."""
-    files = find_files(request.path, KIND.endings, request.place, compressed=True)
-    encoder, faults = _encoder(request, files), Faults(request.place)
-    records = list(islice(_records(files), _CHECKED))
-    for record, found in zip(records, encoder.encode([record.row for record in records]), strict=True):
-        if isinstance(found, RowFault):
-            faults.add(record.place, found)
-    return faults.problems(whole=len(records) < _CHECKED)
 
 
 def _encoder(request: Request, files: Sequence[SourceFile]) -> RowEncoder:

@@ -28,6 +28,7 @@ KIND = SourceKind(
     endings=(".parquet", ".arrow"),
     keys=("text_key", "columns", "roles", "split", "config", "chat_template", "template_date", "loss"),
     hub=True,
+    first_rows=True,
 )
 
 _KNOWN_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}

@@ -20,6 +20,7 @@ KIND = SourceKind(
     endings=(".jsonl", ".json", ".ndjson"),
     keys=("text_key",),
     compressed=True,
+    first_rows=True,
 )
 
 _SHOWN, _LONGEST_KEY = 8, 60

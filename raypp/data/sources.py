@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +18,15 @@ from raypp.data.packing import PLAN_VERSION
 from raypp.data.random_order import permuted
 from raypp.data.source_files import find_files
 from raypp.data.synthetic import CountingTokenizer
-from raypp.data.tokenised import Request, encoded
+from raypp.data.tokenised import Record, Request, Text, encoded
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
 from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, SourceKind, data_forms, keeps_data_elsewhere
-from raypp.registry import load_object
 from raypp.spec.job import DataSection, Job
 from raypp.spec.paths import is_hub_name
+
+if TYPE_CHECKING:  # needs jinja2
+    from raypp.data.rows import RowEncoder
 
 _CHECKED = 500  # rows
 
@@ -212,7 +214,7 @@ def check_data(job: Job, *, stores: bool = False) -> list[Problem]:
         try:
             _check_files(job.model_copy(update={"data": data}), key)
             if not problems:
-                problems += _first_rows(job.model_copy(update={"data": data}), f"{key}.path")
+                _first_rows(job.model_copy(update={"data": data}), f"{key}.path")
         except RayppError as error:
             problems += error.problems
     return problems
@@ -229,25 +231,31 @@ def _check_files(job: Job, key: str) -> None:
         files[0].read(0, 1)
 
 
-def _first_rows(job: Job, place: str) -> list[Problem]:
-    """Checks the first rows if the source can, or if the tokenizer has more ids than the model."""
+def _first_rows(job: Job, place: str) -> None:
+    """Reads the first rows if some may be unusable: rows of records, or ids that the model lacks.
+
+    Raises:
+        DataError: Some cannot be used.
+    """
     source, path = _source(job), job.data.path
-    if path is None or source.ids != "text":
-        return []
+    if path is None or source.ids != "text" or (source.hub and is_hub_name(path)):
+        return
     request = _request(job, job_tokenizer(job), path, place)
-    if source.check:
-        problems: list[Problem] = load_object(source.check)(request)
-        return problems
-    if request.tokenizer.vocab_size > request.vocab_size and not (source.hub and is_hub_name(path)):
+    if source.first_rows or request.tokenizer.vocab_size > request.vocab_size:
         source.build()(replace(request, instead=_encode_first))
-    return []
 
 
-def _encode_first(request: Request, files: object, documents: Callable[[], Iterable[Any]], encoder: Any) -> Corpus:
-    faults = Faults(request.place)
-    for _ in encoded(request, encoder, list(islice(documents(), _CHECKED)), faults):
+def _encode_first(
+    request: Request, files: object, documents: Callable[[], Iterable[Text | Record]], encoder: RowEncoder | None
+) -> Corpus:
+    faults, rows = Faults(request.place), list(islice(documents(), _CHECKED))
+    whole = len(rows) < _CHECKED
+    if encoder is None and request.tokenizer.vocab_size <= request.vocab_size:  # any text can be encoded
+        rows = [row for row in rows if isinstance(row, Record)]
+    for _ in encoded(request, encoder, rows, faults):
         pass
-    faults.end()
+    if faults:
+        raise DataError(faults.problems(whole=whole))
     return Corpus((), np.zeros(1, dtype=np.int64), "")
 
 

@@ -19,6 +19,7 @@ from raypp.spec.tokenizer_file import (
     ROLES,
     SpecialTokens,
     ids_of_model,
+    llama_spaces,
     read_tokenizer,
     special_tokens,
     tokenizer_path,
@@ -200,9 +201,10 @@ class FileTokenizer:
         content = read_tokenizer(path)
         named = special_tokens(path.parent)
         self._backend = _backend(content, path)
+        made = _as_llama(self._backend, llama_spaces(path.parent))
         template = self._backend.post_processor
         self._backend.post_processor = None  # it would take blanks out of the offsets
-        made = _add_special(self._backend, named)
+        made += _add_special(self._backend, named)
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.identity = hashlib.sha256(content + "".join(made).encode()).hexdigest()[:16]
         self.bos_id, self.pad_id = (self._named(named, role) for role in ("bos_token", "pad_token"))
@@ -309,6 +311,27 @@ def _backend(content: bytes, path: Path) -> Any:
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _as_llama(backend: Any, spaces: str | None) -> list[str]:
+    """Makes a backend encode as `LlamaTokenizer` of transformers 5. Returns what changed.
+
+    That takes only vocabulary, merges and post-processor of a tokenizer.json.
+
+    Args:
+        backend: The backend.
+        spaces: From `llama_spaces`.
+    """
+    from tokenizers import decoders, pre_tokenizers
+
+    of_file = f"{backend.normalizer!r} {backend.pre_tokenizer!r}"
+    if spaces is None or type(backend.model).__name__ != "BPE" or "ByteLevel" in of_file:
+        return []
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=spaces, split=False)
+    strip = [decoders.Strip(" ", 1, 0)] if spaces != "never" else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return [f"spaces {spaces}"] if f"{backend.normalizer!r} {backend.pre_tokenizer!r}" != of_file else []
 
 
 def _add_special(backend: Any, named: SpecialTokens) -> list[str]:

@@ -98,6 +98,24 @@ def special_tokens(folder: Path) -> SpecialTokens:
     return SpecialTokens(names, others, added)
 
 
+def llama_spaces(folder: Path) -> str | None:
+    """Returns where `LlamaTokenizer` of transformers 5 puts the space before a text: first (only
+    there), always (also behind special tokens) or never. None: it does not read this folder's
+    tokenizer, so the tokenizer.json decides.
+
+    Raises:
+        DataError: A file cannot be read, or is not a JSON object.
+    """
+    config = _config(folder, _CONFIG)
+    if str(config.get("tokenizer_class")).removesuffix("Fast") != "LlamaTokenizer":
+        return None
+    if _config(folder, "config.json").get("model_type", "llama") != "llama":
+        return None  # for these it knows that the class is wrong
+    if config.get("add_prefix_space") is False:
+        return "never"
+    return "always" if config.get("legacy") else "first"
+
+
 def ids_of_model(folder: Path, role: str) -> tuple[int, ...]:
     """Returns the ids that generation_config.json, else config.json, gives a role of `ROLES`.
 

@@ -34,11 +34,11 @@ def test_no_two_files_of_tests_have_one_name() -> None:
 
 
 def test_ci_runs_the_slow_tests_of_every_tier_that_are_marked_gate() -> None:
-    """It runs those of the fault table, too. tests/hosts needs hours."""
+    """It runs those of the fault table, too. Of tests/hosts, which needs hours, those of Slurm."""
     words = [line.split() for line in (TESTS.parent / ".ci/run").read_text().splitlines()]
     assert ["part", "make", "test"] in words
     with_gate = [line for line in words if "GATE=1" in line]
     assert {word for line in with_gate for word in line if word.startswith("test-")} == {
         "test-unit", "test-ranks", "test-s3", "test-ray", "test-e2e"
     }  # fmt: skip
-    assert 'E2E="tests/e2e tests/chaos"' in (TESTS.parent / ".ci/run").read_text()
+    assert 'E2E="tests/e2e tests/chaos tests/hosts/test_slurm.py"' in (TESTS.parent / ".ci/run").read_text()

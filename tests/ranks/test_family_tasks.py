@@ -25,11 +25,10 @@ transformers: Any = Lazily("transformers")
 ROOT = Path(__file__).parents[2]
 KINDS = {
     "llama2-metaspace": "llama", "llama2": "llama", "gemma": "gemma2", "qwen": "qwen2", "llama3": "llama",
-    "mistral-im-end": "mistral", "phi3": "phi3", "deepseek": "llama", "smollm": "llama",
+    "mistral": "mistral", "mistral-im-end": "mistral", "phi3": "phi3", "deepseek": "llama", "smollm": "llama",
+    "olmo": "olmo2", "starcoder2": "starcoder2", "stablelm": "stablelm", "gpt-oss": "gpt_oss",
 }  # fmt: skip
 """The model family of each kind of tokenizer."""
-PREPEND = ("llama2", "mistral-im-end", "phi3")
-"""Where transformers 5 has its own rules for texts that begin with a space or a special token."""
 PROGRAM = """
 import functools, json, sys
 from lm_eval import simple_evaluate
@@ -61,7 +60,10 @@ def continued(model: Any, tokenizer: Any, text: str) -> str:
 def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     kind, folder = KINDS[name], tmp_path / "model"
-    sizes = {"vocab_size": 800, "max_position_embeddings": 128, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 800, "max_position_embeddings": 128, "num_hidden_layers": 2}
+    if kind == "gpt_oss":  # its own default is a context of 32 · 4096 tokens
+        yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4, "rope_theta": 150000.0}
+        sizes["rope_parameters"] = yarn | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     model = their_instance(kind, their_config(kind, {**keys_of(kind, "plain"), **sizes}))
     write_family(name, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -79,9 +81,8 @@ def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -
         for _ in range(10)
     ]
     rows[0]["question"] = " ".join(words[:200])  # longer than the model's context
-    if name not in PREPEND:
-        rows[1]["question"] = "" if tokenizer("")["input_ids"] else "In"
-        rows[2]["question"] = f"{tokenizer.bos_token or tokenizer.eos_token}{phrase(9)}"
+    rows[1]["question"] = "" if tokenizer("")["input_ids"] else "In"
+    rows[2]["question"] = f"{tokenizer.bos_token or tokenizer.eos_token}{phrase(9)}"
     for row in rows:
         guessed = continued(model, tokenizer, row["question"]) if row["question"] and draw.random() < 0.6 else ""
         row["continuation"] = guessed or phrase(3)

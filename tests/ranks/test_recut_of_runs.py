@@ -28,6 +28,7 @@ from raypp.checkpoint.diff import diff_checkpoints
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError
+from raypp.hf.from_hf import EMBEDDING, HEAD
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts
@@ -240,6 +241,37 @@ def test_weights_of_a_named_and_grown_model_are_the_same_bits_on_any_mesh_and_re
     assert "resumed" in results[0]["kinds"] and "loaded_from_hf" not in results[0]["kinds"]
     _assert_holds(tensors(tmp_path / "pp 2", "experts"), before)
     assert not _same(load_file(tmp_path / "hf" / "model.safetensors"), before)
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+def test_a_grown_tied_embedding_is_the_same_bits_on_any_mesh_and_trains_as_in_one_process(tmp_path: Path) -> None:
+    sizes = {key: value for key, value in document()["model"].items() if key != "kind"} | {"tie_embeddings": True}
+    before = write_hf_folder(tmp_path / "hf", **sizes)[EMBEDDING]
+    mean = (np.add.reduce(before.astype(np.float64), axis=0) / len(before)).astype(np.float32)
+    grown = np.concatenate([before, np.tile(mean, (GROWN, 1))])
+    meshes = {"one": ONE, "pp 2": mesh(pp=2), "pp 2 · fsdp 2": mesh(pp=2, fsdp=2)}
+
+    def job(name: str, lr: float) -> Sections:
+        found = job_of(Chain({"from_hf": str(tmp_path / "hf")}, (), True), tmp_path / f"{name} {lr}", 1, meshes[name])
+        found["model"] |= {"tie_embeddings": True, "vocab_size": sizes["vocab_size"] + GROWN}
+        found["train"]["optimizer"] = {"kind": "sgd", "lr": lr, "momentum": 0.0, "weight_decay": 0.0}
+        return found
+
+    jobs = {(name, lr): job(name, lr) for name in meshes for lr in (0.0, 0.1)}
+    reports = dict(zip(jobs, run_all([(one, 1) for one in jobs.values()]), strict=True))
+    numbers = {key: results[0]["numbers"] for key, results in reports.items()}
+    weights = {}
+    for name, lr in jobs:
+        held = tensors(tmp_path / f"{name} {lr}", document()["name"])
+        assert HEAD not in held.infos
+        weights[name, lr] = held.rows(EMBEDDING, 0, held.infos[EMBEDDING].rows)
+    assert all(_same({"": weights[name, 0.0]}, {"": grown}) for name in meshes)
+    assert numbers["pp 2", 0.1] == numbers["one", 0.1]
+    assert _same({"": weights["pp 2", 0.1]}, {"": weights["one", 0.1]}) and not _same(
+        {"": weights["one", 0.1]}, {"": grown}
+    )
+    np.testing.assert_allclose(weights["pp 2 · fsdp 2", 0.1], weights["one", 0.1], rtol=1e-5, atol=1e-7)
 
 
 def _assert_holds(saved: SavedTensors, expected: Sections) -> None:

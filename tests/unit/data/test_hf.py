@@ -12,7 +12,7 @@ import pytest
 from data_jobs import job, texts_of
 from lazily import Lazily
 
-from raypp.data.sources import open_documents
+from raypp.data.sources import check_data, open_documents
 from raypp.errors import DataError
 from raypp.spec.checks import check_spec
 
@@ -278,3 +278,26 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(builtins, "__import__", without)
     assert "pip install 'raypp[hf]'" in refused(tmp_path)
     assert "pip install 'raypp[hf]'" in refused("org/name")
+
+
+def test_the_first_rows_are_read_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that wrong columns and rows are found before a cluster is asked for anything."""
+
+    def found(name: str, **data: Any) -> list[str]:
+        return [f"{one.key}: {one.what}" for one in check_data(job(kind="hf", path=str(tmp_path / name), **data))]
+
+    turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    parquet(tmp_path / "texts.parquet", "a", "b")
+    pq.write_table(table("a", messages=turns), tmp_path / "both.parquet")
+    pq.write_table(pa.table({"messages": [*turns, [{"role": "robot", "content": "c"}]]}), tmp_path / "robot.parquet")
+    assert found("texts.parquet") == []
+    (problem,) = found("texts.parquet", text_key="body")
+    assert problem == f"data.path: {tmp_path}/texts.parquet has no column 'body', but text"
+    (problem,) = found("both.parquet")
+    assert problem == "data.path: the data have a column 'text', and messages: either could be trained on"
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}")
+    (problem,) = found("robot.parquet", chat_template=str(template))
+    assert problem.startswith(f"data.path: {tmp_path}/robot.parquet[1]: ") and "robot" in problem
+    monkeypatch.chdir(tmp_path)
+    assert check_data(job(kind="hf", path="org/name")) == [], "what is on the hub is not fetched for a check"

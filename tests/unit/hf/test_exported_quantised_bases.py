@@ -121,6 +121,24 @@ def test_a_merged_model_computes_what_was_trained(base: str, kind: str, tmp_path
     torch.testing.assert_close(found, trained, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_a_head_of_its_own_is_used_beside_a_quantised_base(base: str, tmp_path: Path) -> None:
+    """config.json says that it is tied; the files hold another one."""
+    tensors = write_hf_folder(tmp_path / "hf", kind="qwen2", tie_embeddings=True, **SIZES)
+    head = tensors["model.embed_tokens.weight"] * 1.5
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "hf" / "model.safetensors")
+    options = options_of(tmp_path / "hf", base)
+    assert not options.tie_embeddings
+    stage = whole(options)
+    assert torch.equal(dict(stage.named_parameters())["lm_head.weight"], torch.from_numpy(head))
+    store, commit = saved(stage, options, tmp_path / "store")
+    export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
+    merged = loaded(tmp_path / "merged")
+    assert torch.equal(merged.get_output_embeddings().weight, torch.from_numpy(head).double())
+    embedding = torch.from_numpy(tensors["model.embed_tokens.weight"]).double()
+    assert torch.equal(merged.get_input_embeddings().weight, embedding)
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
