@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in_clock import StandInClock
+from stand_in_clock import StandInClock, wait_until
 from test_save_and_load import RUN, adamw, model, same_state, saver, train
 from told import Told
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from raypp.checkpoint import snapshot as snapshot_module
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.snapshot import SnapshotBuffer
-from raypp.checkpoint.state import gather_state
+from raypp.checkpoint.state import gather_state, state_in_objects
+from raypp.memory.files import DIRECTORY_VARIABLE
+from raypp.memory.rank_slots import RunLife
+from raypp.memory.tier import MemoryTier
 from raypp.pipeline import device_clock
 from raypp.storage.directory import DirectoryStore
 from raypp.train.bf16_weights import Bf16Weights
@@ -168,3 +171,53 @@ def test_a_snapshot_released_early_lets_nobody_write_where_the_next_one_is(slow_
     buffer, slices = SnapshotBuffer(), list(gather_state([model()], None).values())
     buffer.take(slices).release()
     assert not [thread for thread in threading.enumerate() if thread.name == "raypp-snapshot"]
+
+
+class Held(DirectoryStore):
+    """Stores nothing before the event is set."""
+
+    goes_on: threading.Event
+
+    def put_stream(self, *arguments: Any) -> Any:
+        assert self.goes_on.wait(60)
+        return super().put_stream(*arguments)
+
+
+def test_a_save_uploads_the_newest_snapshot_while_others_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no buffer of its own, and its file is not overwritten until the upload ends."""
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "memory"))
+    Held.goes_on = threading.Event()
+    stage, store, told = model(), Held(tmp_path / "store"), Told()
+    optimizer, saving = adamw(stage), saver(store, told)
+    tier = MemoryTier(RunLife(RUN, "0" * 12, "0" * 16), saving.seat, 1, told)
+    tier.start([0], [None], 0, None, optimizer, -1)
+    state = lambda: state_in_objects([stage], optimizer, saving.seat.coordinates)  # noqa: E731
+    kept: set[int] = set()
+
+    def step(number: int) -> None:
+        train(stage, optimizer, 1)
+        wait_until(lambda: (tier.signals().own == tier._expected and tier._ready) or number < 2)
+        tier.step_begins(number, tier.signals(), state, lambda: "{}", saving.busy)
+        kept.update(slot.step for slot in tier._slots.slots if slot.step)
+
+    for number in range(1, 4):
+        step(number)
+    saved = {name: part.tensor.clone() for name, part in gather_state([stage], optimizer).items()}
+    saving.save(3, [stage], optimizer, {}, lambda: tier.pin(3, state, lambda: "{}"))
+    for number in range(4, 9):
+        step(number)
+    assert kept >= {3, 4, 5, 6, 7} and 3 in {slot.step for slot in tier._slots.slots}
+    Held.goes_on.set()
+    assert saving.wait() == 3 and saving._buffer._memory is None
+    fresh = model(seed=1)
+    fresh_optimizer = adamw(fresh)
+    load_checkpoint(store, RUN, 3, [fresh], fresh_optimizer)
+    loaded = gather_state([fresh], fresh_optimizer)
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name].tensor) for name in saved)
+    for number in range(9, 12):
+        step(number)
+    assert 3 not in {slot.step for slot in tier._slots.slots}
+    tier.close(delete=True)
