@@ -47,5 +47,5 @@ def test_the_process_fails_with_the_cause_and_a_second_start_saves(tmp_path: Pat
     second = start("")
     assert second.returncode == 0, second.stdout + second.stderr
     assert (reader.status() or {})["state"] == "SUCCEEDED"
-    assert re.search("restored: from memory: step [123] on all 1 ranks; nothing is committed", second.stdout)
+    assert re.search("restored: from memory: step [1-4] on all 1 ranks; nothing is committed", second.stdout)
     assert list(memory.iterdir()) == []
