@@ -99,31 +99,34 @@ def end_workers(run: str, timeout_s: float = 20.0) -> int:
     return len(workers)
 
 
-def remove_snapshots(run: str) -> None:
+def remove_snapshots(life: str) -> None:
     """Removes a run's snapshots from the memory of every living node. The processes that wrote them
     must have ended.
 
     A node that does not answer in time keeps them until the next job that starts there, or until it
     is shut down.
+
+    Args:
+        life: From `life_of`.
     """
     nodes = [node["NodeID"] for node in all_nodes() if node["Alive"]]
     task: Any = ray.remote(num_cpus=0, max_retries=0)(remove_local_snapshots)
     try:
         tasks = [
-            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(run)
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(life)
             for node in nodes
         ]
         ray.wait(tasks, num_returns=len(tasks), timeout=_ALL_NODES_TIMEOUT_S)
     except RayError as error:
-        log.warning("snapshots of %s may remain in memory: %s", run, error)
+        log.warning("snapshots may remain in memory: %s", error)
 
 
-def remove_local_snapshots(run: str) -> None:
+def remove_local_snapshots(life: str) -> None:
     """Removes a run's snapshots from this node; waits a few seconds for processes that are about to
     end."""
     end = time.monotonic() + _EXIT_TIMEOUT_S
     while True:
-        remove_run(run)
-        if not files_of(run) or time.monotonic() > end:
+        remove_run(life)
+        if not files_of(life) or time.monotonic() > end:
             return
         time.sleep(0.1)

@@ -35,6 +35,7 @@ from raypp.control.takeover import Found, Takeover
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
 from raypp.failure_kinds import FailureKind
+from raypp.memory.files import life_of
 from raypp.observe.status import RunStatus
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event, Requests, RunState
@@ -387,7 +388,7 @@ class Leader:
         leaves = state is RunState.FAILED or self._sizing.options is not None
         if leaves and not m.save_may_help(self.machine):
             with contextlib.suppress(Exception):
-                remove_snapshots(run)
+                remove_snapshots(life_of(self._store, self._job))
         place, attempt = record.checkpoint_url(), self.machine.attempt
         end = RunEnd(run, state, finish.exit_code, record.step, place, finish.reason, attempt)
         if self._number:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -29,9 +30,12 @@ import psutil
 from annotated_types import Ge, Le, Len, Lt
 from typing_extensions import TypedDict
 
+from raypp.checkpoint.layout import attempt_key
 from raypp.crc32 import crc32
 from raypp.errors import CheckpointError
 from raypp.own_process import OwnProcess
+from raypp.spec.job import Job
+from raypp.storage import NotFound, ObjectStore
 from raypp.untrusted.documents import Bounds, Count, parse_as
 
 DIRECTORY_VARIABLE = "RAYPP_MEMORY_DIR"
@@ -261,14 +265,26 @@ def remove(path: Path) -> bool:
     return True
 
 
-def files_of(run: str, directory: Path | None = None) -> list[Path]:
+def life_of(store: ObjectStore, job: Job) -> str:
+    """Returns 12 hex digits for the run's location and first attempt.
+
+    They differ for another store, and for a run that was started over.
+    """
+    try:
+        first = store.get(attempt_key(job.name, 1))
+    except NotFound:
+        first = b""
+    return hashlib.sha256(b"\0".join((job.run_url.encode(), first))).hexdigest()[:12]
+
+
+def files_of(life: str, directory: Path | None = None) -> list[Path]:
     """Returns this node's files of a run, also those in use."""
-    return [path for name, path in list_slots(directory or memory_directory()) if name.run == run]
+    return [path for name, path in list_slots(directory or memory_directory()) if name.life == life]
 
 
-def remove_run(run: str, directory: Path | None = None) -> list[str]:
+def remove_run(life: str, directory: Path | None = None) -> list[str]:
     """Removes the files of a finished run that nobody uses; returns their names."""
-    return [path.name for path in files_of(run, directory) if remove(path)]
+    return [path.name for path in files_of(life, directory) if remove(path)]
 
 
 def remove_dead(directory: Path | None = None) -> list[str]:

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import job_identity
-from raypp.checkpoint.layout import attempt_key
 from raypp.checkpoint.load_checkpoint import Load
 from raypp.checkpoint.state import RESIDUAL, RESIDUAL_OF_COPY
 from raypp.errors import CheckpointError
 from raypp.memory.copy_messages import parse_facts
 from raypp.memory.fetch import from_rank_zero, gather_json, give, take
-from raypp.memory.files import CONTROL_BYTES, LARGEST_TAIL, SlotName, peek
+from raypp.memory.files import CONTROL_BYTES, LARGEST_TAIL, SlotName, life_of, peek
 from raypp.memory.rank_slots import RunLife
 from raypp.memory.slot import Slot, StoredSlot, reading, snapshot_name
 from raypp.memory.tier import MemoryTier
@@ -37,7 +36,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
-from raypp.storage import NotFound, ObjectStore
+from raypp.storage import ObjectStore
 from raypp.storage.rate_limit import Pace
 
 _TRIES = 8
@@ -182,7 +181,7 @@ def open_memory_tier(
         return None
     # Without a controller, the ranks have no other channel than their process group.
     drawn = "" if seat.secret else secrets.token_hex(32)
-    life, secret = from_rank_zero([_life(store, job), drawn] if seat.rank == 0 else None)
+    life, secret = from_rank_zero([life_of(store, job), drawn] if seat.rank == 0 else None)
     sections = job_identity(job_document(job))
     layout = _hash([sections.pop("mesh"), sections.pop("pipeline")])
     same_job = _hash([sections, job.mesh.replicas * job.pipeline.microbatches])  # a step's rows are the same
@@ -412,18 +411,6 @@ def _snapshots_here(tier: MemoryTier, damaged: set[Path]) -> Here:
         if tuple(about.get(key) for key in keys) == facts:
             found.setdefault((name.attempt, name.step, name.rank), (name, path, about))
     return found
-
-
-def _life(store: ObjectStore, job: Job) -> str:
-    """Returns 12 hex digits for the run's location and first attempt.
-
-    They differ for another store, and for a run that was started over.
-    """
-    try:
-        first = store.get(attempt_key(job.name, 1))
-    except NotFound:
-        first = b""
-    return hashlib.sha256(b"\0".join((job.run_url.encode(), first))).hexdigest()[:12]
 
 
 def _hash(value: Any) -> str:

@@ -38,13 +38,13 @@ def test_what_a_living_process_holds_is_neither_read_nor_removed(tmp_path: Path)
     try:
         assert zombie.stdout is not None and zombie.stdout.readline() == "True\n"
         assert peek(path) is None and open_locked(path) is None
-        assert remove_run("a-run", tmp_path) == [] and remove_dead(tmp_path) == []
+        assert remove_run(NAME.life, tmp_path) == [] and remove_dead(tmp_path) == []
     finally:
         zombie.kill()
         zombie.wait()
     assert peek(path) is not None
-    assert remove_run("another", tmp_path) == []
-    assert remove_run("a-run", tmp_path) == [path.name]
+    assert remove_run("ba9876543210", tmp_path) == []
+    assert remove_run(NAME.life, tmp_path) == [path.name]
 
 
 def test_leftovers_go_when_the_process_that_would_start_a_successor_is_gone(tmp_path: Path) -> None:

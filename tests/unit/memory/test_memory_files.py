@@ -142,7 +142,7 @@ def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path
     slot = sealed(tmp_path)
     kept = slot.memory(SIZE)
     slot.close()
-    assert remove_run("a-run", tmp_path) == [slot.path.name] and int(kept[0]) == 5
+    assert remove_run(NAME.life, tmp_path) == [slot.path.name] and int(kept[0]) == 5
 
 
 def test_a_slow_reader_does_not_own_a_file(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_files_of_others_and_links_are_left_alone(tmp_path: Path) -> None:
     goal.write_text("x")
     (tmp_path / NAME.file_name()).symlink_to(goal)
     assert list(list_slots(tmp_path)) == []
-    assert remove_run("a-run", tmp_path) == [] and goal.exists()
+    assert remove_run(NAME.life, tmp_path) == [] and goal.exists()
 
 
 def test_the_room_is_what_is_left_and_what_the_operator_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
