@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from raypp.planning.check import check_plan
-from raypp.planning.fit import CERTAIN
-from raypp.planning.peak import peak_memory
+from raypp.planning.peak import CERTAIN, peak_memory
 from raypp.records import Event
 from raypp.recovery.elastic_shape import Shape, best_shape
 from raypp.spec.job import Job

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from raypp.mesh.geometry import Mesh
+from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
 from raypp.planning.cards import cards_of_nodes
 from raypp.planning.choose_lookahead import best_depth, depths, fits_by_plan
@@ -38,7 +38,6 @@ from raypp.planning.traffic import (
     link_of_replicas,
     link_uses,
     nodes_of_pipeline,
-    of_pipeline_rank,
 )
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job

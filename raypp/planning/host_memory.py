@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raypp.errors import Problem
-from raypp.mesh.geometry import Mesh
+from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind
-from raypp.planning.machines import Machines
 from raypp.planning.memory import RankMemory, offloaded_bytes, residual_bytes, state_of
 from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.stored_bytes import size_text
-from raypp.planning.traffic import of_pipeline_rank
 from raypp.spec.job import Job
+
+if TYPE_CHECKING:  # a rank asks for numbers of files and bytes only
+    from raypp.planning.machines import Machines
 
 OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 2, 2, 4
 """Files for a rank's own snapshots: on a single node; with a partner on another node when memory is
