@@ -12,9 +12,9 @@ from raypp.control.machine import Finish, Machine
 from raypp.control.protocol import Outcome
 from raypp.control.seats import Rank
 from raypp.failure_kinds import FailureKind
+from raypp.mesh.shapes import Shape
 from raypp.observe.status import RunStatus
 from raypp.records import Event, RankFailure, Requests, RunState
-from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import AttemptEnd, describe, root_cause
 
 _ENDS = frozenset(state.lower() for state in RunState if state.final)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages
+from raypp.mesh.shapes import divisors
 from raypp.planning.choices import cut_of, lookahead_of, schedule_of
 from raypp.planning.stored_bytes import BLOCK
 from raypp.planning.wire_checks import wire_problems
@@ -226,24 +227,6 @@ def _selective(job: Job) -> Iterator[Problem]:
         what += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights separately"
         fix = "use full or none, or a schedule with whole backwards, for example 1f1b"
         yield Problem("train.activation_checkpointing", what, fix)
-
-
-def divisors(number: int) -> list[int]:
-    """Returns the divisors of a positive number, ascending.
-
-    Fast for products of small numbers, such as the rows of a step.
-    """
-    found, prime = [1], 2
-    while number > 1:
-        if prime * prime > number:
-            prime = number
-        powers = [1]
-        while number % prime == 0:
-            number //= prime
-            powers.append(powers[-1] * prime)
-        found = [one * power for power in powers for one in found]
-        prime += 1
-    return sorted(found)
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:

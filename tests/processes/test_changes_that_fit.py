@@ -1,4 +1,4 @@
-"""A rank whose device is too small names changes that fit, which the planner finds in its process."""
+"""A rank whose device is too small names changes that fit: it asks another process for them."""
 
 from __future__ import annotations
 
