@@ -8,9 +8,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from raypp.checkpoint.layout import spec_key
+from raypp.checkpoint.run_end import read_end
+from raypp.checkpoint.run_spec import newest_number
 from raypp.clusters import known_runs
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import JobError, Problem, RayppError
+from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.observe.reader import RunReader
 from raypp.observe.status import GONE_AFTER_S, NO_CONTROLLER, RunStatus, is_final, without_a_sign_of_life
 from raypp.records import RunState
@@ -43,35 +46,58 @@ def open_reader(place: RunPlace) -> RunReader:
 def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     """Returns a run's current status.
 
-    This is `recorded_status`, but PENDING if the run was resubmitted and has no new status yet.
+    There is an end, or its controller lives, or the run is lost: FAILED, with what is known.
 
     Raises:
         StoreError: Its store does not respond.
     """
-    status = recorded_status(place, reader)
-    submitted_again = place.submitted_at is not None and place.submitted_at > status["updated_at"]
-    if is_final(status) and submitted_again and known_runs.controller_alive(place):
-        return {**status, "state": str(RunState.PENDING), "ranks": [], "error": None}
-    return status
-
-
-def recorded_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
-    """Returns the status from the run's records, or FAILED if its controller is gone.
-
-    Raises:
-        StoreError: Its store does not respond.
-    """
-    status = reader.status() or _status_before_the_first(place)
-    if is_final(status) or time.time() - status["updated_at"] < GONE_AFTER_S:
-        return status
+    status = reader.status()
+    if status is not None and not is_final(status) and time.time() - status["updated_at"] < GONE_AFTER_S:
+        return status  # its controller lives
+    try:
+        ended = ended_status(reader)
+    except CheckpointError as error:
+        known = status or _status_before_the_first(place, reader)
+        state = known["state"] if is_final(known) else str(RunState.FAILED)
+        return {**known, "state": state, "error": f"{error}\nits status says {known['state']}"}
+    if ended is not None:
+        return ended
+    if status is None or is_final(status):  # that is an earlier submission's
+        status = _status_before_the_first(place, reader) | ({} if status is None else {"step": status["step"]})
     # Only for a run without recent updates, because the check connects to the cluster.
     alive = known_runs.controller_alive(place)
-    # The run may have recorded its end after the first read and before the check.
-    status = reader.status() or status
+    # The run may have ended after the first look and before the check.
+    if (ended := ended_status(reader)) is not None:
+        return ended
     seen = without_a_sign_of_life(status, alive, time.time())
     if seen is not status and alive is False and (reason := _why_not_led(place)):
         return {**seen, "error": f"{reason}\nthen resume it with raypp submit --resume"}
     return seen
+
+
+def ended_status(reader: RunReader) -> dict[str, Any] | None:
+    """Returns the status of a run whose end is recorded; None of any other. Asks no cluster.
+
+    Raises:
+        CheckpointError: The object that says how it ended is damaged.
+        StoreError: Its store does not respond.
+    """
+    number, status = newest_number(reader.store, reader.run), reader.status()
+    if (end := read_end(reader.store, reader.run, number)) is not None:
+        return end.in_status(status or RunStatus(reader.run, end.state).as_dict())
+    if not is_final(status):
+        return None
+    # The run of a raypp that wrote no ends, unless this status is of the submission before.
+    assert status is not None
+    if number > 1 and read_end(reader.store, reader.run, number - 1) is not None:
+        return None
+    return status if number < 2 or status["updated_at"] >= _submitted_at(reader, number) else None
+
+
+def _submitted_at(reader: RunReader, number: int) -> float:
+    """Returns when a spec was written, in seconds since 1970."""
+    spec = reader.store.head(spec_key(reader.run, max(1, number)))
+    return spec.modified if spec else time.time()
 
 
 def _why_not_led(place: RunPlace) -> str:
@@ -85,12 +111,9 @@ def _why_not_led(place: RunPlace) -> str:
     return (begin + reason).strip()
 
 
-def _status_before_the_first(place: RunPlace) -> dict[str, Any]:
+def _status_before_the_first(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     """Returns the status of a run that was submitted but has not written a status yet."""
-    since = place.submitted_at
-    if since is None:
-        spec = open_store(place.url).head(f"{place.name}/spec.json")
-        since = spec.modified if spec else time.time()
+    since = place.submitted_at or _submitted_at(reader, newest_number(reader.store, reader.run))
     return RunStatus(place.name, RunState.PENDING, updated_at=since).as_dict()
 
 

@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from raypp.checkpoint.run_end import RunEnd
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
-from raypp.observe.reader import RunReader
-from raypp.observe.status import is_final
-from raypp.records import RunState
+from raypp.errors import EXIT_RUN_FAILED, RayppError
 
 _JOB_POLL_S = 2.0
 _RECORDS_PATIENCE_S = 15.0
@@ -59,14 +57,13 @@ class JobWatch:
         if self.job is not None and self.job["status"] in FINAL_JOB_STATES and self._ended is None:
             self._ended = time.monotonic()
 
-    def exit_code(self, status: dict[str, Any], reader: RunReader, say: Callable[[str], None]) -> int:
-        """Returns the run's exit code from its records, else its driver's.
+    def exit_code(self, end: RunEnd | None, say: Callable[[str], None]) -> int:
+        """Returns the run's exit code from its end; without one, that of its driver.
 
         Waits a little for the driver to end.
 
         Args:
-            status: The run's last status.
-            reader: Its records.
+            end: How the run ended; None if nobody recorded it.
             say: Gets what the user should know.
         """
         for _ in range(50):
@@ -74,18 +71,11 @@ class JobWatch:
             if self._ended is not None:
                 break
             time.sleep(0.1)
-        if status["state"] == RunState.SUCCEEDED:
-            return EXIT_OK
-        # Not if it only seems to have failed, because nothing has been recorded any more.
-        recorded = is_final(status) and is_final(reader.status())
-        code = _recorded_exit_code(reader) if recorded else None  # a driver that was killed has none
-        if status["state"] == RunState.STOPPED:
-            return code or EXIT_OK
-        code = (self.job or {}).get("driver_exit_code") if code is None else code
-        if not recorded:
-            message = (self.job or {}).get("message") or "it no longer exists"
-            say(f"the run's Ray job ended before the run did: {message}")
-        return code if isinstance(code, int) and 0 < code < 128 else EXIT_RUN_FAILED
+        if end is not None:
+            return end.exit_code
+        message = (self.job or {}).get("message") or "it no longer exists"
+        say(f"the run's Ray job ended before the run did: {message}")
+        return self.driver_exit_code or EXIT_RUN_FAILED
 
     def new_log(self) -> Iterator[str]:
         """Yields what is new in the job's log until the job ends."""
@@ -106,9 +96,3 @@ class JobWatch:
         """The exit code of the job's driver, after `new_log` has ended."""
         code = (self.job or {}).get("driver_exit_code")
         return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED
-
-
-def _recorded_exit_code(reader: RunReader) -> int | None:
-    ends = [event for event in reader.events() if event.kind in ("failed", "stopped")]
-    code = ends[-1].details.get("exit_code") if ends else None
-    return code if isinstance(code, int) else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raypp.api.find_run import find_run, open_reader, present_status
+from raypp.api.find_run import ended_status, find_run, open_reader, present_status
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -121,7 +121,7 @@ class Run:
         """
         answer = client.save_run(self._active(), self.place, on_wait)
         if not answer["found"]:
-            raise self._not_active(answer)
+            raise self._not_active()
         if answer["committed"] is None:
             fix = f"see `raypp events {shell_word(self.name)}` for the cause"
             raise CheckpointError(Problem("RUN", answer["what"], fix))
@@ -141,9 +141,9 @@ class Run:
             JobError: It has ended already.
             RunFailedError: It ended otherwise than by being stopped.
         """
-        answer = client.stop_run(self._active(), self.place, self._reader, save=save, on_wait=on_wait)
+        answer = client.stop_run(self._active(), self.place, self._reader.store, save=save, on_wait=on_wait)
         if not answer["found"]:
-            raise self._not_active(answer)
+            raise self._not_active()
         if answer.get("exit_code"):
             what = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
             raise RunFailedError(Problem("RUN", what, f"see `raypp events {shell_word(self.name)}`"))
@@ -228,14 +228,14 @@ class Run:
         Raises:
             JobError: The run has ended.
         """
-        if is_final(self._reader.status()):
+        if ended_status(self._reader) is not None:
             raise self._not_active()
         return known_runs.cluster_of(self.place)
 
-    def _not_active(self, answer: dict[str, Any] | None = None) -> JobError:
+    def _not_active(self) -> JobError:
         state = present_status(self.place, self._reader)["state"]
         words = state if RunState(state).final else f"{state} according to its records"
-        return client.no_such_controller(self.name, words, answer)
+        return client.no_such_controller(self.name, words)
 
 
 def list_runs() -> list[Run]:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from raypp.api.find_run import runs_below
+from raypp.api.find_run import ended_status, runs_below
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps, rate_jump
-from raypp.checkpoint.run_spec import add_spec, name_taken, read_spec, write_spec
+from raypp.checkpoint.run_spec import name_taken, newest_number, read_spec, write_spec
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import NoAnswerError
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
@@ -18,7 +18,6 @@ from raypp.control import client
 from raypp.errors import JobError, Problem, RayppError, UnreachableError
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
-from raypp.observe.status import is_final
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile, job_document
 from raypp.storage import AlreadyExists, ObjectStore, open_store
@@ -106,17 +105,18 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
         KeyboardInterrupt: With a note, if the cluster may have the run.
     """
     job, store, asked = prepared.file.job, prepared.store, False
+    number = newest_number(store, job.name) + 1 if prepared.resume else 1
 
     def write() -> None:
         nonlocal asked
         try:
-            (add_spec if prepared.resume else write_spec)(store, job.name, job_document(job))
+            write_spec(store, job.name, job_document(job), number)
         except AlreadyExists as error:  # another submission was quicker
             raise JobError(map(prepared.file.locate, error.problems)) from None
         asked = True
 
     try:
-        submission = client.submit_run(job, prepared.cluster, store.url, before=write)
+        submission = client.submit_run(job, prepared.cluster, store.url, number=number, before=write)
     except NoAnswerError as error:
         if not asked:
             raise
@@ -162,16 +162,15 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> No
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
-    """Refuses a name whose run is still active, also if it is another store's.
+    """Refuses a name whose run is still active.
 
     Waits a little for the Ray job of a run that has ended.
 
     The run's driver and Ray notice the end of a run with a delay.
     """
     place, reader = RunPlace(store.url, job.name, cluster.address), RunReader(store, job.name)
-    known_runs.check_namesakes(cluster.dashboard, place)
     end = time.monotonic() + _JOB_END_WAIT_S
-    while is_final(reader.status()):
+    while ended_status(reader) is not None:
         jobs = known_runs.living_jobs(cluster.dashboard, place)
         if not jobs:
             return  # its controller may linger; the next submission ends it

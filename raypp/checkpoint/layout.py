@@ -36,6 +36,11 @@ def spec_number(run: str, key: str) -> int | None:
     return number if number is not None and key == spec_key(run, number) else None
 
 
+def end_key(run: str, number: int = 1) -> str:
+    """Returns the key of how the submission with a spec of this number ended."""
+    return f"{run}/end.json" if number == 1 else f"{run}/end-{number}.json"
+
+
 def attempt_key(run: str, attempt: int) -> str:
     """Returns the key of an attempt's claim; the process that creates it is that attempt."""
     return f"{run}/attempts/attempt-{attempt}"

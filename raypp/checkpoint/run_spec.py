@@ -30,20 +30,25 @@ class _Spec(TypedDict, total=False):
     checkpoint: _Section
 
 
-def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
-    """Begins a run: creates `NAME/spec.json`, without the secrets in `resources.env`.
+def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any], number: int = 1) -> str:
+    """Begins a submission: creates `NAME/spec.json`, for a resume `NAME/spec-2.json` and so on,
+    without the secrets in `resources.env`.
+
+    Args:
+        number: 1 for a new run; for a resume `newest_number` + 1.
 
     Returns:
         The key written.
 
     Raises:
-        AlreadyExists: A run of this name exists; the fix names the alternatives.
+        AlreadyExists: A run of this name, or a resume of this number, exists; the fix names the
+            alternatives.
     """
-    key = spec_key(check_run(run))
+    key = spec_key(check_run(run), number)
     try:
         store.put(key, _encoded(without_secrets(job_doc)), if_absent=True)
     except AlreadyExists:
-        raise AlreadyExists(name_taken(store, run)) from None
+        raise AlreadyExists(name_taken(store, run) if number == 1 else _resumed_already(store, run)) from None
     return key
 
 
@@ -53,20 +58,14 @@ def name_taken(store: ObjectStore, run: str) -> Problem:
     return Problem("name", what, "resume it (`raypp submit --resume`), or choose another name (`--set name=…`)")
 
 
-def add_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any]) -> str:
-    """Writes the job of a resume: `NAME/spec-2.json`, `spec-3.json` …; the first is `spec.json`.
+def _resumed_already(store: ObjectStore, run: str) -> Problem:
+    what = f"the run {run!r} at {store.url} was resumed by somebody else at the same time"
+    return Problem("name", what, f"follow it with `raypp status {store.url.rstrip('/')}/{run} --watch`")
 
-    Returns:
-        The key written.
-    """
-    number = max(_numbers(store, check_run(run)), default=0) + 1
-    while True:
-        key = spec_key(run, number)
-        try:
-            store.put(key, _encoded(without_secrets(job_doc)), if_absent=True)
-            return key
-        except AlreadyExists:
-            number += 1
+
+def newest_number(store: ObjectStore, run: str) -> int:
+    """Returns the number of the last submission's spec; 0 if there is none."""
+    return max(_numbers(store, check_run(run)), default=0)
 
 
 def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[s
         CheckpointError: No run has this name, or its job cannot be read.
     """
     if number is None:
-        number = max(_numbers(store, check_run(run)), default=0)
+        number = newest_number(store, run)
     key = spec_key(run, max(number, 1))
     try:
         data = store.get(key, 0, _BOUNDS.size + 1)

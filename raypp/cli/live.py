@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 
-from raypp.api.find_run import recorded_status
+from raypp.api.find_run import present_status
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.render import curve, error_facts, facts, show_event, state_text
 from raypp.clusters.known_runs import RunPlace
@@ -54,18 +54,12 @@ class LiveView:
         self._shown_state: str | None = None
         self._shown_step = 0
         self._trouble_shown = False
-        self._old_stamp: float | None = None
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
     def skip_earlier_records(self, reader: RunReader) -> None:
-        """Ignores the records now in the store.
-
-        They belong to an earlier submission of the run, and so does its end.
-        """
-        status = reader.status()
-        self._old_stamp = status["updated_at"] if status else None
+        """Ignores the records now in the store, which are of an earlier submission of the run."""
         self._shown_events = {_key(event) for event in reader.events()}
         rows = reader.history()
         self._shown_step = rows[-1]["step"] if rows else 0
@@ -118,9 +112,7 @@ class LiveView:
 
         Reads the status first, so that the other two contain everything it refers to.
         """
-        status = recorded_status(place, reader)
-        if self._old_stamp is not None and status["updated_at"] == self._old_stamp:
-            status = {**status, "state": "PENDING", "ranks": [], "error": None}
+        status = present_status(place, reader)
         self.update(status, reader.history(), reader.events())
         return status
 

@@ -14,6 +14,7 @@ from raypp.api.checked_job import load_checked_job
 from raypp.api.job_watch import JobWatch
 from raypp.api.run import Run, end_in_words
 from raypp.api.submission import prepare, start
+from raypp.checkpoint.run_end import read_end
 from raypp.cli.job_argument import job_argument
 from raypp.cli.live import LiveView
 from raypp.cli.output import echo, echo_json, echo_lines, say
@@ -133,6 +134,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
     try:
         try:
             status = view.follow(place, reader, watch.over)
+            end = read_end(reader.store, place.name)
         except StoreError as error:
             echo(
                 f"cannot read the run's records from here ({one_line(str(error))}); showing the Ray job's log instead",
@@ -143,7 +145,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
             if as_json:
                 _print_json({"run": place.name})
             return watch.driver_exit_code
-        code = watch.exit_code(status, reader, say)
+        code = watch.exit_code(end, say)
         view.summary(place, status, reader.history(), reader.events())
     except KeyboardInterrupt:
         echo(err=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from raypp.api.find_run import find_run, present_status
+from raypp.api.find_run import ended_status, find_run, present_status
 from raypp.cli.console import wide_console
 from raypp.cli.output import echo, write_file
 from raypp.cli.timeline_view import timeline_view
@@ -50,10 +50,11 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
     """
     place, reader = find_run(run)
     store = open_store(place.url)
-    if recorded or is_final(reader.status()):
+    ended = ended_status(reader) is not None
+    if recorded or ended:
         trace = newest_trace(store, place.name)
         if trace is None:
-            raise _none_recorded(place, ended=is_final(reader.status()))
+            raise _none_recorded(place, ended=ended)
     else:
         trace = _next_steps(place, reader, store, steps)
     events = reader.events()
@@ -98,11 +99,11 @@ def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, 
         status = present_status(place, reader)
         answer = client.command_run(cluster, place, f"timeline-{steps}")
         if not answer["found"]:
-            if patient and not is_final(status) and "other" not in answer:
+            if patient and not is_final(status):
                 time.sleep(_ASK_EVERY_S)  # Ray starts the controller again
                 continue
             state = present_status(place, reader)["state"]
-            raise client.no_such_controller(place.name, f"{state} according to its records", answer)
+            raise client.no_such_controller(place.name, f"{state} according to its records")
         if answer["traced"]:
             echo(f"{place.name}: tracing {steps} steps, {answer['what']}", err=True)
             return int(present_status(place, reader)["attempt"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import json
+import os
 import time
 import urllib.parse
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from raypp.errors import JobError, Problem, RayppError
 from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.paths import same_place
+from raypp.untrusted.text import shell_word
 
 _QUICK_S = 3.0
 _MAX_NAMES = 8
@@ -46,9 +49,21 @@ class RunPlace:
     submitted_at: float | None = None
 
 
+def cluster_name(url: str, name: str) -> str:
+    """Returns what a cluster calls a run, by which it tells runs of one name in two stores apart:
+    the name, and a digest of both.
+
+    Args:
+        url: Of its store, in the store's own form.
+        name: The run's name.
+    """
+    store = (url if "://" in url else os.path.realpath(url)).rstrip("/")
+    return f"{name}.{hashlib.sha256(f'{store}/{name}'.encode()).hexdigest()[:8]}"
+
+
 def remember_run(place: RunPlace) -> None:
-    """Records a submitted run on this machine; replaces an earlier one of the same name."""
-    write_private(_file(place.name), json.dumps(asdict(place)))
+    """Records a submitted run on this machine."""
+    write_private(_file(place.url, place.name), json.dumps(asdict(place)))
 
 
 def locate_run(argument: str) -> RunPlace:
@@ -69,14 +84,16 @@ def _located(argument: str) -> RunPlace:
         url, _, name = argument.rpartition("/")
         known = next((one for one in known_runs() if (one.url.rstrip("/"), one.name) == (url, name)), None)
         return known or RunPlace(url, name, None)
-    place = _read(_file(argument))
-    if place is not None:
-        return place
     places = known_runs()
-    for one in places:
-        if one.name == argument:
-            return one
-    raise _unknown(argument, [one.name for one in places])
+    named = [one for one in places if one.name == argument]
+    if not named:
+        raise _unknown(argument, [one.name for one in places])
+    # The newest, unless several of them are active.
+    active = [one for one in named if one.address is not None and controller_alive(one)] if len(named) > 1 else []
+    if len(active) > 1:
+        forms = [shell_word(f"{one.url.rstrip('/')}/{one.name}") for one in active]
+        raise JobError(Problem("RUN", f"{len(active)} runs named {argument!r} are active", f"use {' or '.join(forms)}"))
+    return (active or named)[0]
 
 
 def known_runs() -> list[RunPlace]:
@@ -107,61 +124,25 @@ def controller_alive(place: RunPlace, timeout_s: float = _QUICK_S) -> bool | Non
     """
     try:
         dashboard = cluster_of(place, timeout_s).dashboard
-        name = urllib.parse.quote(f"raypp/{place.name}", safe="", errors="replace")
+        name = urllib.parse.quote(f"raypp/{cluster_name(place.url, place.name)}", safe="", errors="replace")
         query = f"/api/v0/actors?filter_keys=name&filter_predicates=%3D&filter_values={name}&limit=1000"
         actors = dashboard.get_json(query)["data"]["result"]["result"]
-        own, others = _jobs_of_name(dashboard, place)
-        foreign = {job.get("job_id") for job in others} - {None}
-        if any(actor["state"] != "DEAD" and actor.get("job_id") not in foreign for actor in actors):
+        if any(actor["state"] != "DEAD" for actor in actors):
             return True
-        return any(map(_is_unfinished, own))
+        return bool(living_jobs(dashboard, place))
     except (RayppError, KeyError, TypeError):
         return None
 
 
 def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:
     """Returns the run's unfinished Ray jobs; a new one may not have a controller yet."""
-    own, _ = _jobs_of_name(dashboard, place)
-    return [str(job["submission_id"]) for job in own if _is_unfinished(job)]
-
-
-def check_namesakes(dashboard: Dashboard, place: RunPlace) -> None:
-    """Checks that no unfinished Ray job is of a run of the same name in another store: the cluster
-    knows runs by their names.
-
-    Raises:
-        JobError: One is.
-    """
-    _, others = _jobs_of_name(dashboard, place)
-    active = next(filter(_is_unfinished, others), None)
-    if active is not None:
-        raise name_in_use(place.name, str(active["metadata"]["raypp_url"]))
-
-
-def name_in_use(run: str, url: str) -> JobError:
-    """Returns the error of a submission whose name a run of another store has in the cluster.
-
-    Args:
-        run: The name.
-        url: That other store's URL.
-    """
-    what = f"another run named {run!r}, of {url}, is active in this cluster"
-    return JobError(Problem("name", what, "choose another name with `--set name=…`, or wait until that run has ended"))
-
-
-def _jobs_of_name(dashboard: Dashboard, place: RunPlace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the Ray jobs of the run, and those of runs of its name in other stores."""
-    own: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    for job in dashboard.jobs():
-        its = job.get("metadata") or {}
-        if its.get("raypp_run") == place.name and "raypp_url" in its:
-            (own if same_place(str(its["raypp_url"]), place.url) else others).append(job)
-    return own, others
-
-
-def _is_unfinished(job: dict[str, Any]) -> bool:
-    return job["status"] not in FINAL_JOB_STATES
+    return [
+        str(job["submission_id"])
+        for job in dashboard.jobs()
+        if (its := job.get("metadata") or {}).get("raypp_run") == place.name
+        and same_place(str(its.get("raypp_url")), place.url)
+        and job["status"] not in FINAL_JOB_STATES
+    ]
 
 
 def _of_cluster(cluster: Cluster) -> list[RunPlace]:
@@ -176,8 +157,8 @@ def _of_cluster(cluster: Cluster) -> list[RunPlace]:
     return list(places.values())
 
 
-def _file(name: str) -> Path:
-    return raypp_home() / "runs" / f"{name}.json"
+def _file(url: str, name: str) -> Path:
+    return raypp_home() / "runs" / f"{cluster_name(url, name)}.json"
 
 
 def _read(path: Path) -> RunPlace | None:

@@ -33,7 +33,8 @@ from raypp.ports import free_port, free_ports
 
 _START_S = 300.0
 """A node imports Ray from a shared folder, which takes a minute on a busy file server."""
-_END_S = 20.0
+_END_S = 60.0
+_LEAVE_S = 10.0
 _START_TRIES = 3
 _OBJECT_STORE_BYTES = 200 << 20
 _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -316,7 +317,7 @@ def _run_ray(command: Sequence[str], environment: Mapping[str, str], over: threa
         if over.wait(0.2):
             ray.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                ray.wait(_END_S / 2)
+                ray.wait(_LEAVE_S)
             break
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(ray.pid, signal.SIGKILL)  # also what `ray start --block` left behind

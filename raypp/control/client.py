@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raypp.checkpoint.run_end import read_end
 from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -23,12 +24,10 @@ from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
 from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
 from raypp.control.reshape import best_for, reshaped
-from raypp.control.run_events import recorded_outcome
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.shapes import shapes
-from raypp.observe.reader import RunReader
 from raypp.planning.fit import memory_problems
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.stored_bytes import size_text
@@ -39,6 +38,7 @@ from raypp.spec.load import job_document
 from raypp.spec.own_code import own_files
 from raypp.spec.secret import secrets_of, without_secrets
 from raypp.spec.trackers import missing_for_trackers, tracker_variables
+from raypp.storage import ObjectStore
 from raypp.untrusted.text import shell_word
 
 _COMMAND_PATIENCE_S = 180.0
@@ -186,6 +186,7 @@ def submit_run(
     cluster: Cluster,
     url: str,
     *,
+    number: int = 0,
     before: Callable[[], None] = lambda: None,
     rank_function: str | None = None,
     relays_from_ranks: int = RELAYS_FROM_RANKS,
@@ -195,6 +196,7 @@ def submit_run(
     Args:
         job: Its spec must be in the store, unless `before` writes it.
         url: The store's absolute URL, in the store's own form.
+        number: Of its spec; 0: the newest.
         before: Called when only the submission itself is left to do.
         rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
@@ -212,6 +214,7 @@ def submit_run(
         rank_function=rank_function,
         relays_from_ranks=relays_from_ranks,
         store=url,
+        number=number,
     )
     tracking, tracking_secrets = tracker_variables(job, os.environ)
     settings |= tracking
@@ -302,12 +305,12 @@ def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None)
 
 
 def stop_run(
-    cluster: Cluster, place: RunPlace, reader: RunReader, *, save: bool, on_wait: Waiting = lambda: None
+    cluster: Cluster, place: RunPlace, store: ObjectStore, *, save: bool, on_wait: Waiting = lambda: None
 ) -> dict[str, Any]:
     """Stops a run and waits for its end.
 
     A controller that restarts may end the run and leave before it is asked again. Then the run's
-    records answer.
+    end answers.
 
     Args:
         save: Whether a last checkpoint is saved.
@@ -322,10 +325,8 @@ def stop_run(
         on_wait()
     while answer["found"] and answer["state"] is None:
         answer = command_run(cluster, place, command)
-    status = None if answer["found"] else reader.run_status()
-    if status is None or not status.state.final:
-        return answer
-    return {"found": True, **asdict(recorded_outcome(status, reader.events()))}
+    end = None if answer["found"] else read_end(store, place.name)
+    return answer if end is None else {"found": True, **asdict(end)}
 
 
 def _by_process(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
@@ -399,17 +400,13 @@ def _paths_for_tests(rank_function: str | None) -> dict[str, str]:
     return {"PYTHONPATH": os.environ["PYTHONPATH"]} if rank_function and os.environ.get("PYTHONPATH") else {}
 
 
-def no_such_controller(run: str, state: str, answer: Mapping[str, Any] | None = None) -> JobError:
+def no_such_controller(run: str, state: str) -> JobError:
     """Returns the error of a command for a run that has ended.
 
     Args:
         run: The run's name.
         state: Its state in words.
-        answer: Of `command_run`, if it was asked.
     """
-    if other := (answer or {}).get("other"):
-        what = f"{run} is {state}; the run of this name in the cluster is another one, of {other}"
-        return JobError(Problem("RUN", what, f"name that one as {shell_word(f'{other}/{run}')}"))
     fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"
     if state.startswith(RunState.PENDING):
         fix = f"try again in some seconds if it was just submitted; else {fix}"

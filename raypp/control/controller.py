@@ -12,8 +12,9 @@ from typing import Any
 
 import ray
 
+from raypp.checkpoint.run_end import RunEnd
 from raypp.control.credentials import load_private_environment
-from raypp.control.protocol import BatchAnswer, Outcome, RelayAnswer, RelayReport, ReportBatch, RunRequest
+from raypp.control.protocol import BatchAnswer, RelayAnswer, RelayReport, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
@@ -46,7 +47,7 @@ class Controller:
         self._thread = start_thread(self._leader, self._go)
 
     def __repr__(self) -> str:
-        return f"raypp/{self._request.run}"
+        return f"raypp/{self._request.cluster_name}"
 
     def report(self, batch: ReportBatch) -> BatchAnswer:
         """Takes a worker's reports."""
@@ -59,7 +60,7 @@ class Controller:
     def alive(self) -> None:
         """Answers: an idle worker or relay checks whether the controller is there."""
 
-    def follow(self, cursor: int, patience_s: float = 1.0) -> tuple[list[str], int, Outcome | None]:
+    def follow(self, cursor: int, patience_s: float = 1.0) -> tuple[list[str], int, RunEnd | None]:
         """Returns the lines since `cursor`, the next cursor, and the outcome once there is one."""
         self._watched_at = time.monotonic()
         outcome = self._leader.outcome
@@ -115,7 +116,7 @@ class Controller:
         """Requests the end of the run; returns at once."""
         self._leader.intake.request_stop(save)
 
-    def outcome(self, patience_s: float = 0.0) -> Outcome | None:
+    def outcome(self, patience_s: float = 0.0) -> RunEnd | None:
         """Returns how the run ended, waiting up to `patience_s` for it."""
         end = time.monotonic() + patience_s
         while self._leader.outcome is None and time.monotonic() < end:
@@ -124,12 +125,11 @@ class Controller:
         return self._leader.outcome
 
     def facts(self) -> dict[str, Any]:
-        """Returns the current status, the URL of the run's store, this process' id, and how many
-        relay reports it has processed."""
+        """Returns the current status, this process' id, and how many relay reports it has
+        processed."""
         leader = self._leader
         return {
             **leader.record.status().as_dict(),
-            "store": self._request.store,
             "controller_pid": os.getpid(),
             "relay_reports": leader.intake.relay_reports,
         }

@@ -21,18 +21,23 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from raypp.checkpoint.run_end import RunEnd, read_end, write_end
+from raypp.checkpoint.run_spec import newest_number
+from raypp.clusters.known_runs import cluster_name
 from raypp.control.credentials import load_private_environment
-from raypp.control.protocol import NAMESPACE, REQUEST_FILE, Outcome, RunRequest, controller_name
+from raypp.control.protocol import NAMESPACE, REQUEST_FILE, RunRequest
 from raypp.environment import check_node
 from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError, words_after_stack
 from raypp.observe.status import NO_CONTROLLER
 from raypp.quick_import import quick_import
+from raypp.records import RunState
 from raypp.retry import Backoff
-from raypp.untrusted.paths import same_place
+from raypp.storage import open_store
 from raypp.untrusted.text import visible_lines
 
 _LOST_S = 60.0
@@ -59,12 +64,12 @@ def main(arguments: list[str]) -> int:
     return _follow_run(request)
 
 
-def find_controller(run: str) -> Any:
-    """Returns the running controller of a run, or None."""
+def find_controller(name: str) -> Any:
+    """Returns the running controller of the run that the cluster calls so, or None."""
     import ray
 
     try:
-        return ray.get_actor(controller_name(run), namespace=NAMESPACE)
+        return ray.get_actor(f"raypp/{name}", namespace=NAMESPACE)
     except ValueError:
         return None
 
@@ -82,16 +87,15 @@ def command(name: str, run: str, url: str, patience_s: float = 120.0) -> dict[st
         patience_s: Of all tries together.
 
     Returns:
-        `found`: whether there is a controller; if one leads a run of this name in another store,
-        `other`: that store's URL; for save what `Controller.save` returns; for a stop `state` (None
-        if the run has not ended yet), `step`, `checkpoint`, `exit_code`, `reason`; for facts the
-        status; for a timeline `traced` and `what`.
+        `found`: whether there is a controller; for save what `Controller.save` returns; for a stop
+        the fields of `RunEnd`, or `state: None` if the run has not ended yet; for facts the status;
+        for a timeline `traced` and `what`.
     """
     end = time.monotonic() + patience_s
-    controller = find_controller(run)
+    controller = find_controller(cluster_name(url, run))
     if controller is None:
         return {"found": False}
-    return answer_of(lambda: _ask(controller, name, url, max(1.0, end - time.monotonic())), patience_s)
+    return answer_of(lambda: _ask(controller, name, max(1.0, end - time.monotonic())), patience_s)
 
 
 def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str, Any]:
@@ -111,22 +115,11 @@ def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str,
         return {"found": False}
 
 
-def _other_store(controller: Any, url: str, patience_s: float | None = None) -> str:
-    """Returns the store's URL of the run that a controller leads; empty if it is `url`, or if an
-    older controller does not say."""
-    import ray
-
-    led = str(ray.get(controller.facts.remote(), timeout=patience_s).get("store") or url)
-    return "" if same_place(led, url) else led
-
-
-def _ask(controller: Any, name: str, url: str, patience_s: float) -> dict[str, Any]:
+def _ask(controller: Any, name: str, patience_s: float) -> dict[str, Any]:
     """Asks a controller once; see `command`."""
     import ray
 
     answer: dict[str, Any]
-    if other := _other_store(controller, url, patience_s):
-        return {"found": False, "other": other}
     if name == "save":
         answer = ray.get(controller.save.remote(min(patience_s, _WAIT_S)))
     elif name.startswith("save-"):
@@ -138,11 +131,10 @@ def _ask(controller: Any, name: str, url: str, patience_s: float) -> dict[str, A
         answer = ray.get(controller.facts.remote(), timeout=patience_s)
     else:
         ray.get(controller.stop.remote(name == "stop"), timeout=patience_s)
-        outcome: Outcome | None = ray.get(controller.outcome.remote(min(patience_s, _WAIT_S)))
+        outcome: RunEnd | None = ray.get(controller.outcome.remote(min(patience_s, _WAIT_S)))
         if outcome is None:
             return {"state": None}
-        answer = {"state": outcome.state, "step": outcome.step, "checkpoint": outcome.checkpoint}
-        answer |= {"exit_code": outcome.exit_code, "reason": outcome.reason}
+        answer = asdict(outcome)
     return answer
 
 
@@ -152,7 +144,6 @@ def _controller(request: RunRequest) -> Any:
 
     Raises:
         RayActorError: Its constructor failed, or every new one has ended for a minute.
-        JobError: A run of the same name in another store is active.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -165,7 +156,7 @@ def _controller(request: RunRequest) -> Any:
         controller: Any = (
             ray.remote(Controller)
             .options(
-                name=controller_name(request.run),
+                name=f"raypp/{request.cluster_name}",
                 namespace=NAMESPACE,
                 lifetime="detached",
                 # On this driver's node, the head, whose end is the end of the cluster anyway.
@@ -179,10 +170,6 @@ def _controller(request: RunRequest) -> Any:
         )
         try:
             if not ray.get(controller.over_for_another.remote(request.submission_id)):
-                if other := _other_store(controller, request.store):
-                    from raypp.clusters.known_runs import name_in_use
-
-                    raise name_in_use(request.run, other)
                 return controller
             ray.get(controller.dismiss.remote())
         except ray.exceptions.RayActorError as error:  # it has just exited
@@ -215,16 +202,17 @@ def _follow_run(request: RunRequest) -> int:
 
     try:
         controller = _controller(request)
-    except (ray.exceptions.RayActorError, JobError) as error:
-        words, code = (str(error), error.exit_code) if isinstance(error, JobError) else why_no_controller(str(error))
+    except ray.exceptions.RayActorError as error:
+        words, code = why_no_controller(str(error))
         print(visible_lines(NO_CONTROLLER + words), file=sys.stderr, flush=True)  # noqa: T201
+        _end_without_controller(request, words, code)
         return code
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:
         controller.stop.remote(False)
 
     signal.signal(signal.SIGTERM, on_term)
-    outcome = _follow(controller) or recorded_end_of(request)
+    outcome = _follow(controller) or _recorded_end(request)
     if outcome is None:
         print("the run's controller is gone; `raypp status` shows how far the run got", file=sys.stderr)  # noqa: T201
         return 1
@@ -235,25 +223,26 @@ def _follow_run(request: RunRequest) -> int:
     return outcome.exit_code
 
 
-def recorded_end_of(request: RunRequest) -> Outcome | None:
-    """Returns how the run ended since this submission, from its records; None if they do not say.
+def _recorded_end(request: RunRequest) -> RunEnd | None:
+    """Returns how the submission ended, if its store says so.
 
     A controller that has heard nothing from its driver for some seconds does not wait for it.
     """
-    from raypp.control.run_events import own_events, recorded_end, recorded_outcome
-    from raypp.observe.reader import RunReader
-    from raypp.storage import open_store
-
-    try:
-        reader = RunReader(open_store(request.job["checkpoint"]["url"]), request.run)
-        status, events = reader.run_status(), own_events(reader.events(), request.submission_id)
-    except RayppError:
-        return None
-    ended = status is not None and status.state.final and recorded_end(events) is not None
-    return recorded_outcome(status, events) if status is not None and ended else None
+    with contextlib.suppress(RayppError):
+        store = open_store(request.job["checkpoint"]["url"])
+        return read_end(store, request.run, request.number or None)
+    return None
 
 
-def _follow(controller: Any) -> Outcome | None:
+def _end_without_controller(request: RunRequest, reason: str, code: int) -> None:
+    """Records that the submission ended before anybody led it, if the store can be reached."""
+    with contextlib.suppress(RayppError):
+        store = open_store(request.job["checkpoint"]["url"])
+        number = request.number or newest_number(store, request.run)
+        write_end(store, RunEnd(request.run, RunState.FAILED, code, reason=NO_CONTROLLER + reason), number)
+
+
+def _follow(controller: Any) -> RunEnd | None:
     """Prints the controller's lines until it returns the outcome; None when it is gone for good."""
     import ray
 
@@ -261,7 +250,7 @@ def _follow(controller: Any) -> Outcome | None:
     silent_since: float | None = None
     while True:
         try:
-            answer: tuple[list[str], int, Outcome | None] = ray.get(controller.follow.remote(cursor), timeout=30)
+            answer: tuple[list[str], int, RunEnd | None] = ray.get(controller.follow.remote(cursor), timeout=30)
             lines, cursor, outcome = answer
             silent_since = None
         except ray.exceptions.GetTimeoutError:

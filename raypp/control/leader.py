@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
 from raypp.checkpoint.layout import spec_key
+from raypp.checkpoint.run_end import RunEnd, read_end, write_end
+from raypp.checkpoint.run_spec import newest_number
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt
@@ -25,7 +27,7 @@ from raypp.control.metrics import RunGauges
 from raypp.control.placement import Placement, choose_device, remove_groups_of
 from raypp.control.postmortem import collect_stacks
 from raypp.control.preemption import LAST_SAVE_S, PreemptionNotices
-from raypp.control.protocol import Outcome, RunRequest
+from raypp.control.protocol import RunRequest
 from raypp.control.report.intake import ReportIntake
 from raypp.control.report.processing import Preempted, ReportProcessing, StepDone
 from raypp.control.run_record import RunRecord
@@ -63,7 +65,7 @@ class Leader:
     """
 
     def __init__(self, request: RunRequest, handle: Any, restarted: bool) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: RunEnd | None = None
         self.begun = threading.Event()
         """Set once the ranks of an earlier controller process, if any, are taken over."""
         self.machine = m.Machine()
@@ -77,6 +79,7 @@ class Leader:
         self._launch_now = False
         self._has_resources = False
         """`_workers` and `_placement` are set."""
+        self._number = request.number
         self._end_is_recorded = False
         """An earlier controller process recorded how the run ended."""
         self._wake_at: float | None = None
@@ -146,11 +149,12 @@ class Leader:
         # A process that was killed before it recorded this submission left nothing to take over.
         self._restarted = self._restarted and self._ask_store(self.record.is_begun)
         run = self._request.run
-        earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
-        if earlier is not None and earlier.state.final:
+        self._number = self._request.number or self._ask_store(lambda: newest_number(self._store, run))
+        if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if self._restarted else None:
             self._end_by_name()
-            self.outcome = run_events.recorded_outcome(earlier, self._ask_store(self.record.earlier_events))
+            self.outcome = end
             return
+        earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
         if not self._restarted:
             self._end_by_name()  # an earlier submission whose controller is gone for good
         self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
@@ -159,7 +163,7 @@ class Leader:
         chosen = run_events.last_device(self._ask_store(self.record.earlier_events)) if self._restarted else None
         device = choose_device(self._job, chosen, self.record.event)
         self._sizing.gpu_bytes = self._request.gpu_bytes if device == "cuda" else 0
-        self._placement = Placement.of(self._job, self._sizing.largest().world, device)
+        self._placement = Placement.of(self._job, self._request.cluster_name, self._sizing.largest().world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
         self._has_resources = True
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
@@ -188,7 +192,7 @@ class Leader:
         if finish is not None:
             self._end_is_recorded = True
             self._end_by_name()
-        found = Takeover(last, events, [] if finish is not None else find_workers(self._request.run))
+        found = Takeover(last, events, [] if finish is not None else find_workers(self._request.cluster_name))
         if found.workers and found.is_over_without_all_ranks(newest, self._job.train.steps):
             self._end_by_name()
             found = Takeover(last, events, [])
@@ -373,8 +377,8 @@ class Leader:
 
     def _finish(self, finish: m.Finish) -> None:
         """Ends the run in an order that stays clear wherever this process is killed: the event and
-        all records, then the processes, then the status, which says that nothing of the run is
-        left."""
+        all records, then the processes, then the object that says how it ended and that nothing of
+        it is left."""
         state, record, run = finish.state, self.record, self._request.run
         if not self._end_is_recorded:
             record.event(run_events.end_event(finish, self.machine.attempt, record.step))
@@ -384,10 +388,15 @@ class Leader:
         if state is RunState.FAILED and not m.save_may_help(self.machine):
             with contextlib.suppress(Exception):  # ranks that end normally remove theirs themselves
                 remove_snapshots(run)
+        place, attempt = record.checkpoint_url(), self.machine.attempt
+        end = RunEnd(run, state, finish.exit_code, record.step, place, finish.reason, attempt)
+        if self._number:
+            with contextlib.suppress(RayppError):  # without its store, the run's commands say that it is lost
+                end = write_end(self._store, end, self._number)
         record.update_status(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
         self._gauges.status(record.status(), self.machine.committed_step)
         record.close()
-        self.outcome = Outcome(run, str(state), finish.exit_code, record.step, record.checkpoint_url(), finish.reason)
+        self.outcome = end
 
     def _end_processes(self) -> None:
         """Ends every process of the run and releases its devices; when that fails, by the run's
@@ -406,8 +415,8 @@ class Leader:
 
     def _end_by_name(self) -> None:
         """Ends all processes that carry this run's name, and releases its devices."""
-        end_workers(self._request.run)
-        remove_groups_of(self._request.run)
+        end_workers(self._request.cluster_name)
+        remove_groups_of(self._request.cluster_name)
 
 
 def start_thread(leader: Leader, afterwards: Callable[[], None]) -> threading.Thread:

@@ -141,10 +141,12 @@ class Placement:
     _used: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, job: Job, world: int, device: str) -> Placement:
+    def of(cls, job: Job, name: str, world: int, device: str) -> Placement:
         """Returns the placement of a job.
 
         Args:
+            job: The job.
+            name: What the cluster calls the run.
             world: Ranks of its mesh now.
             device: cpu or cuda.
         """
@@ -152,7 +154,7 @@ class Placement:
         if device == "cuda":
             bundle["GPU"] = 1.0
         elastic = job.recovery.elastic_options
-        return cls(group_name(job.name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0)
+        return cls(group_name(name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0)
 
     def __post_init__(self) -> None:
         self.spares = SpareDevices(f"{self.name}/spares", self.spare_count, self.bundle)

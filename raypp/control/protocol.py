@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from raypp.clusters.known_runs import cluster_name
 from raypp.observe.json_lines import LogLine
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, Seat, StepReport
 from raypp.spec.secret import HIDDEN
@@ -17,11 +18,6 @@ REQUEST_FILE = "raypp-run.json"
 """Name of the `RunRequest` in a run's package."""
 RELAYS_FROM_RANKS = 64
 """Ranks of smaller runs report to the controller directly."""
-
-
-def controller_name(run: str) -> str:
-    """Returns the actor name of a run's controller."""
-    return f"raypp/{run}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,8 @@ class RunRequest:
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
-        store: URL of the run's store, in the store's own form; it tells runs of one name apart.
+        store: URL of the run's store, in the store's own form; "" in tests with one run of a name.
+        number: Of the spec of this submission; 0: the newest when the controller starts.
     """
 
     run: str
@@ -48,6 +45,12 @@ class RunRequest:
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
     store: str = ""
+    number: int = 0
+
+    @property
+    def cluster_name(self) -> str:
+        """What the cluster calls the run."""
+        return cluster_name(self.store, self.run) if self.store else self.run
 
 
 def forks_workers(request: RunRequest) -> bool:
@@ -208,15 +211,3 @@ class RankEnd:
     reusable: bool = True
     why: str = ""
     unwritten: ReportBatch | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    run: str
-    state: str
-    exit_code: int
-    step: int
-    checkpoint: str | None
-    reason: str

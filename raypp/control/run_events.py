@@ -9,11 +9,9 @@ from typing import Any
 
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
-from raypp.control.protocol import Outcome
 from raypp.control.seats import Rank
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.shapes import Shape
-from raypp.observe.status import RunStatus
 from raypp.records import Event, RankFailure, Requests, RunState
 from raypp.recovery.policy import AttemptEnd, describe, root_cause
 
@@ -161,19 +159,6 @@ def recorded_end(events: Iterable[Event]) -> Finish | None:
             code = event.whole("exit_code")
             end = Finish(state, reason, int(state is RunState.FAILED) if code is None or code > 255 else code)
     return end
-
-
-def recorded_outcome(status: RunStatus, events: Iterable[Event]) -> Outcome:
-    """Returns how a run ended, from its records.
-
-    Args:
-        status: Its final status.
-        events: As in `recorded_end`.
-    """
-    failed = status.state is RunState.FAILED
-    end = recorded_end(events) or Finish(status.state, "", int(failed))
-    reason = (status.error or "") if failed else end.reason
-    return Outcome(status.run, str(status.state), end.exit_code, status.step, status.checkpoint, reason)
 
 
 def failed_attempts(events: Iterable[Event]) -> tuple[AttemptEnd, ...]:

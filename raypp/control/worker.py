@@ -54,6 +54,7 @@ class Worker:
 
     Args:
         run: The run's name.
+        cluster_name: What the cluster calls the run.
         label: The coordinates planned for it, or `standby`.
         environment: What `rank_environment` returns.
         controller: Handle of the run's controller.
@@ -66,6 +67,7 @@ class Worker:
     def __init__(
         self,
         run: str,
+        cluster_name: str,
         label: str,
         environment: dict[str, str],
         controller: Any,
@@ -74,7 +76,8 @@ class Worker:
         ask_interval_s: float = 5.0,
     ) -> None:
         self._run = run
-        self._name = f"raypp/{run}/{label}"
+        self._cluster_name = cluster_name
+        self._name = f"raypp/{cluster_name}/{label}"
         self._standby = label == "standby"
         self._controller = controller
         self._rank_function = rank_function
@@ -319,7 +322,7 @@ class Worker:
         # to do it first.
         end = time.monotonic() + (_OTHERS_LAST_SAVE_S if busy else _LAST_SAVE_S + 2 * _OTHERS_LAST_SAVE_S)
         with contextlib.suppress(Exception):
-            while time.monotonic() < end and holds_devices(self._run):
+            while time.monotonic() < end and holds_devices(self._cluster_name):
                 time.sleep(0.5)
-            remove_groups_of(self._run)
+            remove_groups_of(self._cluster_name)
         os._exit(0)

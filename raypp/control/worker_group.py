@@ -86,7 +86,9 @@ class WorkerGroup:
 
     def __post_init__(self) -> None:
         orphan_timeout_s = self.job.recovery.orphan_timeout_s
-        self.relays = Relays(self.request.run, self.controller, orphan_timeout_s, self.request.relays_from_ranks)
+        self.relays = Relays(
+            self.request.cluster_name, self.controller, orphan_timeout_s, self.request.relays_from_ranks
+        )
 
     def fill(self, nodes: list[str], labels: list[str], attempt: int, placement: Placement) -> None:
         """Gives every bundle a process on its node: the one it had, else a standby, else a new one.
@@ -213,6 +215,7 @@ class WorkerGroup:
         forked = {"py_executable": EXECUTABLE} if forks_workers(self.request) else {}
         arguments = (
             self.request.run,
+            self.request.cluster_name,
             label,
             rank_environment(self.request.job["resources"]),
             self.controller,
@@ -223,7 +226,7 @@ class WorkerGroup:
         return (
             ray.remote(Worker)
             .options(
-                name=f"raypp/{self.request.run}/{name}",
+                name=f"raypp/{self.request.cluster_name}/{name}",
                 namespace=NAMESPACE,
                 lifetime="detached",
                 max_concurrency=_THREADS,

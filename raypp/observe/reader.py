@@ -45,6 +45,10 @@ class RunReader:
     def run(self) -> str:
         return self._run
 
+    @property
+    def store(self) -> ObjectStore:
+        return self._store
+
     def exists(self) -> bool:
         """Returns whether the store holds anything under the run's name."""
         return next(iter(self._store.list(f"{self._run}/")), None) is not None

@@ -20,9 +20,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
+from raypp.checkpoint.run_end import RunEnd, write_end
+from raypp.checkpoint.run_spec import newest_number, read_spec, write_spec
 from raypp.environment import NCCL_OF_TORCH
-from raypp.errors import JobError, RayppError, in_words
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, RayppError, in_words
 from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
@@ -53,6 +54,7 @@ class ConsoleReporter:
         self._recorder = None
         if store is None:
             return
+        self._store, self._number = store, newest_number(store, job.name)
         self._recorder = RunRecorder(store, job.name, f"torchrun-{seat.attempt}")
         self._trackers = Trackers(job, self.event)
         self._status = RunStatus(
@@ -111,6 +113,11 @@ class ConsoleReporter:
             word = "done" if error is None else "ended"
             ranks = tuple(replace(rank, state=word) for rank in self._status.ranks)
             self._show(state=state, error=error, ranks=ranks)
+            code, status = EXIT_OK if error is None else EXIT_RUN_FAILED, self._status
+            place, attempt = status.checkpoint, status.attempt
+            write_end(
+                self._store, RunEnd(status.run, state, code, status.step, place, error or "", attempt), self._number
+            )
             self._recorder.close()
 
 
@@ -132,7 +139,7 @@ def begin_run(store: ObjectStore, job: Job) -> int:
             problems += check_steps(saved[-1].step, job.train.steps)
         if problems:
             raise JobError(problems) from None
-        add_spec(store, job.name, document)
+        write_spec(store, job.name, document, newest_number(store, job.name) + 1)
     return claim_next_attempt(store, job.name)
 
 

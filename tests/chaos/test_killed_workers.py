@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from actor_names import without_digest
 from held_back import held_back
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers, wait_for
 
@@ -161,7 +162,7 @@ def _assert_nothing_orphaned(run: Run) -> None:
     assert wait_for(lambda: not laptop.workers(), "the end of every rank")
     assert wait_for(lambda: f"raypp/{run.name}" not in laptop.actors(), "the end of the controller")
     groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
-    assert {group["state"] for group in groups if group["name"] == f"raypp/{run.name}"} <= {"REMOVED"}
+    assert {group["state"] for group in groups if without_digest(group["name"]) == f"raypp/{run.name}"} <= {"REMOVED"}
     assert wait_for(lambda: not [name for name in laptop.actors() if name.startswith(f"raypp/{run.name}/")], "")
 
 

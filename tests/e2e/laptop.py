@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 import yaml
+from actor_names import without_digest
 from safetensors.numpy import load as load_tensors
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
@@ -211,7 +212,8 @@ class Laptop:
 
     def actors(self, state: str = "ALIVE") -> dict[str, dict[str, Any]]:
         answer = self.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")
-        return {one["name"]: one for one in answer["data"]["result"]["result"] if one["state"] == state and one["name"]}
+        found = answer["data"]["result"]["result"]
+        return {without_digest(one["name"]): one for one in found if one["state"] == state and one["name"]}
 
     def jobs(self) -> list[dict[str, Any]]:
         return [one for one in self.dashboard.jobs() if (one.get("metadata") or {}).get("raypp_run")]

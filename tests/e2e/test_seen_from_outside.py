@@ -17,6 +17,7 @@ from chromium import Chromium, find_chromium
 from laptop import Laptop, Run, wait_for
 
 from cluster.metrics.dashboard import dashboard
+from raypp.clusters.known_runs import cluster_name
 from raypp.clusters.prometheus import find_prometheus
 from raypp.observe.metric_names import AUX_LOSS, METRICS, Z_LOSS
 
@@ -108,7 +109,8 @@ def test_the_dashboards_pages_show_the_run_and_its_ranks(laptop: Laptop, run: Ru
         page.open(f"{laptop.dashboard.url}/#/jobs")
         page.wait_text("Job List", "raypp-seen-", "RUNNING")
         page.open(f"{laptop.dashboard.url}/#/actors")
-        page.wait_text("raypp/seen\t", *(f"raypp/seen/{rank}" for rank in RANKS), "ALIVE")
+        seen = f"raypp/{cluster_name(laptop.store().url, 'seen')}"
+        page.wait_text(f"{seen}\t", *(f"{seen}/{rank}" for rank in RANKS), "ALIVE")
 
 
 @needs_prometheus

@@ -14,9 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
+from actor_names import without_digest
 from one_at_a_time import one_at_a_time
 
-from raypp.checkpoint.run_spec import add_spec
+from raypp.checkpoint.run_spec import newest_number, write_spec
 from raypp.clusters import local
 from raypp.clusters.dashboard import DashboardError
 from raypp.clusters.find import Cluster, find_cluster
@@ -111,7 +112,7 @@ class Started:
         return client.command_run(self.cluster, self.run_place, command)
 
     def stop(self) -> dict[str, Any]:
-        return client.stop_run(self.cluster, self.run_place, self.reader, save=True)
+        return client.stop_run(self.cluster, self.run_place, self.reader.store, save=True)
 
     def end_controller_for_good(self) -> None:
         """Kills the controller as if Ray had used up all its restarts."""
@@ -139,7 +140,7 @@ class Started:
         """Returns the states of the run's placement groups, including those of spares."""
         groups = self.cluster.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
         own = (f"raypp/{self.name}", f"raypp/{self.name}/spares")
-        return {group["state"] for group in groups if group["name"] in own}
+        return {group["state"] for group in groups if without_digest(group["name"]) in own}
 
     def assert_nothing_left(self) -> None:
         """Asserts that no process, actor or placement group is left, standby workers included."""
@@ -150,7 +151,10 @@ class Started:
 
     def actors(self) -> list[dict[str, Any]]:
         answer = self.cluster.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")
-        actors = answer["data"]["result"]["result"]
+        actors = [
+            {**actor, **{key: without_digest(actor[key] or "") for key in ("name", "repr_name")}}
+            for actor in answer["data"]["result"]["result"]
+        ]
         return [actor for actor in actors if actor["name"].startswith(f"raypp/{self.name}")]
 
 
@@ -194,7 +198,7 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
             }
         )
         store = open_store(job.checkpoint.url)
-        add_spec(store, name, job_document(job))
+        write_spec(store, name, job_document(job), newest_number(store, name) + 1)
         submission = client.submit_run(
             job, cluster, store.url, rank_function=rank_function, relays_from_ranks=relays_from_ranks
         )

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from held_back import held_back
 
-from raypp.api.find_run import recorded_status
+from raypp.api.find_run import present_status
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -21,7 +21,7 @@ from raypp.memory.files import SlotName, memory_directory
 from raypp.observe.reader import RunReader
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
-from tests.ray.conftest import Started, StartRun
+from tests.ray.conftest import Started, StartRun, running
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -193,19 +193,6 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.gate
-def test_a_run_of_the_same_name_in_another_store_is_left_alone(start_run: StartRun, tmp_path: Path) -> None:
-    hers = start_run("twin", steps=100_000)
-    hers.wait_step(3)
-    mine = start_run("twin", url=str(tmp_path / "mine"))
-    assert mine.exit_code() == 2
-    assert f"another run named 'twin', of {hers.url}, is active" in mine.job()["message"]
-    assert mine.command("stop-now") == {"found": False, "other": hers.url}
-    assert [known_runs.controller_alive(run.run_place, 20.0) for run in (mine, hers)] == [False, True]
-    assert hers.stop()["state"] == "STOPPED"
-
-
-@pytest.mark.slow
 def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run = start_run("stopnow", steps=4000, every=0)
     run.wait_step(3)
@@ -296,6 +283,25 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     assert said in log and "Traceback" not in log, log
     assert said in run.job()["message"]  # which `raypp submit` shows
     place = RunPlace(str(tmp_path), "unmade", cluster.address, submission.submission_id, time.time() - 60)
-    status = recorded_status(place, reader)
+    status = present_status(place, reader)
     assert status["state"] == "FAILED" and status["error"].startswith(said), status
     run.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.gate
+def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: StartRun, tmp_path: Path) -> None:
+    mine = start_run("twice", steps=2000, mesh={"pp": 2}, url=str(tmp_path / "mine"))
+    hers = start_run("twice", steps=2000, mesh={"pp": 2}, url=str(tmp_path / "hers"))
+    for run in (mine, hers):
+        run.wait_step(3)
+    assert len({pid for run in (mine, hers) for pid in run.pids()}) == 4
+    answer = mine.command("stop")
+    assert (answer["found"], answer["state"]) == (True, "STOPPED")
+    assert mine.status()["state"] == "STOPPED" and not mine.command("facts")["found"]
+    assert [known_runs.controller_alive(run.run_place, 20.0) for run in (mine, hers)] == [False, True]
+    assert hers.status()["state"] == "RUNNING"
+    step = hers.status()["step"]
+    hers.wait(lambda: hers.status()["step"] > step, "more steps")
+    assert hers.command("stop-now")["state"] == "STOPPED"
+    assert not running([*mine.pids(), *hers.pids()])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypp.checkpoint.compatibility import check_resume, rate_jump
-from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
+from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.errors import CheckpointError
 from raypp.spec.job import Job
 from raypp.storage import AlreadyExists
@@ -97,8 +97,8 @@ def test_a_run_of_a_name_can_begin_once_and_a_resume_adds_its_job(tmp_path: Path
     with pytest.raises(AlreadyExists, match="--resume"):
         write_spec(store, "kjv", OLD)
     later = written(changed(train={"steps": 99}))
-    assert add_spec(store, "kjv", later) == "kjv/spec-2.json"
-    assert add_spec(store, "kjv", later) == "kjv/spec-3.json"
+    assert write_spec(store, "kjv", later, 2) == "kjv/spec-2.json"
+    assert write_spec(store, "kjv", later, 3) == "kjv/spec-3.json"
     assert read_spec(store, "kjv") == later
     assert read_spec(store, "kjv", 1) == OLD
     with pytest.raises(CheckpointError, match="there is no run 'other' here"):

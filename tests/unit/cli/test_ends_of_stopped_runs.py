@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,58 +10,34 @@ import pytest
 from raypp.api import run as api_run
 from raypp.api.job_watch import JobWatch
 from raypp.api.run import Run
+from raypp.checkpoint.run_end import RunEnd
 from raypp.cli import run_commands
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import RunFailedError
-from raypp.records import Event, RunState
+from raypp.observe.reader import RunReader
+from raypp.records import RunState
+from raypp.storage.directory import DirectoryStore
 
 NOBODY = "http://127.0.0.1:1"
 PLACE = RunPlace("", "mine", NOBODY)
 LACKS = "stopped without its last checkpoint (the newest is of step 5): rank 0: the disk is full"
 
 
-class Records:
-    """The events and the status of a run."""
-
-    def __init__(self, *events: Event, state: str = RunState.STOPPED) -> None:
-        self._events, self._state = list(events), state
-
-    def status(self) -> dict[str, Any]:
-        return {"state": self._state}
-
-    def events(self) -> list[Event]:
-        return self._events
-
-
-def ended(kind: str, code: int) -> Event:
-    return Event(kind, "after step 8", details={"exit_code": code})
-
-
-@pytest.mark.parametrize(
-    ("state", "events", "code"),
-    [
-        (RunState.STOPPED, [ended("stopped", 0)], 0),
-        (RunState.STOPPED, [ended("stopped", 1)], 1),
-        (RunState.STOPPED, [ended("failed", 4), ended("stopped", 0)], 0),
-        (RunState.STOPPED, [Event("stopped", "by an older raypp")], 0),
-        (RunState.FAILED, [ended("stopped", 0), ended("failed", 4)], 4),
-        (RunState.SUCCEEDED, [ended("failed", 4), ended("succeeded", 0)], 0),
-    ],
-)
-def test_submit_exits_with_the_code_of_the_run_s_last_end(state: str, events: list[Event], code: int) -> None:
+@pytest.mark.parametrize(("state", "code"), [(RunState.STOPPED, 0), (RunState.STOPPED, 1), (RunState.FAILED, 4)])
+def test_submit_exits_with_the_code_of_the_run_s_end(state: RunState, code: int) -> None:
     watch = JobWatch(Cluster(NOBODY, Dashboard(NOBODY)), PLACE)
     watch._ended = 0.0
-    assert watch.exit_code({"state": state}, Records(*events, state=state), print) == code  # type: ignore[arg-type]
+    assert watch.exit_code(RunEnd("mine", state, code), print) == code
 
 
-def test_stop_is_an_error_when_the_last_checkpoint_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_is_an_error_when_the_last_checkpoint_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answer: dict[str, Any] = {"found": True, "state": "STOPPED", "step": 8, "checkpoint": "s3://b/mine/step-00000008"}
     cluster = Cluster(NOBODY, Dashboard(NOBODY))
     monkeypatch.setattr(api_run.client, "command_run", lambda *_: answer)
     monkeypatch.setattr(api_run.known_runs, "cluster_of", lambda *_: cluster)
-    run = Run(PLACE, Records(state=RunState.RUNNING))  # type: ignore[arg-type]
+    run = Run(PLACE, RunReader(DirectoryStore(tmp_path), "mine"))
     answer |= {"exit_code": 0, "reason": ""}
     told = run_commands._stop(run)
     assert told == "mine: STOPPED at step 8; newest checkpoint: s3://b/mine/step-00000008"

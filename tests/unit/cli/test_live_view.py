@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
+from raypp.checkpoint.run_end import RunEnd, write_end
+from raypp.checkpoint.run_spec import write_spec
 from raypp.cli.live import LiveView, next_commands, summary_view
 from raypp.cli.render import status_view
 from raypp.clusters.known_runs import RunPlace
@@ -91,10 +93,18 @@ def test_on_a_terminal_one_line_moves_and_events_stay(store, width):
 
 def test_the_past_of_a_resumed_run_is_neither_told_nor_taken_for_the_end(store):
     train(store, RunState.STOPPED, last=50).join()
+    write_spec(store, "r", {})
+    write_end(store, RunEnd("r", RunState.STOPPED, 0), 1)
+    write_spec(store, "r", {}, 2)
     reader, screen = RunReader(store, "r"), console()
     view = LiveView(screen, poll_s=0.01)
     view.skip_earlier_records(reader)
-    timer = threading.Timer(0.3, lambda: train(store, first=51).join())
+
+    def trained_on() -> None:
+        train(store, first=51).join()
+        write_end(store, RunEnd("r", RunState.SUCCEEDED, 0), 2)
+
+    timer = threading.Timer(0.3, trained_on)
     timer.start()
     status = view.follow(place_of(store), reader)
     timer.join()

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 from zipfile import ZipFile
 
 import nasty_world as nasty
@@ -19,6 +20,7 @@ from raypp.api import submission
 from raypp.api.find_run import find_run
 from raypp.api.job_watch import JobWatch
 from raypp.checkpoint.layout import commit_key
+from raypp.checkpoint.run_end import RunEnd
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.cli.live import LiveView
@@ -28,13 +30,9 @@ from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control.client import submit_run
-from raypp.control.machine import Finish
 from raypp.control.protocol import REQUEST_FILE, RunRequest
-from raypp.control.run_events import end_event
 from raypp.errors import JobError, Problem, UnreachableError
 from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
 from raypp.records import RunState
 from raypp.spec.load import job_document, load_job, parse_job
 from raypp.storage import StoreError
@@ -224,17 +222,13 @@ class _JobFailed(Dashboard):
 
 @pytest.mark.parametrize(("recorded", "code"), [(False, 4), (True, 2)])
 def test_the_words_of_a_driver_are_shown_whose_run_recorded_no_end(
-    store: DirectoryStore, capsys: pytest.CaptureFixture[str], recorded: bool, code: int
+    capsys: pytest.CaptureFixture[str], recorded: bool, code: int
 ) -> None:
     """A run without a sign of life counts as failed before its Ray job is known to be over."""
-    if recorded:
-        with RunRecorder(store, "a", "c-1") as recorder:
-            recorder.event(end_event(Finish(RunState.FAILED, "wrong", 2), 1, 3))
-            recorder.status(RunStatus("a", RunState.FAILED, 3, error="wrong"))
     dashboard = _JobFailed("http://127.0.0.1:1")
-    watch = JobWatch(Cluster(dashboard.url, dashboard), RunPlace(store.url, "a", dashboard.url, "job"))
-    shown = RunStatus("a", RunState.FAILED).as_dict()
-    assert watch.exit_code(shown, RunReader(store, "a"), say) == code
+    watch = JobWatch(Cluster(dashboard.url, dashboard), RunPlace("/store", "a", dashboard.url, "job"))
+    end = RunEnd("a", RunState.FAILED, 2, 3, reason="wrong") if recorded else None
+    assert watch.exit_code(end, say) == code
     assert ("the words of the driver" in capsys.readouterr().err) is not recorded
 
 
@@ -246,7 +240,7 @@ def cluster_with(
 
     Args:
         jobs: Each one's Ray id, its store's URL, and its state.
-        controllers: Each one's state, and the Ray id of the job that made it.
+        controllers: Each one's state, and the store's URL of its run.
         status: Of the answer to a question about controllers.
     """
     listed = [
@@ -258,22 +252,25 @@ def cluster_with(
         }
         for job, url, state in jobs
     ]
-    actors = [{"state": state, "job_id": job, "name": "raypp/mine"} for state, job in controllers]
+    actors = [{"state": state, "name": f"raypp/{known_runs.cluster_name(url, 'mine')}"} for state, url in controllers]
 
     node = {"state": "ALIVE", "nodeId": "n", "resourcesTotal": {"CPU": 64}}
     answers: dict[str, Any] = {
         "/api/version": {"ray_version": version("ray")},
         "/api/jobs/": listed,
-        "/api/v0/actors": {"data": {"result": {"result": actors}}},
         "/nodes": {"data": {"summary": [{"raylet": node}]}},
     }
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
+            path, _, query = self.path.partition("?")
+            answer = answers.get(path, {})
+            if path == "/api/v0/actors":
+                (name,) = parse_qs(query)["filter_values"]
+                answer = {"data": {"result": {"result": [actor for actor in actors if actor["name"] == name]}}}
             self.send_response(status if path == "/api/v0/actors" else 200)
             self.end_headers()
-            self.wfile.write(json.dumps(answers.get(path, {})).encode())
+            self.wfile.write(json.dumps(answer).encode())
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -286,27 +283,35 @@ HERS = "s3://hers/runs"
 
 
 def test_a_run_of_that_name_in_another_store_is_another_run(store: DirectoryStore) -> None:
-    with cluster_with([("01", HERS, "RUNNING")], [("ALIVE", "01")]) as cluster:
+    with cluster_with([("01", HERS, "RUNNING")], [("ALIVE", HERS)]) as cluster:
         assert known_runs.controller_alive(RunPlace(store.url, "mine", cluster.address)) is False
         assert known_runs.controller_alive(RunPlace(HERS, "mine", cluster.address)) is True
-    with cluster_with([("01", HERS, "FAILED"), ("02", store.url, "FAILED")], [("ALIVE", "02")]) as cluster:
-        assert known_runs.controller_alive(RunPlace(store.url, "mine", cluster.address)) is True
+        submission._check_not_running(parse_job({"name": "mine"}), store, cluster)
+    with cluster_with([("01", HERS, "FAILED"), ("02", store.url, "RUNNING")]) as cluster:
+        assert known_runs.controller_alive(RunPlace(f"{store.url}/", "mine", cluster.address)) is True
         assert known_runs.controller_alive(RunPlace(HERS, "mine", cluster.address)) is False
 
 
-@pytest.mark.parametrize("ended", [False, True], ids=["a new run", "a run that has ended"])
-def test_a_name_of_a_run_of_another_store_in_the_cluster_is_refused(store: DirectoryStore, ended: bool) -> None:
-    if ended:
-        with RunRecorder(store, "mine", "c-1") as recorder:
-            recorder.status(RunStatus("mine", RunState.FAILED, 3, error="wrong"))
-    job = parse_job({"name": "mine"})
-    with (
-        cluster_with([("01", HERS, "RUNNING")], [("ALIVE", "01")]) as cluster,
-        pytest.raises(JobError, match=r"(?s)another run named 'mine', of s3://hers/runs, is active.*--set name="),
-    ):
-        submission._check_not_running(job, store, cluster)
-    with cluster_with([("01", HERS, "SUCCEEDED")]) as cluster:
-        submission._check_not_running(job, store, cluster)
+def test_a_name_means_the_active_run_or_the_newest_unless_several_are_active(
+    store: DirectoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
+    both = [("01", HERS, "RUNNING"), ("02", store.url, "RUNNING")]
+    with cluster_with(both, [("ALIVE", HERS), ("ALIVE", store.url)]) as cluster:
+        for seconds, url in enumerate((HERS, store.url)):
+            known_runs.remember_run(RunPlace(url, "mine", cluster.address, "", float(seconds)))
+        with pytest.raises(JobError, match=rf"2 runs named 'mine' are active\n.*use {store.url}/mine or {HERS}/mine"):
+            known_runs.locate_run("mine")
+        assert known_runs.locate_run(f"{HERS}/mine").url == HERS
+    for active in (HERS, store.url):
+        with cluster_with(controllers=[("ALIVE", active)]) as cluster:
+            for seconds, url in enumerate((HERS, store.url)):
+                known_runs.remember_run(RunPlace(url, "mine", cluster.address, "", float(seconds)))
+            assert known_runs.locate_run("mine").url == active
+    with cluster_with() as cluster:
+        for seconds, url in enumerate((HERS, store.url)):
+            known_runs.remember_run(RunPlace(url, "mine", cluster.address, "", float(seconds)))
+        assert known_runs.locate_run("mine").url == store.url
 
 
 def test_a_run_of_which_the_cluster_does_not_say_whether_it_is_active_is_not_submitted(store: DirectoryStore) -> None:

@@ -1,33 +1,54 @@
-"""The launcher file, checked with Ray's own schema and parser."""
+"""The files of Ray's cluster launcher, checked with Ray's own schema and parser, and SkyPilot's."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 _ROOT = Path(__file__).parents[3]
-_FILE = _ROOT / "cluster" / "lan.yaml"
+_LAUNCHER = ("lan", "aws", "gcp")
 sys.path.insert(0, str(_ROOT))
 
 
-def test_ray_takes_the_launcher_file() -> None:
+def document(name: str) -> dict[str, Any]:
+    return dict(yaml.safe_load((_ROOT / "cluster" / f"{name}.yaml").read_text()))
+
+
+@pytest.mark.parametrize("name", _LAUNCHER)
+def test_ray_takes_the_launcher_file(name: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    config = yaml.safe_load(_FILE.read_text())
+    config = document(name)
     prepared = prepare_config(config)
     validate_config(prepared)
-    (kind,) = prepared["available_node_types"].values()
-    assert kind["max_workers"] == len(config["provider"]["worker_ips"]) == kind["min_workers"]
+    kinds = prepared["available_node_types"]
+    if name == "lan":
+        (kind,) = kinds.values()
+        assert kind["max_workers"] == len(config["provider"]["worker_ips"]) == kind["min_workers"]
+    else:
+        # `raypp submit` wants all devices to be there: the autoscaler must not wait for demand.
+        assert kinds["worker"]["min_workers"] == kinds["worker"]["max_workers"] == config["max_workers"]
+        assert kinds[config["head_node_type"]]["resources"] == {"CPU": 0}
 
 
-def test_head_and_workers_have_the_same_environment_and_the_recommended_health_checks() -> None:
+@pytest.mark.parametrize("name", _LAUNCHER)
+def test_head_and_workers_have_the_same_environment_and_the_recommended_health_checks(name: str) -> None:
     from cluster.testbed import HEALTH_CHECK
 
-    config = yaml.safe_load(_FILE.read_text())
+    config = document(name)
     head, worker = (config[f"{role}_start_ray_commands"][1] for role in ("head", "worker"))
     settings = [dict(re.findall(r"(RAY_\w+)=(\S+?)[ ;]", line.partition(";")[0] + ";")) for line in (head, worker)]
     assert settings[0] == settings[1]
     assert settings[0].items() >= HEALTH_CHECK.items()
+
+
+def test_the_file_for_skypilot_declares_every_variable_that_it_uses() -> None:
+    config = document("skypilot")
+    used = set(re.findall(r"\$\{?([A-Z_]+)", config["run"])) - {"PATH"}
+    of_skypilot = {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"}
+    assert used - of_skypilot <= {*config["envs"], *config["secrets"]}

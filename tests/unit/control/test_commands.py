@@ -11,21 +11,19 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from raypp.checkpoint.run_end import RunEnd, read_end, write_end
+from raypp.checkpoint.run_spec import write_spec
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.control.client import no_such_controller
 from raypp.control.controller import Controller
-from raypp.control.driver import answer_of, recorded_end_of
+from raypp.control.driver import _end_without_controller, _recorded_end, answer_of
 from raypp.control.leader import Leader
-from raypp.control.machine import Finish, RunPhase
+from raypp.control.machine import RunPhase
 from raypp.control.protocol import RunRequest
-from raypp.control.run_events import end_event, with_submission
-from raypp.observe.reader import RunReader
-from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
-from raypp.records import Event, RunState, StepReport
+from raypp.records import RunState, StepReport
 from raypp.spec.load import job_document, parse_job
 from raypp.storage.directory import DirectoryStore
 
@@ -122,30 +120,31 @@ def test_a_save_and_a_stop_are_waited_for_until_they_are_done(monkeypatch: pytes
     going_on = {"found": True, "state": None}
     asked = _Asked(going_on, going_on, {"found": False})
     monkeypatch.setattr(client, "command_run", asked)
-    with RunRecorder(DirectoryStore(tmp_path), "r", "c-1") as recorder:
-        recorder.status(RunStatus("r", RunState.STOPPED, 8))
-    reader = RunReader(DirectoryStore(tmp_path), "r")
-    answer = client.stop_run(_CLUSTER, _PLACE, reader, save=True, on_wait=lambda: told.append("stop"))
+    store = DirectoryStore(tmp_path)
+    write_spec(store, "r", {})
+    write_end(store, RunEnd("r", RunState.STOPPED, 0, 8), 1)
+    answer = client.stop_run(_CLUSTER, _PLACE, store, save=True, on_wait=lambda: told.append("stop"))
     assert (answer["found"], answer["state"], answer["step"]) == (True, "STOPPED", 8)
     assert asked.commands == ["stop"] * 3
     assert told == ["save", "stop"]
 
 
-def _end(folder: Path, submission: str) -> None:
-    with RunRecorder(DirectoryStore(folder), "r", f"c-{submission}") as recorder:
-        recorder.event(with_submission(Event("submitted", "", 100.0), submission))
-        recorder.event(with_submission(end_event(Finish(RunState.SUCCEEDED), 1, 60), submission))
-        recorder.status(RunStatus("r", RunState.SUCCEEDED, 60))
-
-
 def test_a_driver_whose_controller_did_not_wait_for_it_reads_how_the_run_ended(tmp_path: Path) -> None:
-    request = RunRequest("r", {"checkpoint": {"url": str(tmp_path)}}, "new")
-    assert recorded_end_of(request) is None
-    _end(tmp_path, "old")
-    assert recorded_end_of(request) is None
-    _end(tmp_path, "new")
-    outcome = recorded_end_of(request)
-    assert outcome is not None and (outcome.state, outcome.exit_code, outcome.step) == ("SUCCEEDED", 0, 60)
+    store = DirectoryStore(tmp_path)
+    request = RunRequest("r", {"checkpoint": {"url": str(tmp_path)}}, "new", number=2)
+    write_end(store, RunEnd("r", RunState.FAILED, 1), 1)
+    assert _recorded_end(request) is None
+    end = write_end(store, RunEnd("r", RunState.SUCCEEDED, 0, 60), 2)
+    assert _recorded_end(request) == end
+
+
+def test_a_run_that_nobody_could_lead_has_an_end(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    write_spec(store, "r", {})
+    _end_without_controller(RunRequest("r", {"checkpoint": {"url": str(tmp_path)}}), "no torch", 2)
+    end = read_end(store, "r")
+    assert end is not None and (end.state, end.exit_code) == (RunState.FAILED, 2)
+    assert end.reason == "the run's controller could not be started: no torch"
 
 
 @pytest.mark.parametrize(("state", "again"), [("PENDING according to its records", True), ("FAILED", False)])

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from raypp.checkpoint.run_end import RunEnd, write_end
 from raypp.checkpoint.run_spec import write_spec
 from raypp.control import leader as leader_module
 from raypp.control import placement
 from raypp.control.leader import Leader
 from raypp.control.machine import Finish
-from raypp.control.protocol import Outcome, RunRequest
+from raypp.control.protocol import RunRequest
 from raypp.control.report import relay
 from raypp.control.run_events import end_event, with_submission
 from raypp.observe.reader import RunReader
@@ -103,7 +104,7 @@ class _Restarted(_Failing):
         Leader._begin(self)
 
     def _turn(self) -> None:
-        self.outcome = Outcome("r", "RUNNING", 0, self.record.step, None, "")
+        self.outcome = RunEnd("r", RunState.RUNNING, 0, self.record.step)
 
 
 def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
@@ -155,6 +156,8 @@ def _write(folder: Path, submission: str, *, ended: bool) -> None:
 
 def test_a_restarted_controller_returns_the_outcome_that_its_submission_had(tmp_path: Path) -> None:
     _write(tmp_path, "old", ended=True)
+    write_spec(DirectoryStore(tmp_path), "r", {})
+    write_end(DirectoryStore(tmp_path), RunEnd("r", RunState.FAILED, 2, 40), 1)
     leader = _SecondLife(tmp_path, "old")
     leader._begin()
     outcome = leader.outcome

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import raypp
 from raypp.checkpoint.layout import check_run
-from raypp.checkpoint.run_spec import add_spec, read_spec, write_spec
+from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.clusters.user_folder import write_private
 from raypp.control import credentials
 from raypp.control.package import build_package
@@ -163,7 +163,7 @@ def test_no_spec_and_no_request_has_the_secrets_of_the_environment(tmp_path: Pat
     assert secrets_of(job) == SECRETS
     store = open_store(str(tmp_path / "store"))
     write_spec(store, "run", job_document(job))
-    add_spec(store, "run", job_document(job))
+    write_spec(store, "run", job_document(job), 2)
     written = b"".join(path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file())
     assert b"value-of" not in written and b"eth0" in written
     again = parse_job(read_spec(store, "run"))

@@ -71,7 +71,7 @@ def leave(seat: Seat) -> None:
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     _go.clear()
-    yield Worker("run", "pp0", {}, None, 1e6, f"{__name__}:live")
+    yield Worker("run", "run", "pp0", {}, None, 1e6, f"{__name__}:live")
     _go.set()
 
 
@@ -172,7 +172,7 @@ def test_an_orphan_whose_log_is_on_a_full_disk_still_exits(monkeypatch: pytest.M
     monkeypatch.setattr(worker_module, "remove_groups_of", removed.append)
     monkeypatch.setattr(os, "_exit", lambda code: exited.set())
     with _full_disk("none"):
-        Worker("run", "pp0", {}, None, 0.2, f"{__name__}:live")
+        Worker("run", "run", "pp0", {}, None, 0.2, f"{__name__}:live")
         assert exited.wait(60.0) and removed == ["run"]
 
 
