@@ -119,7 +119,7 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
         Problem(
             "mesh",
             f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})"
-            + why * too_large,
+            + (why if too_large else ""),
             "end another run, or add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus),
         )
     )

@@ -103,7 +103,7 @@ def host_memory(
     seats = machines.seats(mesh)
     several = len({node.name for node in seats}) > 1
     own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
-    tier = job.checkpoint.memory_tier
+    files, fewest_files = (own + copies, fewest + copies) if job.checkpoint.memory_tier else (0, 0)
     situations = pipeline.simulator().situations
     parts = [(stages, pipeline.cut, situations[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
     saved = [state_of(job, stages, cut, kind).saved + residual_bytes(job, stages, cut) for stages, cut, _ in parts]
@@ -125,9 +125,9 @@ def host_memory(
                 node=name,
                 ranks=ranks,
                 state=state,
-                files=(own + copies) * tier,
-                fewest_files=(fewest + copies) * tier,
-                snapshots=(own + copies) * tier * ranks * state,
+                files=files,
+                fewest_files=fewest_files,
+                snapshots=files * ranks * state,
                 saving=sum(saved[pp] for pp in here),
                 computing=sum(memory[pp].total for pp in here) if kind == "cpu" else 0,
                 offloaded=sum(moved[pp] for pp in here),
