@@ -68,7 +68,7 @@ def loading(precision: str, base: str, folder: str) -> str:
     from raypp.models.quantised import store_rest
     from raypp.models.stage import build_stage
     from raypp.parallel.apply import compute_dtype
-    from raypp.planning.quantised_base import base_bytes
+    from raypp.planning.memory import base_bytes
 
     job = _job(precision, base, 8)
     layers = range(job.model.num_layers)

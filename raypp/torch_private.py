@@ -90,7 +90,7 @@ Since 2.10.
 """
 
 # `pipelining._backward.stage_backward_input` and `stage_backward_weight`: the two halves of a
-# backward (pipeline.split). Since 2.5.
+# backward (measure.model_costs). Since 2.5.
 
 
 class ChunkStage(PipelineStage):

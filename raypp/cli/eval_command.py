@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from raypp.api.torch_process import ask
 from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
 from raypp.cli.console import Console, Table
-from raypp.cli.eval_progress import evaluation_progress
 from raypp.cli.mesh_option import mesh_option
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import Cluster
@@ -22,6 +24,7 @@ from raypp.errors import JobError, Problem, RayppError, RunFailedError
 from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
 from raypp.inference.prompts import end_ids
 from raypp.inference.source import Source, find_source
+from raypp.observe.in_words import duration
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.untrusted.paths import expand_home
@@ -158,3 +161,69 @@ def _show_tasks(source: Source, answer: dict[str, Any]) -> None:
                 shown = f"{error:.4f}" if isinstance(error, int | float) else ""
                 table.add_row(task, metric.removesuffix(",none"), f"{value:.4f}", shown)
     Console().print(table)
+
+
+_FIRST_LINE_S, _LINE_EVERY_S = 5.0, 30.0
+
+Update = Callable[[Mapping[str, Any]], None]
+
+
+@contextmanager
+def evaluation_progress(*, quiet: bool) -> Iterator[Update]:
+    """Shows the progress of an evaluation and the time left.
+
+    On a terminal it is a bar that disappears at the end. Elsewhere it is a line every 30 s, the
+    first one after 5 s.
+
+    Args:
+        quiet: Show nothing unless stderr is a terminal.
+
+    Yields:
+        A function that takes `done`, `total` and `unit` (`tokens` or `rows`).
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield (lambda _report: None) if quiet else _Lines(time.monotonic).update
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
+        TextColumn("{task.fields[words]}", markup=False), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("evaluating", total=None, words="")
+        yield lambda report: progress.update(
+            task, completed=report["done"], total=report["total"], words=_count_in_words(report)
+        )
+
+
+def _count_in_words(report: Mapping[str, Any]) -> str:
+    return f"{report['done']:,} of {report['total']:,} {report['unit']}"
+
+
+class _Lines:
+    """Prints progress as lines.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._next = self._began + _FIRST_LINE_S
+        self._first: tuple[float, int] | None = None
+
+    def update(self, report: Mapping[str, Any]) -> None:
+        """Prints a line if one is due."""
+        now = self._clock()
+        if self._first is None or report["done"] < self._first[1]:
+            self._first = now, report["done"]  # without the time that loading took
+        if now < self._next:
+            return
+        self._next = now + _LINE_EVERY_S
+        since, before = self._first
+        left = ""
+        if report["done"] > before:
+            seconds = (now - since) * (report["total"] - report["done"]) / (report["done"] - before)
+            left = f", {duration(seconds)} left"
+        echo(f"evaluating: {_count_in_words(report)}{left}", err=True)

@@ -26,6 +26,8 @@ from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
 from raypp.control.reshape import best_for, reshaped
 from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
+from raypp.mesh.geometry import Mesh
+from raypp.mesh.shapes import shapes
 from raypp.planning.fit import memory_problems
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.stored_bytes import size_text
@@ -117,7 +119,7 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
         Problem(
             "mesh",
             f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})"
-            + why * too_large,
+            + (why if too_large else ""),
             "end another run, or add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus),
         )
     )
@@ -170,20 +172,13 @@ def _way_out(job: Job, free: int, device: str, embedded: bool, free_gpus: int) -
 def fitting_mesh(job: Job, free: int) -> str | None:
     """Returns the overrides for the largest mesh of at most `free` ranks; None when there is
     none."""
-    mesh = job.mesh
-    candidates = []
-    for pp in range(1, mesh.pp + 1):
-        for fsdp in range(1, mesh.fsdp + 1):
-            for replicate in range(1, mesh.dp_replicate + 1):
-                world = pp * fsdp * replicate * mesh.cp
-                if world <= free and (fsdp * mesh.cp) % mesh.ep == 0:
-                    candidates.append((world, pp, fsdp, replicate))
-    if not candidates:
+    own = Mesh.of(job.mesh)
+    fitting = shapes(free, cp=job.mesh.cp, ep=own.ep, longest=own.sizes)
+    best = max(fitting, key=lambda one: (Mesh(one).world, one.pp, one.fsdp), default=None)
+    if best is None:
         return None
-    _, pp, fsdp, replicate = max(candidates)
-    axes = {"pp": pp, "dp_replicate": replicate, "fsdp": fsdp}
-    changed = {axis: length for axis, length in axes.items() if length != getattr(mesh, axis)}
-    return " ".join(f"--set mesh.{axis}={length}" for axis, length in changed.items())
+    changed = {axis: size for axis, size in best.as_dict().items() if size != getattr(own.sizes, axis)}
+    return " ".join(f"--set mesh.{axis}={size}" for axis, size in changed.items())
 
 
 def submit_run(

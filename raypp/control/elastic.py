@@ -12,9 +12,9 @@ from raypp.control.placement import Placement
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
 from raypp.control.worker_group import WorkerGroup
+from raypp.mesh.shapes import Shape
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event
-from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import bad_nodes
 from raypp.spec.job import Job
 

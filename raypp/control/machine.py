@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
+from raypp.mesh.shapes import Shape
 from raypp.records import RankFailure, Requests, RunState
-from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
 

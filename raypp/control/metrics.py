@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Gauge
 
-from raypp.observe import metric_names as names
+from raypp.observe import quantities as names
 from raypp.observe.status import ENDED, RunStatus
 from raypp.records import RunState, StepReport
 
@@ -20,17 +20,12 @@ class RunGauges:
 
     def step(self, report: StepReport) -> None:
         """Sets the gauges of a step."""
-        self._set(names.STEP, report.step)
-        self._set(names.LOSS, report.loss)
-        self._set(names.GRAD_NORM, report.grad_norm)
-        self._set(names.LEARNING_RATE, report.lr)
-        self._set(names.TOKENS_PER_SECOND, report.tokens_per_s)
-        self._set(names.TOKENS, report.tokens)
-        self._set(names.SEQ_LEN, report.seq_len)
-        self._set(names.STEP_SECONDS, report.step_s)
-        for metric in (names.AUX_LOSS, names.Z_LOSS):
-            if (name := metric.name.removeprefix("raypp_")) in report.extras:
-                self._set(metric, report.extras[name])
+        for one in names.QUANTITIES:
+            if one.gauge is not None:
+                self._set(one.gauge, getattr(report, one.name))
+        for one in names.EXTRAS:
+            if one.gauge is not None and one.name in report.extras:
+                self._set(one.gauge, report.extras[one.name])
         self._parts |= report.parts_s.keys()
         for part in self._parts:  # a part that this step lacks, such as a save, took no time
             self._set(names.STEP_PART_SECONDS, report.parts_s.get(part, 0.0), part=part)

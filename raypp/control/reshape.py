@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from raypp.mesh.shapes import Shape, best_shape
 from raypp.planning.check import check_plan
-from raypp.planning.fit import CERTAIN
-from raypp.planning.peak import peak_memory
+from raypp.planning.peak import CERTAIN, peak_memory
 from raypp.records import Event
-from raypp.recovery.elastic_shape import Shape, best_shape
 from raypp.spec.job import Job
 
 _USABLE = 0.97

@@ -11,8 +11,8 @@ from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
 from raypp.control.seats import Rank
 from raypp.failure_kinds import FailureKind
+from raypp.mesh.shapes import Shape
 from raypp.records import Event, RankFailure, Requests, RunState
-from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import AttemptEnd, describe, root_cause
 
 _ENDS = frozenset(state.lower() for state in RunState if state.final)

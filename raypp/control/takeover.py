@@ -12,8 +12,8 @@ from raypp.control import run_events
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Finish
 from raypp.control.protocol import WorkerStatus
+from raypp.mesh.shapes import Shape
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policy import AttemptEnd
 
 Found = tuple[Any, WorkerStatus]

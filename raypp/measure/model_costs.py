@@ -42,11 +42,11 @@ from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
 from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.collate import StageBatch
-from raypp.pipeline.split import backward_for_input
 from raypp.ports import free_port
 from raypp.records import Requests
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
+from raypp.torch_private import stage_backward_input, stage_backward_weight
 from raypp.train.assemble import assemble
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner, Stopwatch
@@ -292,3 +292,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_RUN_FAILED
     print(json.dumps(answer))  # noqa: T201
     return EXIT_OK
+
+
+def backward_for_input(module: nn.Module, output: Tensor, gradient: Tensor, given: Tensor) -> Callable[[], None]:
+    """Computes the input's gradient and stores it in `given.grad`.
+
+    Args:
+        module: The module that computed the output.
+        output: `module(given)`, `[B, T, C]` or `[B, T, V]`; the two halves consume its graph.
+        gradient: The gradient of the output, of its shape.
+        given: The input, `[B, T, C]`; requires a gradient.
+
+    Returns:
+        The other half: adds to the gradients of the module's parameters. Call it once.
+    """
+    _, groups = stage_backward_input([output], [gradient], [given], module.parameters())
+
+    def for_weights() -> None:
+        """Accumulates the gradients of the parameters, each of its parameter's shape."""
+        stage_backward_weight(module.parameters(), groups)
+
+    return for_weights

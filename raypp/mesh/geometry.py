@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
+from typing import TypeVar
 
 from raypp.records import Coordinates
 from raypp.spec.job import MeshSection
+
+T = TypeVar("T")
 
 AXES = ("pp", "dp_replicate", "fsdp", "cp")
 
@@ -82,3 +85,9 @@ class Mesh:
                 firsts = [step + first for step in steps for first in firsts]
             stride *= len(steps)
         return [[first + offset for offset in offsets] for first in firsts]
+
+
+def of_pipeline_rank(mesh: Mesh, seats: Sequence[T], pp: int) -> list[T]:
+    """Returns what belongs to the ranks of a pipeline rank, by rank, of a list over all ranks."""
+    each = mesh.world // mesh.sizes.pp  # pp is the slowest axis
+    return list(seats[pp * each : (pp + 1) * each])

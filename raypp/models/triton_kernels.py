@@ -129,7 +129,7 @@ def _quantised(values, borders, lowest, SIGNED: tl.constexpr):
 
 @triton.jit
 def _random_bits(row, column, words, key):
-    """Returns 16 random bits for elements, as `stochastic_rounding.random_bits`."""
+    """Returns 16 random bits for elements, as `train.bf16_weights.random_bits`."""
     z = (row * words + column // 4 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15 + key.to(tl.int64).to(tl.uint64)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

@@ -16,11 +16,10 @@ from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter
 
+from raypp.observe.quantities import ROW_KEYS
 from raypp.records import Event, StepReport
 from raypp.untrusted.documents import Count, Time
 
-ROW_KEYS = ("step", "loss", "grad_norm", "tokens", "seq_len", "step_s", "tokens_per_s", "attempt")
-"""Keys of every line of `raypp history`, in order; wire_bytes (if compressed) and extras follow."""
 LONGEST_TEXT = 16 * 1024
 """Number of characters of a log line that are kept."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from raypp.observe.quantities import CURVES
 from raypp.records import Event, StepReport
 
 
@@ -79,9 +80,8 @@ class Tracker(Protocol):
 
 def values_of(report: StepReport) -> dict[str, float]:
     """Returns the values of a step that trackers get, by name."""
-    names = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "seq_len")
     peak = {"peak_bytes": float(max(report.peak_bytes))} if report.peak_bytes else {}
-    return {**{name: float(getattr(report, name)) for name in names}, **peak, **report.extras}
+    return {**{one.name: float(getattr(report, one.name)) for one in CURVES}, **peak, **report.extras}
 
 
 def values_of_event(event: Event) -> dict[str, float]:

@@ -16,6 +16,8 @@ Legend: B rows of a microbatch, T its tokens on this rank, C hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 
 from raypp.parallel.late_sums import LateSums
 from raypp.parallel.replica_sums import ReplicaSums
-from raypp.pipeline.receive_stream import computes_on, posting_receives
 from raypp.pipeline.wire import AsIs, WireFormat, message_seed
 from raypp.torch_private import ChunkStage
 
@@ -242,3 +243,31 @@ class PlannedStage(ChunkStage):
 def _last_number(tensor: Tensor) -> Tensor:
     """Returns the bytes of a contiguous tensor's last number, uint8 `[element size]`."""
     return tensor.view(-1)[-1:].view(torch.uint8)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def posting_receives(device: torch.device) -> AbstractContextManager[object]:
+    """Returns the context in which to allocate the buffers of receives and to post them.
+
+    When a receive is posted, NCCL's stream first waits for the current stream. Posted under the
+    stream that computes, the receive would begin only after all compute queued so far, although its
+    message may have been sent long before. So receives are posted under a stream on which nothing
+    ever runs. The buffer must be allocated under it, too: memory that the compute stream has freed
+    may still be read by kernels in its queue, for which such a receive does not wait. Nothing of
+    this happens on a CPU.
+    """
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def computes_on(buffer: Tensor) -> Tensor:
+    """Records the current stream on a received buffer `[...]`. Call it after `Work.wait`.
+
+    The allocator then gives its memory to a later receive only after the kernels that read it.
+    """
+    if buffer.is_cuda:
+        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+    return buffer

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages
+from raypp.mesh.shapes import divisors
 from raypp.planning.choices import cut_of, lookahead_of, schedule_of
 from raypp.planning.stored_bytes import BLOCK
-from raypp.planning.wire_checks import wire_problems
 from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems, too_large
 from raypp.spec.families import family_of
@@ -228,27 +228,27 @@ def _selective(job: Job) -> Iterator[Problem]:
         yield Problem("train.activation_checkpointing", what, fix)
 
 
-def divisors(number: int) -> list[int]:
-    """Returns the divisors of a positive number, ascending.
-
-    Fast for products of small numbers, such as the rows of a step.
-    """
-    found, prime = [1], 2
-    while number > 1:
-        if prime * prime > number:
-            prime = number
-        powers = [1]
-        while number % prime == 0:
-            number //= prime
-            powers.append(powers[-1] * prime)
-        found = [one * power for power in powers for one in found]
-        prime += 1
-    return sorted(found)
-
-
 def _near(value: int, allowed: Iterable[int]) -> str:
     """Returns the nearest allowed values below and above."""
     values = sorted(allowed)
     below = [v for v in values if v < value][-1:]
     above = [v for v in values if v > value][:1]
     return " or ".join(map(str, below + above)) or "1"
+
+
+def wire_problems(job: Job) -> Iterator[Problem]:
+    """Finds settings of `pipeline.wire` that are contradictory or have no effect."""
+    wire, precision = job.pipeline.wire, job.train.computes_in
+    asked = {wire.of("activations"), wire.of("gradients")}
+    if wire.dtype == "fp32" and precision == "bf16":
+        what = "fp32 would double the size of messages that are computed in bf16, without gaining precision"
+        yield Problem("pipeline.wire.dtype", what, "use auto")
+    if wire.dtype != "auto" and "none" not in asked:
+        what = f"{wire.dtype} applies to messages that are not compressed, but all are ({' and '.join(sorted(asked))})"
+        yield Problem("pipeline.wire.dtype", what, "use auto, or pipeline.wire.compression none")
+    if "bf16" in asked and precision == "bf16":
+        what = "messages already travel in bf16, because they are computed in bf16 (train.precision)"
+        yield Problem("pipeline.wire.compression", what, "use none or int8")
+    if "bf16" in asked and wire.dtype == "fp32":
+        what = "bf16 contradicts pipeline.wire.dtype fp32"
+        yield Problem("pipeline.wire.compression", what, "keep one of the two and remove the other")

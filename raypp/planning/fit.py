@@ -1,10 +1,14 @@
 """Whether a job fits into the memory of its devices; refusals that name the changes that fit.
 
-By the planned memory, so an estimate.
+By the planned memory, so an estimate. As a program, it answers a rank (`train.device_memory`): the
+keyword arguments of `changes_in_words` come as JSON on its standard input, the sentence goes to its
+standard output.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -13,14 +17,13 @@ from raypp.planning.costs import DEVICES
 from raypp.planning.fit_search import PATIENCE_S, Proposal, changes_that_fit
 from raypp.planning.machines import Machines
 from raypp.planning.memory import memory_kind
-from raypp.planning.peak import memory_of_ranks
+from raypp.planning.peak import memory_of_ranks, too_little
 from raypp.planning.search import Candidate
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
+from raypp.spec.load import parse_job
 from raypp.untrusted.text import shell_word
 
-CERTAIN = 0.9
-"""A job is refused only if this share of its planned memory is more than a device has."""
 _IN_WORDS = 3
 
 
@@ -37,13 +40,8 @@ def memory_problems(job: Job, capacity: int, host: Mapping[str, int] | None = No
         capacity: Bytes of the smallest device that a rank may get.
         host: As for `changes_in_words`.
     """
-    needs = memory_of_ranks(job)
-    if CERTAIN * max(needs) <= capacity:
-        return []
-    large = [f"pp{rank} {size_text(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
-    listed = ", ".join(large[:8]) + (f" and {len(large) - 8} more" if len(large) > 8 else "")
-    what = f"a device has {size_text(capacity)}; ranks are planned to need more: {listed}"
-    return [Problem("train", what, changes_in_words(job, capacity, host=host))]
+    lack = too_little(memory_of_ranks(job), capacity)
+    return [Problem("train", lack, changes_in_words(job, capacity, host=host))] if lack else []
 
 
 def changes_in_words(
@@ -66,18 +64,23 @@ def changes_in_words(
     """
     device = replace(DEVICES[memory_kind(job)], memory=int(capacity / factor))
     machines = Machines.alike(job.mesh.world, max(1, job.mesh.world // job.mesh.pp), None)
-    found = changes_that_fit(job, machines, device, keep=_IN_WORDS, patience_s=patience_s, host=host)
-    words = [_in_words(one, factor) for one in found.same]
-    if found.more is not None:
-        words.append(f"{_in_words(found.more, factor)} on {found.more.job.mesh.world} devices")
-    words += [_in_words(one, factor) for one in found.apart]
+    fits = changes_that_fit(job, machines, device, keep=_IN_WORDS, patience_s=patience_s, host=host)
+    words = [_in_words(one, factor) for one in fits.same]
+    if fits.more is not None:
+        words.append(f"{_in_words(fits.more, factor)} on {fits.more.job.mesh.world} devices")
+    words += [_in_words(one, factor) for one in fits.apart]
     if words:
         return f"fits by plan: {'; or '.join(words)}"
-    nearest = f" (the nearest: {_in_words(found.nearest, factor)})" if found.nearest else ""
-    what = f"no change that was tried fits into {size_text(capacity)} by plan{nearest}"
-    return f"{what}: use more devices, or a smaller model or sequence"
+    nearest = f" (the nearest: {_in_words(fits.nearest, factor)})" if fits.nearest else ""
+    none = f"no change that was tried fits into {size_text(capacity)} by plan{nearest}"
+    return f"{none}: use more devices, or a smaller model or sequence"
 
 
 def _in_words(one: Proposal, factor: float) -> str:
     costs = f", {', '.join(one.costs)}" if one.costs else ""
     return f"{set_words(one)} ({size_text(factor * one.peak)}{costs})"
+
+
+if __name__ == "__main__":
+    question = json.load(sys.stdin)
+    sys.stdout.write(changes_in_words(parse_job(question.pop("job")), **question))

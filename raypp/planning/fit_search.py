@@ -19,7 +19,7 @@ from raypp.planning.check import check_plan
 from raypp.planning.costs import Device, computed_costs
 from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
-from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, shapes
+from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, meshes
 from raypp.planning.machines import Machines
 from raypp.planning.peak import peak_memory
 from raypp.planning.search import Candidate, changed_job
@@ -152,7 +152,7 @@ class _Search:
     def on_devices(self, job: Job, devices: int) -> list[Proposal]:
         """Returns what fits on this many devices, fastest first."""
         proposals: list[Proposal] = []
-        for shape in shapes(job, devices, self._late):
+        for shape in meshes(job, devices, self._late):
             if self._late():
                 break
             shaped = changed_job(job, shape)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from raypp.mesh.geometry import Mesh
+from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
 from raypp.planning.cards import cards_of_nodes
 from raypp.planning.choose_lookahead import best_depth, depths, fits_by_plan
@@ -38,7 +38,6 @@ from raypp.planning.traffic import (
     link_of_replicas,
     link_uses,
     nodes_of_pipeline,
-    of_pipeline_rank,
 )
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
@@ -142,6 +141,11 @@ def forecast(
     tokens = job.rows_per_step * job.data.seq_len
     busy = tuple(timeline.busy)
     used, cables = link_uses(machines, borders, simulator, times, timeline, pipeline.microbatches, size, step_s)
+    remarks = []
+    if apart and cables > 1:
+        remarks.append("messages of different borders share no card (the program is very long)")
+    if cables > MOST_LISTED:
+        remarks.append(f"of {cables:,} cables between nodes, the {MOST_LISTED:,} busiest are listed")
     return Forecast(
         step_s=step_s,
         tokens_per_s=tokens / step_s,
@@ -158,8 +162,7 @@ def forecast(
             costs.source,
             machines.source,
             *offload_assumption(job, machines.inside_gbps),
-            *(["messages of different borders share no card (the program is very long)"] * (apart and cables > 1)),
-            *([f"of {cables:,} cables between nodes, the {MOST_LISTED:,} busiest are listed"] * (cables > MOST_LISTED)),
+            *remarks,
         ),
         replica_sums=summed,
     )
@@ -225,7 +228,8 @@ def _stage_times(
         back = min(layers, max(0, sum(cut[: stage + 1]) - below))  # its layers that have a backward
         f, b = layers * costs.layer.forward, back * costs.layer.backward
         for part, here in ((costs.first, stage == 0), (costs.last, stage == end)):
-            f, b = f + part.forward * here, b + part.backward * here
+            if here:
+                f, b = f + part.forward, b + part.backward
         crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
         copying = crossed * size * costs.copy_s
         moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (machines.inside_gbps * 1e9)

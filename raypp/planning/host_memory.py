@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raypp.errors import Problem
-from raypp.mesh.geometry import Mesh
+from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind
-from raypp.planning.machines import Machines
 from raypp.planning.memory import RankMemory, offloaded_bytes, residual_bytes, state_of
 from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.stored_bytes import size_text
-from raypp.planning.traffic import of_pipeline_rank
 from raypp.spec.job import Job
+
+if TYPE_CHECKING:  # a rank asks for numbers of files and bytes only
+    from raypp.planning.machines import Machines
 
 OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 3, 3, 4
 """Files for a rank's own snapshots: on a single node; with a partner on another node when memory is
@@ -102,7 +104,7 @@ def host_memory(
     seats = machines.seats(mesh)
     several = len({node.name for node in seats}) > 1
     own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
-    tier = job.checkpoint.memory_tier
+    files, fewest_files = (own + copies, fewest + copies) if job.checkpoint.memory_tier else (0, 0)
     situations = pipeline.simulator().situations
     parts = [(stages, pipeline.cut, situations[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
     saved = [state_of(job, stages, cut, kind).saved + residual_bytes(job, stages, cut) for stages, cut, _ in parts]
@@ -124,10 +126,10 @@ def host_memory(
                 node=name,
                 ranks=ranks,
                 state=state,
-                files=(own + copies) * tier,
-                fewest_files=(fewest + copies) * tier,
-                snapshots=(own + copies) * tier * ranks * state,
-                saving=0 if tier else sum(saved[pp] for pp in here),
+                files=files,
+                fewest_files=fewest_files,
+                snapshots=files * ranks * state,
+                saving=0 if job.checkpoint.memory_tier else sum(saved[pp] for pp in here),
                 computing=sum(memory[pp].total for pp in here) if kind == "cpu" else 0,
                 offloaded=sum(moved[pp] for pp in here),
                 available=available,

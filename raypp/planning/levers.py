@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.errors import JobError
-from raypp.planning.check import divisors
+from raypp.mesh.geometry import Mesh
+from raypp.mesh.shapes import divisors, shapes
 from raypp.planning.choices import schedule_of
 from raypp.planning.peak import peak_memory
+from raypp.records import Coordinates
 from raypp.spec.checks import value_at
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
@@ -156,7 +158,7 @@ LEVERS = (
 )
 
 
-def shapes(job: Job, devices: int, late: Callable[[], bool] = lambda: False) -> list[Changes]:
+def meshes(job: Job, devices: int, late: Callable[[], bool] = lambda: False) -> list[Changes]:
     """Returns the meshes and microbatches of the same batch on this many devices.
 
     Those that change few keys come first. Leaves out programs with more than `MOST_ACTIONS`, and
@@ -167,43 +169,39 @@ def shapes(job: Job, devices: int, late: Callable[[], bool] = lambda: False) -> 
         devices: Number of devices.
         late: Whether the time is over; the others are then left out.
     """
-    found: list[Changes] = []
-    for shape in _shapes(job, devices):
-        if late() or len(found) == _MOST_SHAPES:
+    tried: list[Changes] = []
+    for changes in _meshes(job, devices):
+        if late() or len(tried) == _MOST_SHAPES:
             break
-        if shape is not None:
-            found.append(shape)
-    return sorted(found, key=len)
+        if changes is not None:
+            tried.append(changes)
+    return sorted(tried, key=len)
 
 
-def _shapes(job: Job, devices: int) -> Iterator[Changes | None]:
+def _meshes(job: Job, devices: int) -> Iterator[Changes | None]:
     """Yields None for those that are left out, so that a long search can be ended."""
     train, mesh = job.train, job.mesh
     batch = job.rows_per_step
-    now = _shape(mesh.pp, mesh.dp_replicate, mesh.fsdp, mesh.cp, mesh.ep)
+    now = _keys(Mesh.of(mesh).sizes, mesh.ep)
     now |= {"pipeline.microbatches": job.pipeline.microbatches, "train.micro_batch_size": train.micro_batch_size}
-    for pp in divisors(devices):
-        for fsdp in divisors(devices // pp):
-            for cp in divisors(devices // pp // fsdp):
-                replicas = devices // pp // cp
-                if batch % replicas:
-                    continue
-                for rows in divisors(batch // replicas):
-                    if rows > train.micro_batch_size:
-                        break
-                    if 2 * pp * job.pipeline.stages_per_rank * (batch // replicas // rows) > MOST_ACTIONS:
-                        yield None
-                        continue
-                    sizes = {"pipeline.microbatches": batch // replicas // rows, "train.micro_batch_size": rows}
-                    for ep in _expert_ranks(job, fsdp * cp):
-                        shape = _shape(pp, replicas // fsdp, fsdp, cp, ep) | sizes
-                        own_cut = job.pipeline.layers_per_stage is not None and pp != mesh.pp
-                        changed: dict[str, Any] = {key: value for key, value in shape.items() if value != now[key]}
-                        yield changed | ({"pipeline.layers_per_stage": None} if own_cut else {})
+    for one in shapes(devices, rows=batch):
+        each = batch // (one.dp_replicate * one.fsdp)
+        own_cut = job.pipeline.layers_per_stage is not None and one.pp != mesh.pp
+        for rows in divisors(each):
+            if rows > train.micro_batch_size:
+                break
+            if 2 * one.pp * job.pipeline.stages_per_rank * (each // rows) > MOST_ACTIONS:
+                yield None
+                continue
+            sizes = {"pipeline.microbatches": each // rows, "train.micro_batch_size": rows}
+            for ep in _expert_ranks(job, one.fsdp * one.cp):
+                shape = _keys(one, ep) | sizes
+                changed: dict[str, Any] = {key: value for key, value in shape.items() if value != now[key]}
+                yield changed | ({"pipeline.layers_per_stage": None} if own_cut else {})
 
 
-def _shape(pp: int, dp_replicate: int, fsdp: int, cp: int, ep: int) -> dict[str, int]:
-    return {"mesh.pp": pp, "mesh.dp_replicate": dp_replicate, "mesh.fsdp": fsdp, "mesh.cp": cp, "mesh.ep": ep}
+def _keys(sizes: Coordinates, ep: int) -> dict[str, int]:
+    return {f"mesh.{axis}": size for axis, size in {**sizes.as_dict(), "ep": ep}.items()}
 
 
 def _expert_ranks(job: Job, shard: int) -> list[int]:

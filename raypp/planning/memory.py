@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from raypp.planning.activations import (
@@ -24,14 +25,15 @@ from raypp.planning.choices import WireKind, wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, kept_by_heap, loss_memory
 from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
-from raypp.planning.quantised_base import base_bytes, product_bytes
 from raypp.planning.sizes import sizes_of
 from raypp.planning.stored_bytes import gradient_bytes, state_bytes, update_bytes, weight_bytes
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.schedules.waiting import Waiting
+from raypp.spec.families import counted_family, family_of
 from raypp.spec.job import Job
-from raypp.spec.quantised import quantised_base
+from raypp.spec.models import DecoderOptions
+from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
 _FP32 = 4
 _MB = 10**6
@@ -42,7 +44,7 @@ CPU_RUNTIME = 35 * _MB
 with a model of 0.1 M parameters."""
 HEAP = 0.19
 """Share of the tensors' bytes that glibc's heap takes in addition, once the process keeps what it
-frees (`train.host_allocator`): holes that no later tensor fits. Measured (docs/benchmarks)."""
+frees (`train.process_group`): holes that no later tensor fits. Measured (docs/benchmarks)."""
 CUDA_CONTEXT = 700 * _MB
 """The context with its kernels, and cuBLAS' workspace, which torch does not count: what an H200 has
 in use after the first matrix product (driver 580, CUDA 13)."""
@@ -479,3 +481,58 @@ def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     world = mesh.world > 1 and mesh.world not in (shards, mesh.dp_replicate)
     once = NCCL_KERNELS if mesh.world > 1 else 0
     return once + groups * NCCL_GROUP + pairs * NCCL_PAIR + world * NCCL_ONE_CTA
+
+
+@lru_cache(maxsize=1024)
+def base_bytes(
+    model: DecoderOptions,
+    layers: range,
+    *,
+    first: bool,
+    last: bool,
+    rest: int,
+    ep: int = 1,
+    without: tuple[str, ...] = (),
+) -> int:
+    """Returns the bytes of a stage's frozen weights, before fsdp and cp share them.
+
+    Args:
+        model: The `model:` section.
+        layers: Global indices of the stage's layers.
+        first: The stage holds the embedding.
+        last: The stage holds the final norm and the projection.
+        rest: Bytes of a frozen weight that is not quantised.
+        ep: Ranks that share the experts.
+        without: Parts (of `Weight.part`) whose quantised matrices are not counted.
+    """
+    family, base = counted_family(model), quantised_base(model)
+    total = 0
+    for name, weight in family.stage_weights(model, layers, first=first, last=last).items():
+        if base is not None and name.startswith("model.layers.") and is_quantised(weight):
+            size = 0 if weight.part in without else quantised_bytes(base, weight)
+        else:
+            size = rest * weight.parameters
+        total += size // ep if weight.part == "experts" else size
+    return total
+
+
+@lru_cache(maxsize=64)
+def product_bytes(model: DecoderOptions, width: int, *, ep: int = 1, together: bool = False) -> int:
+    """Returns the bytes of the largest matrix while it is dequantised for a product.
+
+    Args:
+        model: The `model:` section.
+        width: Bytes of an element in the compute dtype.
+        ep: Ranks that share the experts.
+        together: All experts of a layer are computed by one kernel (CUDA in bf16).
+    """
+    family = family_of(model)
+    if family is None or quantised_base(model) is None:
+        return 0
+    largest = 0
+    for weight in (weight for index in range(model.num_layers) for weight in family.weights(model, index)):
+        if is_quantised(weight):
+            stacked = weight.part == "experts"
+            share = weight.shape[0] if stacked and not together else ep if stacked else 1
+            largest = max(largest, weight.parameters // share)
+    return width * largest

@@ -22,7 +22,6 @@ from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
 from raypp.schedules.action import printed, splits_backward
-from raypp.schedules.bubble import bubble_fraction, bubble_overhead
 from raypp.schedules.catalogue import build_program
 from raypp.schedules.picture import draw_timeline
 from raypp.schedules.simulate import Slot, StageTimes
@@ -253,3 +252,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def bubble_fraction(pp: int, microbatches: int, stages_per_rank: int = 1) -> float:
+    """Returns idle time as a fraction of the whole step: (P - 1) / (v·m + P - 1)."""
+    return (pp - 1) / (stages_per_rank * microbatches + pp - 1)
+
+
+def bubble_overhead(pp: int, microbatches: int, stages_per_rank: int = 1) -> float:
+    """Returns idle time relative to compute time: (P - 1) / (v·m)."""
+    return (pp - 1) / (stages_per_rank * microbatches)

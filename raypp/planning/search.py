@@ -15,8 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypp.errors import RayppError, ResourcesError
+from raypp.mesh.shapes import divisors, shapes
 from raypp.planning.activations import Kind
-from raypp.planning.check import check_plan, divisors
+from raypp.planning.check import check_plan
 from raypp.planning.choices import schedule_of
 from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
@@ -183,27 +184,19 @@ def advice(
 
 def _candidates(job: Job, devices: int) -> Iterator[dict[str, Any]]:
     """Yields changes of keys: few pipeline ranks before many, 1F1B before other schedules."""
-    cp = job.mesh.cp
-    if devices % cp:
-        return
-    rest = devices // cp
-    for pp in divisors(rest):
-        replicas = rest // pp
-        if job.rows_per_step % replicas:
-            continue
-        own = job.rows_per_step // replicas
-        possible = [rows for rows in divisors(own) if 2 * pp * own <= rows * MOST_ACTIONS]
-        for fsdp in reversed(divisors(replicas)) if possible else ():
-            mesh = {"mesh.pp": pp, "mesh.fsdp": fsdp, "mesh.dp_replicate": replicas // fsdp}
-            for rows in possible:
-                if rows > 4 * job.train.micro_batch_size:
-                    break
-                microbatches = own // rows
-                sizes = {"pipeline.microbatches": microbatches, "train.micro_batch_size": rows}
-                for schedule, stages in _schedules(job, pp, microbatches):
-                    if pp * stages <= job.model.num_layers and 2 * pp * stages * microbatches <= MOST_ACTIONS:
-                        kinds = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": stages}
-                        yield {**mesh, **sizes, **kinds, "pipeline.layers_per_stage": None}
+    meshes = shapes(devices, rows=job.rows_per_step, cp=job.mesh.cp, ep=job.mesh.ep)
+    for one in sorted(meshes, key=lambda one: (one.pp, -one.fsdp)):
+        mesh = {"mesh.pp": one.pp, "mesh.fsdp": one.fsdp, "mesh.dp_replicate": one.dp_replicate}
+        own = job.rows_per_step // (one.dp_replicate * one.fsdp)
+        for rows in divisors(own):
+            if rows > 4 * job.train.micro_batch_size:
+                break
+            microbatches = own // rows
+            sizes = {"pipeline.microbatches": microbatches, "train.micro_batch_size": rows}
+            for schedule, stages in _schedules(job, one.pp, microbatches):
+                if one.pp * stages <= job.model.num_layers and 2 * one.pp * stages * microbatches <= MOST_ACTIONS:
+                    kinds = {"pipeline.schedule": schedule, "pipeline.stages_per_rank": stages}
+                    yield {**mesh, **sizes, **kinds, "pipeline.layers_per_stage": None}
 
 
 def _schedules(job: Job, pp: int, microbatches: int) -> Iterator[tuple[str, int]]:

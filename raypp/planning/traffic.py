@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
-from raypp.mesh.geometry import Mesh
+from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.sizes import sizes_of
@@ -61,12 +61,6 @@ class Border:
 
     crossings: Mapping[tuple[str, str], int]
     seconds: float
-
-
-def of_pipeline_rank(mesh: Mesh, seats: Sequence[Node], rank: int) -> list[Node]:
-    """Returns the nodes of the ranks of a pipeline rank, in order."""
-    each = mesh.world // mesh.sizes.pp  # pp is the slowest axis
-    return list(seats[rank * each : (rank + 1) * each])
 
 
 def border_between(mesh: Mesh, seats: Sequence[Node], machines: Machines, upper: int, lower: int, size: int) -> Border:

@@ -7,44 +7,41 @@ are text. The job file has values such as `off` that YAML 1.1 would read as bool
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from raypp.errors import Problem
-from raypp.spec.limits import CHARACTERS, DEPTH, DIGITS, VALUES, key_problem
+from raypp.spec.limits import DEPTH, DIGITS, key_problem
 from raypp.untrusted.documents import shown
 
 KeyPath = tuple[str | int, ...]
-
-_CParser: Any = yaml.CSafeLoader.__mro__[1] if yaml.__with_libyaml__ else object
 
 _NULL, _BOOL, _INT, _FLOAT, _STR, _MERGE, _MAP, _SEQ = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "merge", "map", "seq")
 )
 
 
-class _Composer(yaml.composer.Composer, yaml.resolver.Resolver):
-    """PyYAML's composer with limits and the scalar rules of YAML 1.2's core schema."""
+class _Loader(
+    yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser, yaml.composer.Composer, yaml.resolver.Resolver
+):
+    """PyYAML's loader with a limit of depth and the scalar rules of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own convention
-    get_mark: Any
 
-    def __init__(self) -> None:
+    def __init__(self, text: str) -> None:
+        yaml.reader.Reader.__init__(self, text)
+        yaml.scanner.Scanner.__init__(self)
+        yaml.parser.Parser.__init__(self)
         yaml.composer.Composer.__init__(self)
         yaml.resolver.Resolver.__init__(self)
-        self._depth = self._nodes = 0
+        self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Composes a node. It counts: the parser itself has no limits."""
         self._depth += 1
-        self._nodes += 1
         if self._depth > DEPTH:
-            raise _LimitError.of_depth(self.get_mark())
-        if self._nodes > 2 * VALUES:  # keys and values
-            raise _LimitError.of_values(self.get_mark())
+            raise _DepthError(self.get_mark())
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(node, yaml.ScalarNode) and not node.value.isascii():
@@ -53,66 +50,24 @@ class _Composer(yaml.composer.Composer, yaml.resolver.Resolver):
         return node
 
 
-class _Loader(_Composer, yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):
-    """Scans and parses in Python. Its errors are those that are shown."""
-
-    def __init__(self, text: str) -> None:
-        yaml.reader.Reader.__init__(self, text)
-        yaml.scanner.Scanner.__init__(self)
-        yaml.parser.Parser.__init__(self)
-        _Composer.__init__(self)
-
-
-class _LibyamlLoader(_Composer, _CParser):  # type: ignore[misc]  # PyYAML may be without it
-    """Scans and parses in C."""
-
-    def __init__(self, text: str) -> None:
-        _CParser.__init__(self, text)
-        _Composer.__init__(self)
-
-    def get_mark(self) -> Any:
-        """Returns the place of the next event."""
-        return self.peek_event().start_mark
-
-
-_READ_ALIKE = re.compile(r"[\n -~\xa0-\u2027\u202a-\ud7ff]*\n")
-_READ_OTHERWISE = re.compile(r"[!?]|[|>][-+0-9]*#")
-"""Tags, complex keys, and a comment directly after the mark of a block: libyaml accepts more."""
-
-
 def _root(text: str) -> yaml.Node | None:
-    """Returns the root node of a text; None if it is empty.
-
-    libyaml takes a third of the time, but words its errors in another way and accepts some texts
-    that PyYAML refuses. So it reads only texts without such parts, and PyYAML says what is wrong.
-    """
-    if yaml.__with_libyaml__ and _READ_ALIKE.fullmatch(text) and not _READ_OTHERWISE.search(text):
-        with suppress(yaml.YAMLError, ValueError, OverflowError):
-            return _LibyamlLoader(text).get_single_node()
+    """Returns the root node of a text; None if it is empty."""
     loader = _Loader(text)
     try:
         return loader.get_single_node()
     except (ValueError, OverflowError) as error:  # of int and chr, for the digits of an escape or a directive
-        what = "a number that is too large"
-        raise yaml.MarkedYAMLError(problem=what, problem_mark=loader.get_mark()) from error
+        raise yaml.MarkedYAMLError(problem="a number that is too large", problem_mark=loader.get_mark()) from error
 
 
-class _LimitError(yaml.MarkedYAMLError):
-    """A text exceeds a limit; `note` is the fix."""
+class _DepthError(yaml.MarkedYAMLError):
+    """Sections and lists are nested too deep."""
 
-    @classmethod
-    def of_depth(cls, mark: Any) -> _LimitError:
-        what = f"sections and lists are nested more than {DEPTH} levels deep"
-        return cls(problem=what, problem_mark=mark, note="write fewer levels, or quote text that begins with [ or {")
-
-    @classmethod
-    def of_values(cls, mark: Any) -> _LimitError:
-        what = f"more than {VALUES:,} values, those that aliases repeat included"
-        return cls(problem=what, problem_mark=mark, note="leave out what is not needed, and use fewer aliases (*name)")
+    def __init__(self, mark: Any) -> None:
+        super().__init__(problem=f"sections and lists are nested more than {DEPTH} levels deep", problem_mark=mark)
 
 
 def _resolve_as(tag: str, pattern: str, first: str) -> None:
-    _Composer.add_implicit_resolver(tag, re.compile(pattern, re.VERBOSE), list(first) or [""])
+    _Loader.add_implicit_resolver(tag, re.compile(pattern, re.VERBOSE), list(first) or [""])
 
 
 _resolve_as(_BOOL, r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")
@@ -202,7 +157,6 @@ class _Reading:
         self.numbered = numbered
         self.document = Document()
         self._open: set[int] = set()
-        self._values, self._characters = VALUES, CHARACTERS
 
     def place(self, mark: Any) -> str:
         if not self.numbered:
@@ -219,8 +173,9 @@ class _Reading:
             line = text.count("\n", 0, error.position) + 1
             where = f"{self.source}:{line}" if self.numbered else self.source
             return Problem("", f"not valid YAML: a control character (code {error.character})", "remove it", where)
-        if isinstance(error, _LimitError):
-            return Problem("", str(error.problem), str(error.note), where)
+        if isinstance(error, _DepthError):
+            fix = "write fewer levels, or quote text that begins with [ or {"
+            return Problem("", str(error.problem), fix, where)
         what = getattr(error, "problem", None) or str(error)
         for sign, words, fix in _SYNTAX:
             if sign in what:
@@ -243,20 +198,16 @@ class _Reading:
             self._open.discard(id(node))
 
     def _opened(self, node: yaml.Node, path: KeyPath) -> bool:
-        """Counts a node, and returns whether it can be read: it is not inside itself.
+        """Enters a node, and returns whether it can be read: it is not inside itself.
 
         Raises:
-            _LimitError: Aliases repeat more than the limits allow.
+            _DepthError: Aliases nest too deep.
         """
         if id(node) in self._open:
             self.problem(node, path, "the alias contains itself", "write the value out")
             return False
-        self._values -= 1
-        self._characters -= len(node.value) if isinstance(node, yaml.ScalarNode) else 0
-        if min(self._values, self._characters) < 0:
-            raise _LimitError.of_values(node.start_mark)
         if len(self._open) >= 2 * DEPTH:
-            raise _LimitError.of_depth(node.start_mark)
+            raise _DepthError(node.start_mark)
         self._open.add(id(node))
         return True
 
@@ -286,7 +237,6 @@ class _Reading:
                 continue
             lines[key] = key_node.start_mark.line + 1
             if key in into:
-                self._values -= 1
                 continue
             self.document.where[here] = self.place(key_node.start_mark)
             into[key] = self.value(value_node, here)

@@ -16,10 +16,6 @@ FILE_BYTES = 256 << 10
 """Bytes of a job file."""
 DEPTH = 32
 """Levels of sections and lists, also along aliases."""
-VALUES = 15_000
-"""Values of a job, all together; those that an alias repeats count each time."""
-CHARACTERS = 1 << 20
-"""Characters of all values together; those that an alias repeats count each time."""
 TEXT = 32_768
 """Characters of one value."""
 KEY = 200
@@ -74,14 +70,8 @@ def within_limits(value: Any) -> tuple[Any, list[tuple[tuple[str | int, ...], st
 class _Walk:
     def __init__(self) -> None:
         self.found: list[tuple[tuple[str | int, ...], str, str]] = []
-        self._left = 2 * VALUES  # with all defaults written out, a job has more than its file
 
     def copy(self, value: Any, path: tuple[str | int, ...]) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            if self._left == -1:
-                self.refuse((), f"has more than {2 * VALUES:,} values", "leave out what is not needed")
-            return None
         if isinstance(value, list | tuple | Mapping) and len(path) >= DEPTH:
             return self.refuse(path, f"is nested more than {DEPTH} levels deep", "write fewer levels")
         if isinstance(value, Mapping):

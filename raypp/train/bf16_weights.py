@@ -1,7 +1,10 @@
 """Updates weights that exist in bf16 only (`train.precision: bf16_pure`).
 
 An update is usually smaller than half the distance of two bf16 numbers, and rounding to nearest
-would lose it. Stochastic rounding keeps it on average (`train.stochastic_rounding`).
+would lose it. Stochastic rounding keeps it on average.
+Its random bits are a function of the run's seed, the step, the parameter's global name and the
+element's place in the whole parameter. So a resumed run draws the same ones, and so does every
+mesh: a shard draws its part of what one process draws, and replicas draw the same.
 
 Legend: R rows of this rank's part of a parameter, L its columns.
 """
@@ -13,8 +16,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from raypp.models.counter_hash import LANES, hash_key, lanes, splitmix
 from raypp.parallel.shard import LocalRows, local_part, local_rows
-from raypp.train.stochastic_rounding import random_bits, round_to_bf16, rounding_key
 
 
 class Bf16Weights:
@@ -82,3 +85,53 @@ class Bf16Weights:
 def as_rows(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor `[..., L]` as rows `[R, L]`; a vector as one row."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.view(0, 1)
+
+
+def rounding_key(seed: int, step: int, name: str) -> int:
+    """Returns the 64-bit key of a parameter's random bits in one step, as a signed number.
+
+    Args:
+        seed: train.seed.
+        step: The step's number.
+        name: The parameter's global name.
+    """
+    return hash_key(f"round:{seed}:{step}:{name}")
+
+
+def random_bits(key: int, rows_R: Tensor, width: int, start: int, columns: int) -> Tensor:
+    """Returns 16 random bits for each element of some rows of a matrix.
+
+    A hash of 64 bits serves four neighbouring columns.
+
+    Args:
+        key: From `rounding_key`.
+        rows_R: Numbers of the rows in the whole matrix, int64 `[R]`. Of a stack of matrices, rows
+            are counted through all of them.
+        width: Columns of the whole matrix.
+        start: The first column.
+        columns: L, the number of columns.
+
+    Returns:
+        int32 `[R, L]`, 0 to 65535, on the device of `rows_R`.
+    """
+    first, last = start // LANES, -(-(start + columns) // LANES)
+    words = torch.arange(first, last, dtype=torch.int64, device=rows_R.device)
+    hashes = splitmix((rows_R * -(-width // LANES)).unsqueeze(1) + words, key)
+    numbers = lanes(hashes)[:, start - LANES * first :][:, :columns]
+    return numbers.to(torch.int32).bitwise_and_(0xFFFF)
+
+
+def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
+    """Rounds to one of the two neighbours in bf16, to the nearer one with the higher probability.
+
+    The expected value is the value itself. NaN and infinities stay what they are.
+
+    Args:
+        values: fp32 `[...]`, contiguous.
+        bits: int32 `[...]`, 0 to 65535, uniform.
+
+    Returns:
+        bf16 `[...]`.
+    """
+    cut = (values.view(torch.int32) + bits).bitwise_and_(-65536).view(torch.float32)
+    return torch.where(values.isfinite(), cut, values).to(torch.bfloat16)

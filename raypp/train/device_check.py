@@ -17,14 +17,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from raypp.environment import c_compiler
 from raypp.errors import JobError, Problem, in_words
 from raypp.mesh.geometry import Mesh
-from raypp.planning.fit import CERTAIN, changes_in_words, memory_problems
 from raypp.planning.host_memory import offloaded_by_ranks
 from raypp.planning.memory import CUDA_CONTEXT
-from raypp.planning.peak import memory_of_ranks
+from raypp.planning.peak import CERTAIN, memory_of_ranks, too_little
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event, Seat
 from raypp.spec.job import Job
-from raypp.train.device_memory import DeviceTakenError, card_uuid, free_cache, holders
+from raypp.train.device_memory import DeviceTakenError, card_uuid, changes_that_fit, free_cache, holders
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +32,8 @@ BF16_SINCE = (8, 0)
 _FREED_S = 60.0
 """How long the driver may take to free the memory of a process that was killed."""
 _ASK_EVERY_S = 0.5
+_SEARCH_S = 20.0
+"""Most seconds to look for changes that fit, before training starts."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,14 @@ def check_device(job: Job, seat: Seat) -> Card | None:
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     card = card_of(seat.device_index) if seat.device_index < there else None
     why = "" if there else why_no_card()
-    problems = device_problems(job, seat, there, card, why, torch.cuda.get_arch_list(), c_compiler())
+    needs = memory_of_ranks(job)
+    problems = device_problems(job, seat, there, card, why, torch.cuda.get_arch_list(), c_compiler(), needs)
     if not problems and seat.local_rank == 0 and seat.attempt <= 1:
         problems = host_problems(job, seat, int(psutil.virtual_memory().available))
     if problems:
         raise JobError(problems)
     if card is not None:
-        _wait_for_memory(job, seat, card)
+        _wait_for_memory(job, seat, card, needs[seat.coordinates.pp])
     return card
 
 
@@ -91,9 +93,9 @@ def why_no_card() -> str:
     return ""
 
 
-def _wait_for_memory(job: Job, seat: Seat, card: Card) -> None:
+def _wait_for_memory(job: Job, seat: Seat, card: Card, planned: int) -> None:
     free_cache()
-    need = int(CERTAIN * memory_of_ranks(job)[seat.coordinates.pp]) - CUDA_CONTEXT
+    need = int(CERTAIN * planned) - CUDA_CONTEXT
     free = wait_for(need, lambda: free_bytes(lambda: torch.cuda.mem_get_info(seat.device_index)[0]))
     if problem := memory_taken(job, seat, card, need, free, lambda: holders(card_uuid(seat.device_index))):
         raise (JobError if seat.attempt <= 1 else DeviceTakenError)(problem)
@@ -153,7 +155,7 @@ def memory_taken(
         f"rank {seat.rank} on {seat.node}, {card.name}: {size_text(need)} are needed, {size_text(free)} of "
         f"{size_text(card.memory)} are free; {held()}"
     )
-    fits = changes_in_words(job, free + CUDA_CONTEXT)
+    fits = changes_that_fit(job, free + CUDA_CONTEXT, patience_s=_SEARCH_S)
     return Problem("resources.device", what, f"end what holds it, or leave this card out; {fits}")
 
 
@@ -181,6 +183,7 @@ def device_problems(
     why: str = "",
     built_for: Sequence[str] = (),
     compiler: str | None = "cc",
+    needs: Sequence[int] = (),
 ) -> list[Problem]:
     """Returns why a seat's card cannot run the job.
 
@@ -192,6 +195,7 @@ def device_problems(
         why: Why torch sees no card; "" if unknown.
         built_for: Architectures that torch has kernels for, such as `sm_90`; empty if unknown.
         compiler: The node's C compiler; None without one.
+        needs: Planned bytes by pipeline rank.
     """
     where = f"rank {seat.rank} on {seat.node}"
     if card is None:
@@ -213,10 +217,10 @@ def device_problems(
         what = f"{where}: torch.compile needs a C compiler, and neither $CC nor cc, gcc or clang is there"
         fix = "install one on that node (apt-get install gcc libc6-dev), or set train.compile false"
         problems.append(Problem("train.compile", what, fix))
-    return problems + [
-        Problem(problem.key, f"{where}, {card.name}: {problem.what}", problem.fix)
-        for problem in memory_problems(job, card.memory)
-    ]
+    if lack := too_little(needs, card.memory):
+        fix = changes_that_fit(job, card.memory, patience_s=_SEARCH_S)
+        problems.append(Problem("train", f"{where}, {card.name}: {lack}", fix))
+    return problems
 
 
 def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import logging
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +19,15 @@ from torch import Tensor, nn
 from raypp.errors import RayppError, causes, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
-from raypp.planning.fit import changes_in_words
-from raypp.planning.plan import make_plan
+from raypp.planning.peak import rank_memories
+from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Seat
+from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
+from raypp.spec.load import job_document
+
+log = logging.getLogger(__name__)
 
 # What CUDA's libraries say when they allocate by themselves, past torch's allocator.
 _FULL = (
@@ -40,6 +47,7 @@ _ROOM = 0.95
 _BLOCKS = 5
 _SEARCH_S = 5.0
 """Most seconds to look for changes that fit; the other ranks wait for the report."""
+_START_S = 30.0
 
 
 class DeviceMemoryError(RayppError):
@@ -151,7 +159,7 @@ def taken(stats: Mapping[str, Any], job: Job, pp: int) -> int:
     show."""
     if not stats:
         return 0
-    return int(stats["total"] - stats["free"] - stats["reserved"]) - make_plan(job).memory[pp].runtime
+    return int(stats["total"] - stats["free"] - stats["reserved"]) - rank_memories(job)[pp].runtime
 
 
 def card_uuid(index: int) -> str:
@@ -194,10 +202,11 @@ def told(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:
 
 def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
     """Returns lines about what the plan says of this pipeline rank, and which changes would fit."""
-    plan = make_plan(job)
-    memory = plan.memory[pp].as_dict()
+    memory = rank_memories(job)[pp].as_dict()
     total = memory.pop("total")
-    flying = max(plan.in_flight[stage] for stage in plan.placement[pp])
+    pipeline = resolve_pipeline(job)
+    in_flight = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages)).in_flight
+    flying = max(in_flight[stage] for stage in pipeline.stages_of_rank[pp])
     parts = [f"{name} {size_text(size)}" for name, size in memory.items() if size]
     each = (
         f"{size_text(memory.get('activations', 0) / max(1, flying))} of activations per microbatch, {flying} in flight"
@@ -206,8 +215,36 @@ def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
     if stats:
         capacity = stats["free"] + stats["reserved"]
         # It needed at least what there was. By how much more is unknown, so leave room.
-        lines.append(changes_in_words(job, int(_ROOM * capacity), max(1.0, capacity / max(1, total)), _SEARCH_S))
+        lines.append(changes_that_fit(job, int(_ROOM * capacity), max(1.0, capacity / max(1, total))))
     return lines
+
+
+def changes_that_fit(job: Job, capacity: int, factor: float = 1.0, patience_s: float = _SEARCH_S) -> str:
+    """Returns the changes that fit as one sentence: what `planning.fit` answers in its own process.
+
+    The search is no part of a rank.
+
+    Args:
+        job: The job.
+        capacity: Bytes of a device.
+        factor: What a rank was measured to need, relative to its plan.
+        patience_s: Most seconds to search.
+    """
+    question = {"job": job_document(job), "capacity": capacity, "factor": factor, "patience_s": patience_s}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "raypp.planning.fit"],
+            input=json.dumps(question),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            timeout=patience_s + _START_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("no search for changes that fit: %s %s", in_words(error), getattr(error, "stderr", None) or "")
+        return "`raypp plan JOB --fit` searches for changes that fit"
+    return done.stdout.strip()
 
 
 def _allocator(index: int) -> dict[str, Any]:

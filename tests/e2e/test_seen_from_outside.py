@@ -19,7 +19,7 @@ from laptop import Laptop, Run, wait_for
 from cluster.metrics.dashboard import dashboard
 from raypp.clusters.known_runs import cluster_name
 from raypp.clusters.prometheus import find_prometheus
-from raypp.observe.metric_names import AUX_LOSS, METRICS, Z_LOSS
+from raypp.observe.quantities import AUX_LOSS, METRICS, Z_LOSS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.gate, pytest.mark.timeout(400)]
 needs_prometheus = pytest.mark.skipif(find_prometheus() is None, reason="install Debian's package `prometheus`")

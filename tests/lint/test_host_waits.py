@@ -23,7 +23,6 @@ _OF_TRAIN = (
     "sample",
     "sgd",
     "step",
-    "stochastic_rounding",
     "stragglers",
     "tune_lookahead",
     "warm_up",

@@ -91,7 +91,7 @@ _POSTING = "raypp/schedules/posting.py"
 _DEFAULT = "raypp/recovery/policies/default.py"
 _POLICY = "raypp/recovery/policy.py"
 _DEATH = "raypp/recovery/cause_of_death.py"
-_SHAPE = "raypp/recovery/elastic_shape.py"
+_SHAPE = "raypp/mesh/shapes.py"
 _HANG = "raypp/recovery/hang_analysis.py"
 _APPLY = "raypp/parallel/apply.py"
 _LOADER = "raypp/data/loader.py"
@@ -492,20 +492,20 @@ FAULTS = [
     ),
     Fault(
         "shape-last-device-unused", _SHAPE,
-        "min_ranks <= shape.world <= most and",
-        "min_ranks <= shape.world < most and",
+        "meshes = shapes(most, rows=rows",
+        "meshes = shapes(most - 1, rows=rows",
         "an elastic run shrinks further than it must",
     ),
     Fault(
         "shape-experts-not-divided", _SHAPE,
-        "if total % (dp_replicate * fsdp) == 0 and (fsdp * wanted.cp) % wanted.ep == 0",
-        "if total % (dp_replicate * fsdp) == 0",
+        "if (fsdp * own_cp) % ep or (",
+        "if (",
         "an elastic run chooses a mesh on which experts cannot be spread",
     ),
     Fault(
         "shape-fsdp-shrinks-first", _SHAPE,
-        "(-pair[0] * pair[1], -pair[1])",
-        "(-pair[0] * pair[1], pair[1])",
+        "-one.dp_replicate * one.fsdp, -one.fsdp)",
+        "-one.dp_replicate * one.fsdp, one.fsdp)",
         "the smaller mesh needs more memory on each device",
     ),
     Fault(

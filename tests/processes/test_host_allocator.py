@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import os, sys
 import torch
-from raypp.train.host_allocator import keep_freed_memory
+from raypp.train.process_group import keep_freed_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")

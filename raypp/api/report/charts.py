@@ -9,7 +9,7 @@ from statistics import fmean
 
 from raypp.api.report.collect import RunData
 from raypp.api.report.html import Html, Whole, joined, tag
-from raypp.records import StepReport
+from raypp.observe.quantities import CURVES, EXTRAS
 
 COLUMNS = 600
 """Columns of a curve. With more steps, each column shows its smallest and its largest value."""
@@ -209,17 +209,9 @@ def number_of_step(step: int) -> str:
     return f"{step:,}" if step < 100_000 else number(step)
 
 
-_QUANTITIES: Sequence[tuple[str, str, Callable[[StepReport], float]]] = (
-    ("Loss", "per token", lambda r: r.loss),
-    ("Gradient norm", "before clipping", lambda r: r.grad_norm),
-    ("Learning rate", "", lambda r: r.lr),
-    ("Throughput", "tokens/s", lambda r: r.tokens_per_s),
-    ("Step time", "s", lambda r: r.step_s),
-    ("Longest row", "tokens", lambda r: float(r.seq_len)),
-)
 _MEMORY = ("Memory", "GB, peak of a rank so far")
 _MOST_EXTRAS = 12
-_EXTRAS = {"aux_loss": ("Balance loss", "aux_loss, unweighted"), "z_loss": ("Router z-loss", "z_loss, unweighted")}
+_EXTRAS = {one.name: (one.title, one.unit) for one in EXTRAS}
 
 
 def charts(runs: Sequence[RunData], axis: Axis) -> list[Html]:
@@ -227,13 +219,13 @@ def charts(runs: Sequence[RunData], axis: Axis) -> list[Html]:
     marks = attempt_begins(runs[0]) if len(runs) == 1 else []
     extras = sorted({name for run in runs for timed in run.steps for name in timed.report.extras})[:_MOST_EXTRAS]
     found = []
-    for name, unit, read in _QUANTITIES:
-        series = [_series(run, style, read, runs) for style, run in zip("ab", runs, strict=False)]
-        if name == "Loss":
+    for one in CURVES:
+        series = [_series(run, style, one.name, runs) for style, run in zip("ab", runs, strict=False)]
+        if one.name == "loss":
             series += [_held_out(run, style, runs) for style, run in zip("ab", runs, strict=False)]
-        if name == "Longest row" and len({value for one in series for _, value in one.points}) < 2:
+        if one.name == "seq_len" and len({value for curve in series for _, value in curve.points}) < 2:
             continue
-        found.append(chart(name, unit, series, axis, marks, named=name == "Loss" and len(runs) == 1))
+        found.append(chart(one.title, one.unit, series, axis, marks, named=one.name == "loss" and len(runs) == 1))
     found.append(chart(*_MEMORY, _memory(runs), axis, marks, named=len(runs) == 1))
     for name in extras:
         series = [
@@ -275,8 +267,9 @@ def _label(run: RunData, runs: Sequence[RunData]) -> str:
     return run.title if len(runs) > 1 else "training"
 
 
-def _series(run: RunData, style: str, read: Callable[[StepReport], float], runs: Sequence[RunData]) -> Series:
-    return Series(_label(run, runs), style, [(timed.report.step, read(timed.report)) for timed in run.steps])
+def _series(run: RunData, style: str, name: str, runs: Sequence[RunData]) -> Series:
+    points = [(timed.report.step, float(getattr(timed.report, name))) for timed in run.steps]
+    return Series(_label(run, runs), style, points)
 
 
 def _held_out(run: RunData, style: str, runs: Sequence[RunData]) -> Series:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.cli.eval_progress import _Lines, evaluation_progress
+from raypp.cli.eval_command import _Lines, evaluation_progress
 
 
 def test_lines_come_seldom_and_tell_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import yaml
 from raypp.__main__ import main as command
 from raypp.cli import main as frame
 from raypp.cli.main import COMMANDS, FAMILIES, cli, run
-from raypp.cli.schedule_picture import schedule_picture
+from raypp.cli.plan_view import schedule_picture
 from raypp.errors import (
     JobError,
     Problem,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from raypp.control import machine as m
 from raypp.failure_kinds import FailureKind
+from raypp.mesh.shapes import Shape
 from raypp.records import RankFailure, Requests, RunState
-from raypp.recovery.elastic_shape import Shape
 from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import AttemptEnd
 

@@ -11,22 +11,21 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
-import yaml
 from click.testing import CliRunner
 from counted_calls import counted_calls
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.main import cli
 from raypp.errors import JobError, RayppError
-from raypp.planning.check import check_plan, divisors
+from raypp.mesh.shapes import divisors
+from raypp.planning.check import check_plan
 from raypp.planning.plan import make_plan
 from raypp.spec import limits
 from raypp.spec.document import read_document
 from raypp.spec.load import job_document, load_job, parse_job
 from raypp.untrusted import files
-from tests.fuzz import job_seeds
 from tests.fuzz.job_files import planned
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "jobs").glob("*.yaml"))
@@ -36,7 +35,6 @@ MOST_CALLS = 2_000_000
 """Calls of functions, of which jobs of the repository need 50,000 to 150,000."""
 
 TEXTS = {
-    "aliases that grow": job_seeds.BOMB.encode(),
     "an alias of itself": b"name: a\nmesh: &m\n  pp: 1\n  x: *m\n",
     "a merge of itself": b"name: a\nmesh: &m\n  pp: 1\n  <<: *m\n",
     "a merge of text": b"name: a\nmesh: {<<: text}\n",
@@ -74,7 +72,6 @@ TEXTS = {
 }
 SETTINGS = {
     "a long path": [".".join(["a"] * 10_000) + "=1"],
-    "aliases that grow": ["mesh={" + job_seeds.BOMB.replace("\n", ", ") + "}"],
     "half a character": ["name=\udc80"],
     "nothing": ["", "="],
     "below a value": ["mesh.pp=1", "mesh.pp.x=2", "name.x=1"],
@@ -101,24 +98,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def assert_both_parsers_agree(text: str) -> None:
-    """PyYAML's parser in Python reads what the one in C reads, with the same lines and problems."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(yaml, "__with_libyaml__", False)
-        in_python = read_document(text, "job.yaml")
-    assert repr(read_document(text, "job.yaml")) == repr(in_python), text  # repr: nan differs from nan
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_job_that_nobody_sane_writes_is_planned_or_refused_with_its_places(case: str) -> None:
     data, settings = CASES[case]
     with counted_calls() as calls, suppress(RayppError):
         planned(data, settings)
     assert calls.count < MOST_CALLS
-    if case.startswith("text") and len(data) < 5000:
-        text = data.decode("utf-8-sig", "replace")
-        assert_both_parsers_agree(text)
-        assert_both_parsers_agree(text + "\n")
 
 
 def problems(text: str, *overrides: str) -> list[str]:
@@ -137,11 +122,6 @@ def test_limits_are_told_with_their_lines() -> None:
         "job.yaml:4 train.steps: must be at most 1,000,000,000,000, is 1000000000000000000"
     ]
     assert problems(f"{head}x: {'[' * 40}") == ["job.yaml:3 : sections and lists are nested more than 32 levels deep"]
-    bomb = "a: &a [x, x]\n" + "".join(
-        f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmn", "bcdefghijklmno", strict=True)
-    )
-    (told,) = problems(bomb)
-    assert "more than 15,000 values, those that aliases repeat included" in told
     assert problems(head, "mesh.pp=100000") == [
         "--set mesh.pp=100000 mesh.pp: mesh.pp 100,000 are 100,000 stages; a pipeline has at most 1,024"
     ]
@@ -225,7 +205,6 @@ def test_a_job_file_beyond_the_limit_is_not_read() -> None:
         (("data", "path"), "a\0"),
         (("data", "path"), "\ud800"),
         (("resources", "env"), {"k" * 1000: "1"}),
-        (("resources", "env"), {f"k{i}": "1" for i in range(100_000)}),
         (("model", "rope"), reduce(lambda inner, _: [inner], range(60), [0])),
         (("pipeline", "layers_per_stage"), ["x"] * 20_000),
     ],
@@ -291,27 +270,6 @@ def test_any_text(text: str, overrides: list[str]) -> None:
         load_job("any.yaml", overrides)
     except JobError as error:
         assert all(problem.where or problem.key for problem in error.problems)
-
-
-def test_both_parsers_read_the_same_from_every_example() -> None:
-    assert yaml.__with_libyaml__, "this PyYAML has no parser in C"
-    for path in EXAMPLES:
-        assert_both_parsers_agree(path.read_text())
-
-
-_PARTS = st.sampled_from(
-    ["a", "b: ", "- ", "\n", "\n  ", "\n    ", "[", "]", "{", "}", ", ", "&a ", "*a", "<<: *a", "'", '"', "|", ">", "#",
-     " #", "%", "\\", "\\n", "\t", "\r", "!", "!!int ", "? ", "?", ":", "---", "...", "~", "3e-4", "0x1f", "é", "\x85",
-     "\u2028", "\ufeff", "\U0001f680", "k" * 1023, "-", "+1", "@", "`", "="]
-)  # fmt: skip
-
-
-@settings(derandomize=True, max_examples=400, deadline=None)
-@given(st.lists(_PARTS, max_size=25).map("".join))
-@example("a: |# no comment\n  b")
-@example("a: >-2# no comment\n  b")
-def test_both_parsers_read_the_same_from_any_text(text: str) -> None:
-    assert_both_parsers_agree(text + "\n")
 
 
 def test_a_character_that_json_writes_as_two_escapes_is_read() -> None:

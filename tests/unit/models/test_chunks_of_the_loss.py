@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from raypp.measure.model_costs import backward_for_input
 from raypp.models.documents import PackedDocuments
 from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.models.stage import build_stage
-from raypp.pipeline.split import backward_for_input
 from raypp.planning import loss_chunks
 from raypp.planning.loss_chunks import chunk_sizes, chunk_tokens
 from raypp.spec.models import DecoderOptions

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from raypp.measure.model_costs import backward_for_input
 from raypp.models.quantised import Format, QuantisedLinear, QuantisedStack
-from raypp.pipeline.split import backward_for_input
 from raypp.spec.quantised import BASES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from raypp.errors import RayppError
 from raypp.observe.append_log import Cursor
 from raypp.observe.json_lines import (
-    ROW_KEYS,
     LogLine,
     TimedStep,
     event_line,
@@ -21,6 +20,7 @@ from raypp.observe.json_lines import (
     read_step,
     step_line,
 )
+from raypp.observe.quantities import ROW_KEYS
 from raypp.observe.reader import RunReader, _last_reports
 from raypp.observe.recorder import RunRecorder
 from raypp.records import Event, StepReport

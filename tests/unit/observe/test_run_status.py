@@ -2,7 +2,7 @@
 
 import pytest
 
-from raypp.observe.metric_names import METRICS
+from raypp.observe.quantities import METRICS
 from raypp.observe.status import GONE_AFTER_S, SILENT_AFTER_S, STATUS_KEYS, RunStatus, is_final, without_a_sign_of_life
 from raypp.records import RunState
 

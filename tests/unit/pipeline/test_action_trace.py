@@ -10,8 +10,7 @@ import torch
 from raypp.pipeline.action_trace import ActionTrace, Recorded
 from raypp.pipeline.device_clock import Anchor, DeviceClock
 from raypp.torch_private import Computation
-from raypp.train.common_clock import CommonClock, between
-from raypp.train.step_trace import spans_of
+from raypp.train.step_trace import CommonClock, between, spans_of
 
 
 class Instant:

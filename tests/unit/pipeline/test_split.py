@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from raypp.pipeline.split import backward_for_input
+from raypp.measure.model_costs import backward_for_input
 
 
 def test_both_halves_together_give_the_bits_of_a_whole_backward() -> None:

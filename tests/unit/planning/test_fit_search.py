@@ -16,7 +16,7 @@ from raypp.planning.fit import set_words
 from raypp.planning.fit_search import Fitting, changes_that_fit
 from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
-from raypp.planning.levers import LEVERS, shapes
+from raypp.planning.levers import LEVERS, meshes
 from raypp.planning.machines import Machines
 from raypp.planning.peak import peak_memory
 from raypp.planning.plan import make_plan
@@ -142,7 +142,7 @@ def test_the_first_is_the_fastest_of_all_that_fit_and_need_every_lever_they_use(
     device, machines = replace(DEVICES["rtx4090"], memory=int(gib * GIB)), Machines.alike(2, 1, 1.0)
     keeping = [lever for lever in LEVERS if not lever.apart]
     times: list[float] = []
-    for shape in shapes(job, 2):
+    for shape in meshes(job, 2):
         shaped = changed_job(job, shape)
         if shaped is None:
             continue

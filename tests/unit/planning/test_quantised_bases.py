@@ -15,8 +15,8 @@ from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, dequantise_seconds
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import Machines
+from raypp.planning.memory import base_bytes, product_bytes
 from raypp.planning.plan import make_plan
-from raypp.planning.quantised_base import base_bytes, product_bytes
 from raypp.spec.job import Job
 from raypp.spec.quantised import BASES
 

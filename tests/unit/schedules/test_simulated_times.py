@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from raypp.planning.plan import bubble_fraction, bubble_overhead
 from raypp.schedules.action import parse_actions
-from raypp.schedules.bubble import bubble_fraction, bubble_overhead
 from raypp.schedules.catalogue import build_program
 from raypp.schedules.one_f_one_b import build as build_1f1b
 from raypp.schedules.picture import draw

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypp.failure_kinds import FailureKind
-from raypp.planning.plan import make_plan
+from raypp.planning.peak import rank_memories
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train.device_memory import (
@@ -14,7 +14,6 @@ from raypp.train.device_memory import (
     device_memory_error,
     holders_in_words,
     out_of_device_memory,
-    planned,
     taken,
     told,
 )
@@ -62,13 +61,6 @@ def test_memory_that_is_not_fragmented_is_not_called_that() -> None:
     assert not any("fragmented" in line for line in lines) and "weights" not in "".join(lines)
 
 
-def test_the_plan_and_changes_that_fit_are_said() -> None:
-    small = {**STATS, "total": 8 * GIB, "reserved": 7 * GIB, "peak": 7 * GIB}
-    plan, changes = planned(job(), 1, small)
-    assert plan.startswith("planned: ") and "of activations per microbatch, 1 in flight" in plan
-    assert changes.startswith("fits by plan: --set ")
-
-
 def test_a_rank_says_its_kind_and_needs_no_statistics() -> None:
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     stage = torch.nn.Linear(1024, 1024, bias=False)
@@ -108,7 +100,7 @@ def test_the_processes_of_a_card_are_named_without_this_one() -> None:
 
 
 def test_memory_beside_torch_and_plan_belongs_to_others() -> None:
-    runtime = make_plan(job()).memory[0].runtime
+    runtime = rank_memories(job())[0].runtime
     stats = {"total": 80 << 30, "free": 1 << 30, "reserved": 60 << 30}
     assert taken(stats, job(), 0) == (19 << 30) - runtime and taken({}, job(), 0) == 0
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from raypp.train.bf16_weights import Bf16Weights
-from raypp.train.stochastic_rounding import random_bits, round_to_bf16, rounding_key
+from raypp.train.bf16_weights import Bf16Weights, random_bits, round_to_bf16, rounding_key
 
 ROWS, COLUMNS = 512, 512
 

@@ -1,4 +1,8 @@
-"""Names and help texts of a run's metrics. Ray exports them with the prefix `ray_`."""
+"""What a run measures: the quantities of a step and where each is shown, and the gauges.
+
+History, trackers, charts and gauges read this table: a new quantity is a field of `StepReport` and
+an entry here. Ray exports gauges with the prefix `ray_`.
+"""
 
 from __future__ import annotations
 
@@ -59,3 +63,44 @@ METRICS: tuple[Metric, ...] = (
     RANKS_ALIVE,
     STATE,
 )
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number of a step.
+
+    Attributes:
+        name: Its field in `StepReport` (or key in `extras`), and its name in history and trackers.
+        gauge: Set after each step; None without one.
+        title: Of its curve in reports; "" without one. What has a curve goes to trackers, too.
+        unit: Of the curve.
+        column: Its place in a line of `raypp history`, from 1; 0 if it is not in it.
+    """
+
+    name: str
+    gauge: Metric | None
+    title: str = ""
+    unit: str = ""
+    column: int = 0
+
+
+QUANTITIES = (
+    Quantity("loss", LOSS, "Loss", "per token", column=2),
+    Quantity("grad_norm", GRAD_NORM, "Gradient norm", "before clipping", column=3),
+    Quantity("lr", LEARNING_RATE, "Learning rate"),
+    Quantity("tokens_per_s", TOKENS_PER_SECOND, "Throughput", "tokens/s", column=7),
+    Quantity("step_s", STEP_SECONDS, "Step time", "s", column=6),
+    Quantity("seq_len", SEQ_LEN, "Longest row", "tokens", column=5),
+    Quantity("step", STEP, column=1),
+    Quantity("tokens", TOKENS, column=4),
+    Quantity("attempt", None, column=8),
+)
+"""Of every step; curves in their order in reports."""
+EXTRAS = (
+    Quantity("aux_loss", AUX_LOSS, "Balance loss", "aux_loss, unweighted"),
+    Quantity("z_loss", Z_LOSS, "Router z-loss", "z_loss, unweighted"),
+)
+"""Of models that have them. Other extras are shown by their name."""
+CURVES = tuple(one for one in QUANTITIES if one.title)
+ROW_KEYS = tuple(one.name for one in sorted(QUANTITIES, key=lambda one: one.column) if one.column)
+"""Keys of every line of `raypp history`, in order; wire_bytes (if compressed) and extras follow."""
