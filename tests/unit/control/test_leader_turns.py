@@ -21,6 +21,7 @@ from raypp.control.leader import Leader
 from raypp.control.protocol import ReportBatch, RunRequest
 from raypp.control.report import processing
 from raypp.failure_kinds import FailureKind
+from raypp.memory.files import life_of
 from raypp.observe.reader import RunReader
 from raypp.records import Event, RankFailure, RankResult, StepReport
 from raypp.recovery.cause_of_death import Death
@@ -112,7 +113,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
     monkeypatch.setattr(preemption, "draining_nodes", dict)
-    monkeypatch.setattr(leader_module, "remove_snapshots", lambda run: None)
+    monkeypatch.setattr(leader_module, "remove_snapshots", lambda life: None)
     monkeypatch.setattr(leader_module, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
     for module in (attempt_module, rank_ends):
         monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
@@ -303,4 +304,4 @@ def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_coul
     leader.all_leave()
     leader._turn()
     assert leader.outcome is not None and leader.outcome.state == "FAILED"
-    assert removed == ([] if kept else [RUN])
+    assert removed == ([] if kept else [life_of(leader._store, leader._job)])
