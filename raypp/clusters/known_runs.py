@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import glob
 import hashlib
 import json
 import os
@@ -84,10 +85,14 @@ def _located(argument: str) -> RunPlace:
         url, _, name = argument.rpartition("/")
         known = next((one for one in known_runs() if (one.url.rstrip("/"), one.name) == (url, name)), None)
         return known or RunPlace(url, name, None)
-    places = known_runs()
-    named = [one for one in places if one.name == argument]
+    remembered = map(_read, (raypp_home() / "runs").glob(f"{glob.escape(argument)}.*"))
+    named = [one for one in remembered if one is not None and one.name == argument]
     if not named:
-        raise _unknown(argument, [one.name for one in places])
+        places = known_runs()
+        named = [one for one in places if one.name == argument]
+        if not named:
+            raise _unknown(argument, [one.name for one in places])
+    named.sort(key=lambda place: place.submitted_at or 0.0, reverse=True)
     # The newest, unless several of them are active.
     active = [one for one in named if one.address is not None and controller_alive(one)] if len(named) > 1 else []
     if len(active) > 1:
