@@ -36,6 +36,8 @@ class SlurmBed:
 
     def __init__(self, bed: TestBed, folder: Path) -> None:
         self.bed, self.folder = bed, folder
+        self.there_before = set(Path("/tmp").glob("raypp-slurm-*"))
+        """What a killed job of another bed left: numbers of jobs begin at 1 in each."""
         self.names = [bed.network.hostname(host) for host in range(bed.size)]
         # As an activated environment: the commands beside this interpreter are on the PATH.
         python = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"

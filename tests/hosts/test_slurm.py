@@ -67,7 +67,8 @@ def test_an_allocation_trains_a_job_and_nothing_is_left(slurm: SlurmBed) -> None
 
 
 def left_nothing(slurm: SlurmBed, job: str) -> None:
-    assert not list(Path("/tmp").glob(f"raypp-slurm-{job}-*")), "files of Ray"
+    new = set(Path("/tmp").glob(f"raypp-slurm-{job}-*")) - slurm.there_before
+    assert not new, "files of Ray"
     assert not (slurm.folder / "home" / "slurm" / job).exists(), "the token"
 
 
