@@ -13,11 +13,12 @@ import pytest
 from held_back import held_back
 
 from raypp.api.find_run import present_status
+from raypp.checkpoint.layout import attempt_key
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
-from raypp.memory.files import SlotName, memory_directory
+from raypp.memory.files import SlotName, life_of, memory_directory
 from raypp.observe.reader import RunReader
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -169,7 +170,9 @@ def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_coul
     start_run: StartRun, fault: str, kept: bool
 ) -> None:
     run = start_run(f"keeps-{fault[:3]}", steps=6, every=0, fault=fault, recovery={"max_restarts": 0})
-    snapshot = memory_directory() / SlotName(run.name, "0" * 12, 1, 0, "own", 0, 5).file_name()
+    run.wait(lambda: run.reader.store.head(attempt_key(run.name, 1)), "the attempt")  # it fails seconds later
+    life = life_of(run.reader.store, parse_job({"name": run.name, "checkpoint": {"url": run.url}}))
+    snapshot = memory_directory() / SlotName(run.name, life, 1, 0, "own", 0, 5).file_name()
     snapshot.write_bytes(b"")
     try:
         assert run.wait_end()["state"] == "FAILED"
