@@ -26,7 +26,7 @@ import psutil
 
 from cluster.testbed.network import PREFIX, Cut, Network, remove_leftovers, why_not
 from raypp.clusters.dashboard import Dashboard, NodeResources
-from raypp.clusters.ray_head import short_temporary_directory
+from raypp.clusters.ray_head import START_NODE, short_temporary_directory
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.clusters.user_folder import private_directory, write_private
 from raypp.errors import JobError, Problem, RayppError
@@ -342,10 +342,7 @@ class TestBed:
             dashboard = (f"--dashboard-host={address}", f"--dashboard-port={_DASHBOARD_PORT}")
             role = ("--head", f"--port={_GCS_PORT}", *dashboard, "--include-log-monitor=false")
         command = [
-            sys.executable,
-            "-c",
-            "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
-            *("start", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+            *START_NODE,
             *role,
             # A raylet waits only 15 s for its agents to report ports that they chose themselves.
             *(f"--{name}={port}" for name, port in _AGENT_PORTS.items()),

@@ -55,7 +55,7 @@ def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     if status is not None and not is_final(status) and time.time() - status["updated_at"] < GONE_AFTER_S:
         return status  # its controller lives
     try:
-        ended = ended_status(reader)
+        ended = _ended(reader, status)
     except CheckpointError as error:
         known = status or _status_before_the_first(place, reader)
         state = known["state"] if is_final(known) else str(RunState.FAILED)
@@ -82,7 +82,12 @@ def ended_status(reader: RunReader) -> dict[str, Any] | None:
         CheckpointError: The object that says how it ended is damaged.
         StoreError: Its store does not respond.
     """
-    number, status = newest_number(reader.store, reader.run), reader.status()
+    return _ended(reader, reader.status())
+
+
+def _ended(reader: RunReader, status: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Does what `ended_status` does, with the run's last status."""
+    number = newest_number(reader.store, reader.run)
     if (end := read_end(reader.store, reader.run, number)) is not None:
         return end.in_status(status or RunStatus(reader.run, end.state).as_dict())
     if not is_final(status):

@@ -29,7 +29,14 @@ if sys.platform == "linux":
 sys.argv[0] = "ray"
 sys.exit(main())
 """
-_OBJECT_STORE_BYTES = 200 * 1024 * 1024
+OBJECT_STORE_BYTES = 200 * 1024 * 1024
+START_NODE = (
+    sys.executable,
+    "-c",
+    "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
+    *("start", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+)
+"""The command that starts a Ray node with this interpreter, and runs until the node ends."""
 _LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 _RAY_GAVE_UP = ("timed out during startup", "Timed out waiting for node info")
 _RAY_PATIENCE_S = 180.0  # a start takes six seconds on an idle machine, but minutes on an overloaded one
@@ -69,7 +76,7 @@ def start_ray_head(
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--num-cpus={num_cpus}",
-        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--include-log-monitor=false",
         f"--temp-dir={ray_dir}",
     ]

@@ -26,6 +26,7 @@ from importlib import metadata
 from pathlib import Path
 
 from raypp.clusters.dashboard import Dashboard, NodeResources
+from raypp.clusters.ray_head import OBJECT_STORE_BYTES, START_NODE, short_temporary_directory
 from raypp.clusters.user_folder import private_directory, raypp_home, write_private
 from raypp.environment import check_node
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, in_words
@@ -36,7 +37,6 @@ _START_S = 300.0
 _END_S = 60.0
 _LEAVE_S = 10.0
 _START_TRIES = 3
-_OBJECT_STORE_BYTES = 200 << 20
 _COUNTS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _PORTS = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port")
 _OF_BATCH = re.compile(r"SLURM_(CPUS_PER_TASK|TRES_PER_TASK|N?TASKS.*|NPROCS|N?NODES|NODELIST|JOB_NUM_NODES)")
@@ -280,22 +280,19 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(f"/tmp/raypp-slurm-{os.environ.get('SLURM_JOB_ID', '0')}-{secrets.token_hex(3)}")
     folder.mkdir(mode=0o700)
     command = [
-        sys.executable,
-        "-c",
-        "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
-        *("start", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+        *START_NODE,
         *role,
         *(f"--{name}={port}" for name, port in zip(_PORTS, free_ports(len(_PORTS), own), strict=True)),
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--node-ip-address={own}",
         f"--num-cpus={os.environ.get('SLURM_CPUS_ON_NODE', os.cpu_count() or 1)}",
-        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={folder}",
     ]
     if gpus := os.environ.get("SLURM_GPUS_ON_NODE"):
         command.append(f"--num-gpus={gpus}")
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "TMPDIR": "/tmp"}
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", **short_temporary_directory()}
     over = threading.Event()
     threading.Thread(target=_wait_for_the_end, args=(over,), daemon=True).start()
     try:
