@@ -16,8 +16,7 @@ from raypp.errors import DataError, Problem
 from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
 from raypp.untrusted.files import open_file, special_kind
-from raypp.untrusted.folders import Search
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.paths import expand_home, files_below, matches
 from raypp.untrusted.text import visible
 
 MOST_TEXT_BYTES = 512 << 20
@@ -172,18 +171,18 @@ def find_files(
 
 
 def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
-    root, search = expand_home(path), Search(place)
+    root = expand_home(path)
     wanted = ""
     found: Iterable[str]
     if os.path.isdir(root):  # noqa: PTH112 - false where not allowed
-        found = (file for file in search.below(root) if os.path.basename(file)[1:].lower().endswith(endings))  # noqa: PTH119
+        found = (file for file in files_below(root) if os.path.basename(file)[1:].lower().endswith(endings))  # noqa: PTH119
         wanted = f" with the ending {_in_words(endings)}"
     elif os.path.lexists(root):
         if kind := special_kind(root):
             raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
         found = [str(root)]
     else:
-        found = search.matches(str(root))
+        found = matches(str(root))
     regular = (file for file in found if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
     chosen = set(islice(regular, MOST_FILES + 1))
     if len(chosen) > MOST_FILES:
