@@ -64,8 +64,7 @@ def _case(ours: Any, theirs: Any, rows: int, longest: int, new: int, rounds: int
     """Prints the row of a case."""
     import torch
 
-    from raypp.pipeline.decode import Prompt
-    from raypp.pipeline.next_token import Choice
+    from raypp.pipeline.decode import Choice, Prompt
 
     generator = torch.Generator().manual_seed(1)
     lengths = [max(1, longest - 3 * row) for row in range(rows)]

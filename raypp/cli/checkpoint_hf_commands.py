@@ -24,7 +24,7 @@ from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.storage import ObjectStore, open_store
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
 
 

@@ -21,7 +21,7 @@ from raypp.doctor.findings import Finding, Severity, findings, links_document
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
 from raypp.spec.load import job_document
 from raypp.spec.secret import without_secrets
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
 
 _WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}

@@ -27,7 +27,7 @@ from raypp.inference.source import Source, find_source
 from raypp.observe.in_words import duration
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 
 _KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
 

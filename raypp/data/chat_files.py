@@ -14,8 +14,7 @@ from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 from raypp.spec.tokenizer_file import special_tokens
 from raypp.untrusted.documents import Bounds, parse_json
-from raypp.untrusted.files import read_file
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible
 
 _CONFIG, _ALONE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, Piece
-from raypp.data.random_order import permuted
+from raypp.data.row_order import permuted
 
 BLOCK = 4096
 NO_LABEL = -100

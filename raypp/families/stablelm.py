@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypp.errors import JobError, Problem
 from raypp.families import weights
-from raypp.families.partial_rotary import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
+from raypp.families.layer_kinds import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
 from raypp.spec.family import DEFAULTS, NO, Family, HfFormat, Only, Weight
 from raypp.spec.models import StageEnds
 

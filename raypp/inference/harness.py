@@ -24,7 +24,7 @@ from raypp.inference.prompts import Answer, Encoded, end_ids
 from raypp.inference.scoring import Scored
 from raypp.inference.source import Source
 from raypp.inference.task_model import TaskModel, ask_on_seat
-from raypp.pipeline.next_token import Choice
+from raypp.pipeline.decode import Choice
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train.own_seat import local_seat

@@ -22,8 +22,7 @@ from raypp.inference.stages import load_stages
 from raypp.parallel.apply import compute_dtype
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
-from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
-from raypp.pipeline.next_token import Choice
+from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.records import Seat
 from raypp.train.cuda_settings import prepare_driver, set_product_precision
 from raypp.train.lost_peer import explained, lost_peer

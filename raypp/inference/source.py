@@ -31,7 +31,7 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.spec.tokenizer_file import BESIDE, BOUNDS
 from raypp.storage import NotFound, ObjectStore, open_store
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 
 KEY = "RUN"
 _TOKENIZER = "tokenizer.json"

@@ -26,9 +26,9 @@ from raypp.checkpoint.commit import job_identity
 from raypp.checkpoint.load_checkpoint import Load
 from raypp.checkpoint.state import RESIDUAL, RESIDUAL_OF_COPY
 from raypp.errors import CheckpointError
-from raypp.memory.copy_messages import parse_facts
 from raypp.memory.fetch import from_rank_zero, gather_json, give, take
 from raypp.memory.files import CONTROL_BYTES, LARGEST_TAIL, SlotName, life_of, peek
+from raypp.memory.peer import parse_facts
 from raypp.memory.rank_slots import RunLife
 from raypp.memory.slot import Slot, StoredSlot, reading, snapshot_name
 from raypp.memory.tier import MemoryTier

@@ -28,8 +28,7 @@ from raypp.spec.quantised import width_problems
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
 from raypp.spec.tokenizer_file import TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.spec.trackers import check_trackers
-from raypp.untrusted.files import special_kind
-from raypp.untrusted.paths import files_below
+from raypp.untrusted.files import files_below, special_kind
 from raypp.untrusted.text import visible
 
 BYTE_IDS = 257

@@ -13,8 +13,7 @@ from pathlib import Path
 from raypp.errors import JobError
 from raypp.spec.checks import named_kinds
 from raypp.spec.job import Job
-from raypp.untrusted.files import read_file
-from raypp.untrusted.paths import files_below
+from raypp.untrusted.files import files_below, read_file
 
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 MOST_BYTES = 256 << 20

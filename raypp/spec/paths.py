@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raypp.spec.job import Job
 from raypp.spec.tokenizer_file import tokenizer_path
-from raypp.untrusted.paths import expand_home, matches
+from raypp.untrusted.files import expand_home, matches
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypp.crc32 import crc32
 from raypp.storage.byte_source import MemorySource
-from raypp.storage.other_traffic import LOW_PRIORITY
+from raypp.storage.rate_limit import LOW_PRIORITY
 from raypp.storage.store import Data, NotFound
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from raypp.records import RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
-from raypp.storage.other_traffic import OtherTraffic
+from raypp.storage.rate_limit import OtherTraffic
 from raypp.storage.rate_limit import Pace as CablePace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.train.abort import abort_groups

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raypp.pipeline.clock import ActionClock
+from raypp.pipeline.device_clock import ActionClock
 from raypp.pipeline.link_probe import Channel, time_channels
 from raypp.pipeline.wire import wire_format
 from raypp.planning.activations import Kind, stage_activation_bytes

@@ -43,8 +43,8 @@ ALLOWED = {
     ("raypp.models.kv_cache.KeyValueCache.next_token", "tensor(device=)"): _DECODE,
     ("raypp.pipeline.decode.PipelineDecoder._take", "tolist"): _DECODE,
     ("raypp.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
-    ("raypp.pipeline.next_token.next_tokens", "numpy"): _DECODE,
-    ("raypp.pipeline.next_token.next_tokens", "tolist"): _DECODE,
+    ("raypp.pipeline.decode.next_tokens", "numpy"): _DECODE,
+    ("raypp.pipeline.decode.next_tokens", "tolist"): _DECODE,
     ("raypp.train.sample.Sampler.__init__", "tolist"): "token ids of prompts, which a tokenizer made on the host",
     ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
     (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.untrusted.paths import files_below, matches
+from raypp.untrusted.files import files_below, matches
 
 _NAMES = ("a", "b", ".h", "x.txt", "y.txt", "c d", "[q]")
 _PATTERNS = (
