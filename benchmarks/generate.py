@@ -51,8 +51,8 @@ def main() -> None:
 def _decoder(folder: Path) -> Any:
     import torch
 
+    from raypp.inference.rank import load_stages
     from raypp.inference.source import find_source
-    from raypp.inference.stages import load_stages
     from raypp.pipeline.decode import PipelineDecoder
 
     source = find_source(str(folder))

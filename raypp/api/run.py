@@ -14,10 +14,9 @@ from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.errors import CheckpointError, JobError, Problem, RunFailedError
-from raypp.observe.in_words import loss_text, mesh_text, quantity
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
-from raypp.observe.status import STATUS_KEYS, is_final
+from raypp.observe.status import STATUS_KEYS, is_final, loss_text, mesh_text, quantity
 from raypp.records import Event, RunState
 from raypp.untrusted.text import shell_word
 

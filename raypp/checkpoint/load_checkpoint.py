@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypp.checkpoint.boxes import Box, cover_once, volume
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, fetch_ranges, open_files
-from raypp.checkpoint.state import OPTIMIZER, SavedResiduals, Slice, model_slices, optimizer_slices, residual_slices
-from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.checkpoint.state import (
+    DTYPES,
+    OPTIMIZER,
+    SavedResiduals,
+    Slice,
+    model_slices,
+    optimizer_slices,
+    residual_slices,
+)
+from raypp.checkpoint.tensor_file import Box, TensorEntry, cover_once, volume
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
 

@@ -9,10 +9,9 @@ from math import prod
 import numpy as np
 
 from raypp.checkpoint.arrays import Array, numpy_dtype
-from raypp.checkpoint.boxes import cover_once
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.ranged_reads import CheckpointFile, fetch_ranges, open_files
-from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.checkpoint.tensor_file import TensorEntry, cover_once
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES

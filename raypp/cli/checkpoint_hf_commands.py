@@ -10,8 +10,8 @@ import click
 from raypp.api.checked_job import load_checked_job
 from raypp.api.checkpoints import DTYPES, export
 from raypp.checkpoint.layout import split_location
+from raypp.cli.console import progress_bar
 from raypp.cli.output import echo, echo_json, say
-from raypp.cli.progress import progress_bar
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import JobError, Problem
 from raypp.hf.config import OWN_KEYS

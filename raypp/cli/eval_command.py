@@ -13,9 +13,8 @@ import click
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from raypp.api.torch_process import ask
-from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
 from raypp.cli.console import Console, Table
-from raypp.cli.mesh_option import mesh_option
+from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import Cluster
 from raypp.control.inference_client import use_on_cluster
@@ -24,7 +23,7 @@ from raypp.errors import JobError, Problem, RayppError, RunFailedError
 from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
 from raypp.inference.prompts import end_ids
 from raypp.inference.source import Source, find_source
-from raypp.observe.in_words import duration
+from raypp.observe.status import duration
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.untrusted.files import expand_home

@@ -1,18 +1,23 @@
-"""`raypp generate`: text from a trained model."""
+"""`raypp generate`: text from a trained model, or a chat with it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
-from raypp.cli.mesh_option import mesh_option
+from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths
 from raypp.cli.output import echo, echo_json, echo_lines, styled
+from raypp.data.chat_template import ChatTemplate, TemplateFault
+from raypp.data.tokenizer import PromptTokenizer
 from raypp.errors import JobError, Problem
+from raypp.inference.processes import Generators
+from raypp.inference.prompts import Answer, encode_conversation, end_of_turn
+from raypp.inference.source import Source
 
 if TYPE_CHECKING:
     from raypp.data.tokenizer import PromptTokenizer
@@ -99,7 +104,6 @@ def generate_command(
     """
     # Imported here: `raypp generate --help` is quick.
     from raypp.api.generation import complete
-    from raypp.cli.chat_session import converse
     from raypp.inference.processes import Generators
     from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, read_prompts
     from raypp.inference.source import find_source
@@ -178,3 +182,52 @@ class _Printer:
 
 def _shortened(prompt: Encoded) -> str:
     return prompt.text if len(prompt.text) <= 100 else f"{prompt.text[:99]}…"
+
+
+_MOST_CHARACTERS = 1 << 20
+
+
+def converse(
+    source: Source,
+    tokenizer: PromptTokenizer,
+    template: ChatTemplate,
+    generators: Generators,
+    max_new_tokens: int | None,
+    choice: Mapping[str, Any],
+) -> None:
+    """Answers each line of standard input, until it ends.
+
+    Args:
+        source: The model.
+        tokenizer: Its tokenizer.
+        template: Its chat template.
+        generators: Its processes.
+        max_new_tokens: The most tokens of an answer; None: as for prompts.
+        choice: How tokens are chosen: `temperature`, `top_p`, `seed`.
+
+    Raises:
+        JobError: The conversation no longer fits into the context, or its template refuses it.
+    """
+    stop = end_of_turn(template)
+    messages: list[dict[str, Any]] = []
+    while True:
+        if sys.stdin.isatty():
+            echo_lines(styled("> ", bold=True), nl=False)
+        line = sys.stdin.readline(_MOST_CHARACTERS)
+        if not line:
+            return
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.strip()})
+        try:
+            text = template.render(messages, add_generation_prompt=True).text
+        except TemplateFault as fault:
+            raise JobError(Problem("--chat", str(fault))) from fault
+        answer = Answer(encode_conversation(source, tokenizer, text, max_new_tokens), stop=stop)
+        for new in generators.generate([answer.prompt], **choice):
+            answer.add(new.token, new.finish)
+            if fresh := answer.news(tokenizer):
+                echo_lines(fresh, nl=False)
+                sys.stdout.flush()
+        echo()
+        messages.append({"role": "assistant", "content": answer.text(tokenizer).strip()})

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from raypp.api.checked_job import load_checked_job
 from raypp.api.torch_process import ask
 from raypp.cli.console import Console, Table, Text
-from raypp.cli.job_argument import job_argument
+from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh

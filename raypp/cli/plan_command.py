@@ -12,7 +12,7 @@ import click
 
 from raypp.api.checked_job import load_checked_job
 from raypp.api.torch_process import ask
-from raypp.cli.job_argument import job_argument
+from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.plan_view import count_text, time_text
 from raypp.errors import EXIT_RESOURCES, JobError
@@ -95,7 +95,7 @@ def plan_command(
         what = "--search" if search else "--costs" if costs else "--measure"
         fix = f"leave out {what}: --fit compares precisions and microbatches with the data sheet of --device"
         raise JobError(f"--fit and {what} do not go together", fix)
-    from raypp.api.planned import count_own_model
+    from raypp.api.checked_job import count_own_model
 
     file = load_checked_job(job, overrides)
     count_own_model(file.job)
@@ -134,7 +134,7 @@ def _grounds(
     Raises:
         JobError: A file cannot be used, or the device is unknown.
     """
-    from raypp.api.planned import grounds_of
+    from raypp.api.checked_job import grounds_of
 
     if costs is not None and measure is not None:
         raise JobError("--measure writes the file that --costs reads", "use only one of them")

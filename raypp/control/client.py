@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypp.checkpoint.run_end import read_end
+from raypp.checkpoint.run_spec import read_end
 from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace

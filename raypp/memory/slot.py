@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypp.checkpoint.commit import ObjectRecord
-from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.commit import ObjectRecord, read_extra
 from raypp.checkpoint.ranged_reads import CheckpointFile, ObjectInMemory
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.tensor_file import decode_header

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from raypp.mesh.stage_placement import Placement, place_stages
+from raypp.mesh.seating import Placement, place_stages
 from raypp.planning.choices import Wire, cut_of, lookahead_of, schedule_of, wire_of
 from raypp.planning.end_weights import end_weights
 from raypp.schedules.action import Action, Program, without_idle_backwards

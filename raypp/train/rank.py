@@ -9,7 +9,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
-from raypp.checkpoint.leftovers import look_after_store
+from raypp.checkpoint.retention import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier

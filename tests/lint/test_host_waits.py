@@ -62,7 +62,7 @@ ALLOWED = {
     ("raypp.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
     ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
     ("raypp.models.attention._attend", "repeat_interleave"): _COUNT,
-    ("raypp.parallel.attention_blocks._per_query_head", "repeat_interleave"): _COUNT,
+    ("raypp.parallel.ring_hops._per_query_head", "repeat_interleave"): _COUNT,
     ("raypp.parallel.ulysses.ulysses_attention", "repeat_interleave"): _COUNT,
     (
         "raypp.models.experts.StackedExperts.forward",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from raypp.api.report.charts import ticks
 from raypp.api.report.html import Html, joined, tag
 from raypp.observe.chrome_trace import name_of
-from raypp.observe.in_words import seconds_text
+from raypp.observe.status import seconds_text
 from raypp.observe.trace import RankTrace, Span
 from raypp.observe.trace_analysis import Analysis
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.pipeline import runtime
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.schedules.action import Program, splits_backward

@@ -11,7 +11,7 @@ from deadlock import Rule, find_hangs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.schedules.action import Action, Program
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, size_problems
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by

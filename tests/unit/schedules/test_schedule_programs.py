@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import JobError
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.schedules.action import Action, parse_actions, printed, splits_backward
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.forward_only import build_forward_only
