@@ -1,4 +1,4 @@
-"""Reads byte ranges of a checkpoint's objects in whole blocks, each checked; or verifies all of it."""
+"""Reads byte ranges of objects of a checkpoint in whole blocks, each checked; verifies all."""
 
 from __future__ import annotations
 
