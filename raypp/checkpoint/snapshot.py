@@ -21,8 +21,8 @@ from torch import Tensor
 
 from raypp.checkpoint.state import DTYPES, Slice, dtype_name
 from raypp.checkpoint.tensor_file import BlockSums, HeaderWriter, TensorEntry
-from raypp.parallel.failed_groups import check_groups
 from raypp.parallel.host_copies import HostMemory
+from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import DeviceClock, Span
 
 Allocate = Callable[[int, bool], Tensor]

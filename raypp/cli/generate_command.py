@@ -103,7 +103,7 @@ def generate_command(
     a Hugging Face model. The tokens are the same for every --mesh.
     """
     # Imported here: `raypp generate --help` is quick.
-    from raypp.api.generation import complete
+    from raypp.api.run import complete
     from raypp.inference.processes import Generators
     from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, read_prompts
     from raypp.inference.source import find_source
@@ -158,7 +158,7 @@ class _Printer:
             if self._as_json:
                 if answer.finish is None:
                     return
-                from raypp.api.generation import row
+                from raypp.api.run import row
 
                 echo_json(row(answer, self._tokenizer))
             else:

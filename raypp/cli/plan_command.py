@@ -17,8 +17,7 @@ from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.plan_view import count_text, time_text
 from raypp.errors import EXIT_RESOURCES, JobError
 from raypp.planning.costs import Device
-from raypp.planning.fit import set_words
-from raypp.planning.fit_search import Fitting, Proposal
+from raypp.planning.fit_search import Fitting, Proposal, set_words
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 from raypp.spec.limits import RANKS, RATE

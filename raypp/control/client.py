@@ -28,7 +28,7 @@ from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.shapes import shapes
-from raypp.planning.fit import memory_problems
+from raypp.planning.fit_search import memory_problems
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState

@@ -14,8 +14,7 @@ import numpy as np
 from raypp.data.corpus import Corpus, joined
 from raypp.data.faults import Faults
 from raypp.data.mixture import Part, part_names, training_corpus
-from raypp.data.packing import PLAN_VERSION
-from raypp.data.row_order import permuted
+from raypp.data.packing import PLAN_VERSION, permuted
 from raypp.data.source_files import find_files
 from raypp.data.synthetic import CountingTokenizer
 from raypp.data.tokenised import Record, Request, Text, encoded

@@ -9,110 +9,18 @@ compute are refused by name, never ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from itertools import islice
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge, Gt, Le, MaxLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict
+from pydantic import ValidationError
 
 from raypp.errors import JobError, Problem
+from raypp.hf.config_shape import LARGEST, MOST_LAYERS, brief, shape_problems
 from raypp.hf.rope import as_version_4, scaling_of, source_of, written_scaling
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.family import HfFormat
-from raypp.spec.limits import LAYERS
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import rope_problems
-from raypp.untrusted.documents import described
 from raypp.untrusted.text import visible
-
-MOST_LAYERS = LAYERS
-LARGEST = 2**31 - 1
-_PROBLEMS = 5
-_LEVELS, _ITEMS, _LONGEST_VALUE = 3, 32, 300
-_FIX = "check that this is the config.json of a language model"
-
-_Real = Annotated[float, Ge(-1e30), Le(1e30)]
-_Positive = Annotated[float, Gt(0), Le(1e30)]
-_Tokens = Annotated[float, Ge(0), Le(LARGEST)]
-_Whole = Annotated[int, Ge(0), Le(LARGEST)]
-_Interval = Annotated[int, Ge(1), Le(LARGEST)]
-_Kinds = Annotated[list[str], MaxLen(MOST_LAYERS)]
-_Indices = Annotated[list[int], MaxLen(MOST_LAYERS)]
-
-
-@with_config(ConfigDict(extra="ignore", allow_inf_nan=False))
-class _Config(TypedDict, total=False):
-    architectures: list[str] | None
-    head_dim: _Tokens | None
-    num_key_value_heads: _Tokens | None
-    rope_theta: _Positive | None
-    rope_local_base_freq: _Positive | None
-    partial_rotary_factor: _Real | None
-    max_position_embeddings: _Tokens | None
-    original_max_position_embeddings: _Tokens | None
-    layer_types: _Kinds | None
-    mlp_only_layers: _Indices | None
-    no_rope_layers: _Indices | None
-    no_rope_layer_interval: _Interval | None
-    sliding_window_pattern: _Interval | None
-    max_window_layers: _Whole | None
-    quantization_config: dict[str, Any] | None
-
-
-@with_config(ConfigDict(extra="ignore", allow_inf_nan=False))
-class _Scaling(TypedDict, total=False):
-    rope_type: str | None
-    type: str | None
-    factor: _Positive | None
-    original_max_position_embeddings: _Tokens | None
-    mscale: _Tokens | None
-    mscale_all_dim: _Tokens | None
-
-
-def shape_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
-    """Yields the keys whose values have a wrong type or size, with the location of config.json."""
-    for told in _errors(_Config, config):
-        yield Problem("model.from_hf", f"{place}: {told}", _FIX)
-
-
-def scaling_errors(scaling: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with the numbers of a rotary scaling."""
-    return _errors(_Scaling, scaling)
-
-
-def brief(value: Any) -> str:
-    """Formats a value of config.json as `repr`, truncated if long."""
-    text = repr(_cut(value, _LEVELS))
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
-
-
-def _cut(value: Any, levels: int) -> Any:
-    """Returns a part of a value that is not deeper, and not much longer, than what is shown."""
-    if isinstance(value, str):
-        return value[:_LONGEST_VALUE]
-    if not isinstance(value, dict | list | tuple):
-        return value
-    if not levels:
-        return ...
-    if isinstance(value, dict):
-        return {key[:_LONGEST_VALUE]: _cut(inner, levels - 1) for key, inner in islice(value.items(), _ITEMS)}
-    return type(value)(_cut(inner, levels - 1) for inner in value[:_ITEMS])
-
-
-def _errors(shape: Any, value: Mapping[str, Any]) -> list[str]:
-    try:
-        _adapter(shape).validate_python(dict(value), strict=True)
-    except ValidationError as error:
-        return [described(details) for details in error.errors(include_url=False, include_context=False)[:_PROBLEMS]]
-    return []
-
-
-@cache
-def _adapter(shape: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(shape)
-
 
 KEY = "model.from_hf"
 OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora", "max_context", "original")

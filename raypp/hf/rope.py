@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypp.errors import JobError, Problem
-from raypp.hf.config import scaling_errors
+from raypp.hf.config_shape import scaling_errors
 from raypp.spec.family import HfFormat
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import NEEDED, TAKEN, RopeOptions

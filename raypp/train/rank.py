@@ -15,7 +15,7 @@ from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
-from raypp.parallel.failed_groups import check_groups
+from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import device_marks
 from raypp.records import RankResult, Reporter, Seat
 from raypp.spec.job import Job
