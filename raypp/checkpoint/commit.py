@@ -18,7 +18,7 @@ from annotated_types import MaxLen
 from pydantic import FailFast
 from typing_extensions import TypedDict
 
-from raypp.checkpoint.layout import attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
+from raypp.checkpoint.layout import ADVICE, attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
 from raypp.errors import CheckpointError, Problem
 from raypp.records import StepReport
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
@@ -30,8 +30,6 @@ BOUNDS = Bounds()
 COMMITTING_RANK = 0
 _JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
 
-
-_ADVICE = "use an older checkpoint (a resume does so by itself)"
 Sum = Annotated[str, MaxLen(64)]
 """A SHA-256 in hex digits; empty if the writer was too old to record it."""
 
@@ -106,7 +104,7 @@ class Commit:
             CheckpointError: It is not a valid COMMIT, or has a newer format.
         """
         try:
-            commit = parse_as(cls, data, key, BOUNDS, fix=_ADVICE, kind="a valid COMMIT")
+            commit = parse_as(cls, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT")
         except CheckpointError:
             _check_format(data, key)
             raise
@@ -121,7 +119,7 @@ class _Format(TypedDict):
 
 def _check_format(data: bytes, key: str) -> None:
     """Raises if the document has a newer format, or none."""
-    found = parse_as(_Format, data, key, BOUNDS, fix=_ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
+    found = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
     if found > FORMAT:
         raise CheckpointError(Problem(key, f"has format {found}, but this raypp reads {FORMAT}", "use a newer raypp"))
 
@@ -228,7 +226,7 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
         ) from None
     commit = Commit.from_bytes(data, key)
     if (commit.run, commit.step) != (run, step):
-        raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {shown(commit.run)}", _ADVICE))
+        raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {shown(commit.run)}", ADVICE))
     return commit
 
 
@@ -255,7 +253,7 @@ def _check_records(commit: Commit, key: str) -> None:
         elif record.header_size > record.size:
             what = f"header_size is {record.header_size}, but the object has {record.size} bytes"
         if what:
-            raise CheckpointError(Problem(key, f"is not a valid COMMIT: objects[{index}].{what}", _ADVICE))
+            raise CheckpointError(Problem(key, f"is not a valid COMMIT: objects[{index}].{what}", ADVICE))
         ranks.add(record.rank)
 
 
@@ -318,5 +316,4 @@ def read_extra(extra: Mapping[str, Any], place: str) -> Extra:
         CheckpointError: A value has another shape.
     """
     data = json.dumps(extra).encode()
-    fix = "use an older checkpoint (a resume does so by itself)"
-    return parse_as(Extra, data, place, Bounds(), fix=fix, kind="a valid state", unknown="ignore")
+    return parse_as(Extra, data, place, Bounds(), fix=ADVICE, kind="a valid state", unknown="ignore")

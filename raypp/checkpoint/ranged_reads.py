@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit
-from raypp.checkpoint.tensor_file import BOUNDS, FileHeader, decode_header
+from raypp.checkpoint.layout import ADVICE
+from raypp.checkpoint.tensor_file import BOUNDS, Box, FileHeader, TensorEntry, decode_header
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import NotFound, ObjectStore
 
@@ -19,7 +20,7 @@ _READ_BYTES = 16 << 20
 """Largest size of one request."""
 _READS = 3
 """Number of times a range is read before it is reported as damaged."""
-_ADVICE = "use an older checkpoint (a resume does so by itself); `raypp checkpoints list` shows them"
+_ADVICE = f"{ADVICE}; `raypp checkpoints list` shows them"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,43 @@ class CheckpointFile:
         """Returns the ranges of the data section that whole blocks take to cover these ranges."""
         size, end = self.header.block_bytes, self.record.size - self.header.size
         return [(first * size, min(last * size, end)) for first, last in _block_runs(ranges, size)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The overlap of a wanted box with a saved slice of the same tensor."""
+
+    file: CheckpointFile
+    entry: TensorEntry
+    box: Box
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """The range in the file's data section of the rows (dim 0) that overlap."""
+        entry = self.entry
+        if not self.box:
+            return entry.begin, entry.end
+        row = (entry.end - entry.begin) // entry.shape[0]
+        first, last = (row * (index - entry.offset[0]) for index in self.box[0])
+        return entry.begin + first, entry.begin + last
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what lies in that range."""
+        return (self.box[0][1] - self.box[0][0], *self.entry.shape[1:]) if self.box else ()
+
+
+def overlaps(box: Box, parts: Iterable[tuple[CheckpointFile, TensorEntry]]) -> list[Piece]:
+    """Returns the pieces of saved slices in a box; of equal ones (a tied weight) the first."""
+    pieces: dict[Box, Piece] = {}
+    for file, entry in parts:
+        common = tuple(
+            (max(begin, first), min(end, first + size))
+            for (begin, end), first, size in zip(box, entry.offset, entry.shape, strict=True)
+        )
+        if all(begin < end for begin, end in common):
+            pieces.setdefault(common, Piece(file, entry, common))
+    return list(pieces.values())
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raypp.checkpoint.commit import list_checkpoints, newest_attempt, read_commit
 from raypp.checkpoint.layout import attempt_number, commit_key, step_of, steps_prefix
@@ -13,6 +14,8 @@ from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.errors import CheckpointError, RayppError
 from raypp.records import Event, Reporter, Seat
 from raypp.storage import ObjectInfo, ObjectStore, Unfinished
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,15 @@ def prune(
     if not committed:
         return Pruned((), (), 0)
     top = committed[-1] if newest is None else newest
-    void = [step for step in committed if step > top and _is_of_older_attempt(store, run, step, attempt)]
+    above = [step for step in committed if step > top]
+    void = [step for step in above if attempt is not None and _attempt_of(store, run, step) < attempt]
     kept = set([step for step in committed if step <= top][-keep:])
-    kept |= {step for step in committed if step > top and step not in void}
+    kept |= set(above) - set(void)
     kept |= {step for step in committed if keep_every and step % keep_every == 0 and step not in void}
     if not kept:
         return Pruned((), (), 0)
-        # The caller may have been declared dead, and a newer attempt may be saving: keep what is
-        # its own.
-    kept |= {step for step in committed if step not in kept and _is_of_newer_attempt(store, run, step, attempt)}
+    if attempt is not None:  # the caller may have been declared dead, and a newer attempt may be saving
+        kept |= {step for step in committed if step not in kept and _attempt_of(store, run, step) > attempt}
     doomed = [step for step in committed if step not in kept]
     if doomed:
         newest_whole = _newest_whole(store, run, [step for step in committed if step not in void])
@@ -130,38 +133,15 @@ def _is_past(store: ObjectStore, run: str, committed: Sequence[int], step: int, 
     If so, this attempt's save of the step is over, because an attempt saves its steps in order.
     """
     later = (other for other in reversed(committed) if other >= step)
-    return any(_is_of_newer_attempt(store, run, other, attempt - 1) for other in later)
-
-
-def _is_of_newer_attempt(store: ObjectStore, run: str, step: int, attempt: int | None) -> bool:
-    if attempt is None:
-        return False
-    try:
-        return read_commit(store, run, step).attempt > attempt
-    except CheckpointError:
-        return False
-
-
-def _is_of_older_attempt(store: ObjectStore, run: str, step: int, attempt: int | None) -> bool:
-    if attempt is None:
-        return False
-    try:
-        return read_commit(store, run, step).attempt < attempt
-    except CheckpointError:
-        return True
-
-
-# Orphaned data of ended attempts in the store: unfinished uploads and uncommitted objects.
-#
-# The attempt in the key decides what is orphaned, never a clock: once a newer attempt is claimed,
-# an older one can no longer commit. Data of the newest attempt may belong to a save in progress.
-
-log = logging.getLogger(__name__)
+    return any(_attempt_of(store, run, other) >= attempt for other in later)
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What may be removed, and what may belong to a save in progress.
+    """Orphaned data of ended attempts: what may be removed, what may belong to a save in progress.
+
+    The attempt in the key decides, never a clock: once a newer attempt is claimed, an older one can
+    no longer commit.
 
     Attributes:
         uploads: Writes that never finished.
@@ -238,32 +218,18 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
     failure: saves report their own.
     """
 
+    def report(kind: str, message: str, **details: Any) -> None:
+        reporter.event(Event(kind, message, attempt=seat.attempt, rank=seat.rank, details=details))
+
     def look() -> None:
         try:
             for limit in store.limitations():
-                details = {"fix": limit.fix}
-                reporter.event(
-                    Event(
-                        "store_limited",
-                        f"{limit.key}: {limit.what}",
-                        attempt=seat.attempt,
-                        rank=seat.rank,
-                        details=details,
-                    )
-                )
+                report("store_limited", f"{limit.key}: {limit.what}", fix=limit.fix)
             found = find_leftovers(store, run, seat.attempt, just_begun=True)
             if found:
                 remove_leftovers(store, run, found)
                 keys = [*(upload.key for upload in found.uploads), *(info.key for info in found.objects)]
-                reporter.event(
-                    Event(
-                        "leftovers_removed",
-                        f"removed {found}",
-                        attempt=seat.attempt,
-                        rank=seat.rank,
-                        details={"objects": keys[:100], "bytes": found.size},
-                    )
-                )
+                report("leftovers_removed", f"removed {found}", objects=keys[:100], bytes=found.size)
         except RayppError as error:
             log.warning("cannot remove leftovers of %s: %s", run, error)
 
@@ -277,8 +243,9 @@ def _owner(key: str) -> int | None:
     return attempt_number(key.rpartition("/")[0])
 
 
-def _attempt_of(store: ObjectStore, run: str, step: int) -> int | None:
+def _attempt_of(store: ObjectStore, run: str, step: int) -> int:
+    """Returns the attempt that committed a step; -1 if that cannot be read."""
     try:
         return read_commit(store, run, step).attempt
     except CheckpointError:
-        return None
+        return -1

@@ -19,6 +19,7 @@ import numpy as np
 from annotated_types import Ge, Le
 from typing_extensions import TypedDict
 
+from raypp.checkpoint.layout import ADVICE
 from raypp.crc32 import crc32
 from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, Count, parse_as, shown
@@ -31,7 +32,6 @@ _DIGITS = 8
 only has to detect accidents."""
 BOUNDS = Bounds(MOST_BYTES, values=1_000_000)
 """Of a header: about 60,000 tensors, and the checksums of 800 GB."""
-_ADVICE = "use an older checkpoint (a resume does so by itself)"
 Shape = tuple[Count, ...]
 _PYTHON = ("", "int", "float", "bool")
 
@@ -98,13 +98,7 @@ class FileHeader:
         """Raises CheckpointError, which names the object, if a block is not what was written."""
         if block_digest(data) != self.blocks[index * _DIGITS : (index + 1) * _DIGITS]:
             start = self.size + index * self.block_bytes
-            raise CheckpointError(
-                Problem(
-                    key,
-                    f"is corrupt between bytes {start} and {start + len(data)}",
-                    _ADVICE,
-                )
-            )
+            raise CheckpointError(Problem(key, f"is corrupt between bytes {start} and {start + len(data)}", ADVICE))
 
 
 def block_digest(data: memoryview) -> str:
@@ -274,16 +268,16 @@ def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
     """
 
     def refuse(what: str) -> NoReturn:
-        raise CheckpointError(Problem(key, f"has no valid header: {what}", _ADVICE))
+        raise CheckpointError(Problem(key, f"has no valid header: {what}", ADVICE))
 
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if len(data) < LENGTH_BYTES or len(data) - LENGTH_BYTES != length:
         refuse(f"it says that it has {length} bytes; it has {max(0, len(data) - LENGTH_BYTES)}")
-    header = parse_header(data[LENGTH_BYTES:], object_size - len(data), key, fix=_ADVICE)
+    header = parse_header(data[LENGTH_BYTES:], object_size - len(data), key, fix=ADVICE)
     if (metadata := header.metadata.get("raypp")) is None:
         refuse("__metadata__.raypp is missing")
     about = parse_as(
-        _Metadata, metadata.encode(), f"{key} __metadata__.raypp", BOUNDS, fix=_ADVICE, kind="valid", unknown="allow"
+        _Metadata, metadata.encode(), f"{key} __metadata__.raypp", BOUNDS, fix=ADVICE, kind="valid", unknown="allow"
     )
     block_bytes, blocks, places = about["block_bytes"], about["blocks"], about["tensors"]
     writer = {name: value for name, value in about.items() if name not in _Metadata.__annotations__}
