@@ -186,7 +186,7 @@ class PolicyKind(Kind):
 
 @dataclass(frozen=True)
 class TrackerKind(Kind):
-    """A tracker: `open_tracker(run: TrackedRun) -> Tracker`, see `raypp.observe.tracker_process`.
+    """A tracker: `open_tracker(run: TrackedRun) -> Tracker`, see `raypp.observe.tracked`.
 
     Attributes:
         library: The module that it imports; empty: none.

@@ -18,16 +18,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from raypp.errors import RayppError, in_words
 from raypp.kinds import TRACKERS, store_kind
 from raypp.observe.json_lines import read_event, read_step
-from raypp.observe.quantities import CURVES
-from raypp.records import Event, StepReport
+from raypp.observe.tracked import TrackedRun, Tracker, text_of_event, values_of, values_of_event
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 
 SETUP, STEP, EVENT, END = b"0", b"s", b"e", b"."
@@ -214,92 +211,3 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     os._exit(code)  # a library's exit hooks may wait for its server
-
-
-# What a tracker is given, and what it must do.
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """The run whose figures a tracker takes.
-
-    Attributes:
-        name: The run's name.
-        url: URL/NAME of its records.
-        id: Unique among all runs, and the same in every life of this one.
-        folder: A local folder for files; it exists.
-        shown_folder: Where users find these files: the folder, or a URL to which they are copied.
-        options: The tracker's options in the job.
-        config: The resolved job, without secrets.
-    """
-
-    name: str
-    url: str
-    id: str
-    folder: Path
-    shown_folder: str
-    options: Mapping[str, str]
-    config: Mapping[str, Any]
-
-
-class Tracker(Protocol):
-    """A library's curves of one run. Used by one thread of a process of its own.
-
-    Any method may raise: the tracker is then stopped, and the reason reported to the run.
-
-    Attributes:
-        where: Where a user finds the curves, or the command that shows them.
-        newest: The last step that it has from an earlier life of the run; 0 if that is unknown.
-    """
-
-    where: str
-    newest: int
-
-    def values(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Takes values of a step; `time` is in seconds since 1970.
-
-        Steps ascend, but values of an evaluation may follow those of later steps.
-        """
-        ...
-
-    def text(self, step: int, time: float, name: str, text: str) -> None:
-        """Takes a text of a step, in Markdown."""
-        ...
-
-    def rewind(self, step: int) -> bool:
-        """The run continues at `step`; what it knows of later ones is void.
-
-        Called before the first step of each process, too.
-
-        Returns:
-            Whether it forgets them. If not, repeated steps are left out.
-        """
-        ...
-
-    def close(self, state: str) -> None:
-        """Writes everything.
-
-        Args:
-            state: How the run ended, such as SUCCEEDED; empty if that is unknown, because the
-                process that leads it was killed.
-        """
-        ...
-
-
-def values_of(report: StepReport) -> dict[str, float]:
-    """Returns the values of a step that trackers get, by name."""
-    peak = {"peak_bytes": float(max(report.peak_bytes))} if report.peak_bytes else {}
-    return {**{one.name: float(getattr(report, one.name)) for one in CURVES}, **peak, **report.extras}
-
-
-def values_of_event(event: Event) -> dict[str, float]:
-    """Returns the values in an event: those of an evaluation."""
-    loss = event.number("loss") if event.kind == "evaluated" else None
-    return {} if loss is None else {"eval_loss": loss}
-
-
-def text_of_event(event: Event) -> str:
-    """Returns the samples in an event, in Markdown; empty if there are none."""
-    listed = event.details.get("samples") if event.kind == "sampled" else None
-    samples = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    return "\n\n".join(f"**{one.get('prompt', '')}**{one.get('text', '')}" for one in samples)

@@ -9,7 +9,7 @@ from typing import Any
 
 from raypp.errors import Problem
 from raypp.kinds import TrackerKind
-from raypp.observe.tracker_process import TrackedRun
+from raypp.observe.tracked import TrackedRun
 
 KIND = TrackerKind(
     "mlflow",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raypp.kinds import TrackerKind
-from raypp.observe.tracker_process import TrackedRun
+from raypp.observe.tracked import TrackedRun
 
 KIND = TrackerKind(
     "tensorboard",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from raypp.errors import Problem
 from raypp.kinds import TrackerKind
-from raypp.observe.tracker_process import TrackedRun
+from raypp.observe.tracked import TrackedRun
 
 KIND = TrackerKind(
     "wandb",
