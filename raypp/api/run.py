@@ -150,8 +150,8 @@ class Run:
         if not answer["found"]:
             raise self._not_active()
         if answer.get("exit_code"):
-            what = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
-            raise RunFailedError(Problem("RUN", what, f"see `raypp events {shell_word(self.name)}`"))
+            fault = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
+            raise RunFailedError(Problem("RUN", fault, f"see `raypp events {shell_word(self.name)}`"))
         return {key: answer[key] for key in ("state", "step", "checkpoint")}
 
     def report(self, path: str | Path) -> Path:

@@ -135,8 +135,8 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
     try:
         known_runs.remember_run(place)
     except JobError as error:  # the run has been accepted
-        what = error.problems[0].what
-        say(f"warning: this machine does not remember the run: {what}; name it as {place.url}/{place.name}")
+        fault = error.problems[0].what
+        say(f"warning: this machine does not remember the run: {fault}; name it as {place.url}/{place.name}")
     return place
 
 
@@ -176,14 +176,14 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
         if not jobs:
             return  # its controller may linger; the next submission ends it
         if time.monotonic() > end:
-            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
+            fault = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
             fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {shell_word(jobs[0])}`"
-            raise JobError(Problem("name", what, fix))
+            raise JobError(Problem("name", fault, fix))
         time.sleep(_JOB_END_POLL_S)
     alive = known_runs.controller_alive(place, _ASK_S)
     if alive is None:
-        what = f"the cluster at {cluster.address} does not say whether the run {job.name!r} is active"
-        raise UnreachableError(Problem("address", what, "submit it again when the cluster answers"))
+        fault = f"the cluster at {cluster.address} does not say whether the run {job.name!r} is active"
+        raise UnreachableError(Problem("address", fault, "submit it again when the cluster answers"))
     if alive:
         raise JobError(
             Problem(

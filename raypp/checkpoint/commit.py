@@ -245,15 +245,15 @@ def _check_records(commit: Commit, key: str) -> None:
     ranks: set[int] = set()
     for index, record in enumerate(commit.objects):
         place = rank_key(commit.run, commit.step, commit.attempt, record.rank)
-        what = ""
+        fault = ""
         if record.key != place:
-            what = f"key is {shown(record.key)}: it is not an object of attempt {commit.attempt}, {place}"
+            fault = f"key is {shown(record.key)}: it is not an object of attempt {commit.attempt}, {place}"
         elif record.rank in ranks:
-            what = f"rank is {record.rank}, which has another object"
+            fault = f"rank is {record.rank}, which has another object"
         elif record.header_size > record.size:
-            what = f"header_size is {record.header_size}, but the object has {record.size} bytes"
-        if what:
-            raise CheckpointError(Problem(key, f"is not a valid COMMIT: objects[{index}].{what}", ADVICE))
+            fault = f"header_size is {record.header_size}, but the object has {record.size} bytes"
+        if fault:
+            raise CheckpointError(Problem(key, f"is not a valid COMMIT: objects[{index}].{fault}", ADVICE))
         ranks.add(record.rank)
 
 

@@ -144,8 +144,8 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
             return header
 
         if record.header_size > BOUNDS.size:
-            what = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
-            raise CheckpointError(Problem(record.key, what, _ADVICE))
+            fault = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
+            raise CheckpointError(Problem(record.key, fault, _ADVICE))
         header = _get_checked(store, record.key, 0, record.header_size, check)
         return CheckpointFile(record, decode_header(header, record.key, record.size), store)
 

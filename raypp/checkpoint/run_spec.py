@@ -135,13 +135,13 @@ def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any], number:
 
 def name_taken(store: ObjectStore, run: str) -> Problem:
     """Returns the problem that a run of this name exists."""
-    what = f"a run named {run!r} already exists at {store.url}"
-    return Problem("name", what, "resume it (`raypp submit --resume`), or choose another name (`--set name=…`)")
+    fault = f"a run named {run!r} already exists at {store.url}"
+    return Problem("name", fault, "resume it (`raypp submit --resume`), or choose another name (`--set name=…`)")
 
 
 def _resumed_already(store: ObjectStore, run: str) -> Problem:
-    what = f"the run {run!r} at {store.url} was resumed by somebody else at the same time"
-    return Problem("name", what, f"follow it with `raypp status {store.url.rstrip('/')}/{run} --watch`")
+    fault = f"the run {run!r} at {store.url} was resumed by somebody else at the same time"
+    return Problem("name", fault, f"follow it with `raypp status {store.url.rstrip('/')}/{run} --watch`")
 
 
 def newest_number(store: ObjectStore, run: str) -> int:

@@ -126,8 +126,8 @@ def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOpt
         found = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
         rows = files.config().get("vocab_size")
         if found.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
-            what = f"is {found.vocab_size}, the default, but {files.place('config.json')} says {rows}"
-            raise JobError(Problem("model.vocab_size", what, f"write {rows}, or more"))
+            fault = f"is {found.vocab_size}, the default, but {files.place('config.json')} says {rows}"
+            raise JobError(Problem("model.vocab_size", fault, f"write {rows}, or more"))
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from error
     document = job_document(job)

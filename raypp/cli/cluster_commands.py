@@ -106,9 +106,9 @@ def slurm_command(job: Path, overrides: tuple[str, ...], resume: bool) -> None:
     """
     allocation = Allocation.of(os.environ)
     if not job.is_file():
-        what = f"there is no {job} on {allocation.nodes[0]}, seen from {Path.cwd()}"
+        fault = f"there is no {job} on {allocation.nodes[0]}, seen from {Path.cwd()}"
         raise JobError(
-            Problem(str(job), what, "keep the job file in a folder that all nodes share, and give its path from there")
+            Problem(str(job), fault, "keep the job file in a folder that all nodes share, and give its path from there")
         )
     file = load_checked_job(job, overrides)
     _check_size(file.job, allocation)

@@ -86,8 +86,8 @@ def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
 
     place = f"{out.rstrip('/')}/{output.name}" if output.name else out
     with open_for_others(place) as store, _progress(output.name) as (total, advance):
-        told = Options(processes, total=total, progress=advance, found=say_found, remarked=say_remark)
-        return store.url.removeprefix("file://"), write_shards(output.read, output.request, store, told)
+        options = Options(processes, total=total, progress=advance, found=say_found, remarked=say_remark)
+        return store.url.removeprefix("file://"), write_shards(output.read, output.request, store, options)
 
 
 def _output_document(output: Output, url: str, made: Manifest) -> dict[str, object]:
@@ -208,8 +208,8 @@ def _show(look: Look, job: Job, console: Console) -> None:
 
 def _show_row(number: int, row: list[LookedPiece], look: Look, job: Job, console: Console) -> None:
     tokens, loss = sum(len(piece.ids) for piece in row), sum(int(piece.loss.sum()) for piece in row)
-    what = f"row {number}: {tokens} of {job.data.seq_len} tokens, {loss} carry loss"
-    console.print(Rule(what, style="bright_black"))
+    title = f"row {number}: {tokens} of {job.data.seq_len} tokens, {loss} carry loss"
+    console.print(Rule(title, style="bright_black"))
     room = _MOST_CHARACTERS
     for index, piece in enumerate(row):
         if room <= 0:

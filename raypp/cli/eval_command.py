@@ -82,9 +82,9 @@ def eval_command(
                 note_paths(cluster, source, job)
                 answer = _asked_cluster(cluster, source, job, {}, as_json)
         except RayppError as error:
-            told = type(error)(as_asked(error.problems, data))
-            told.exit_code = error.exit_code
-            raise told from error
+            named = type(error)(as_asked(error.problems, data))
+            named.exit_code = error.exit_code
+            raise named from error
         _show_loss(source, answer, as_json)
         return
     names = [name.strip() for name in tasks.split(",") if name.strip()]

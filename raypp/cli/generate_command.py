@@ -109,16 +109,16 @@ def generate_command(
     from raypp.inference.source import find_source
 
     if (count := bool(given) + (file is not None) + chat) != 1:
-        what = "none is given" if count == 0 else "only one of them can be given"
+        fault = "none is given" if count == 0 else "only one of them can be given"
         fix = "give one or more --prompt TEXT, or --prompts FILE.jsonl, or --chat"
-        raise JobError(Problem("--prompt, --prompts, --chat", what, fix))
+        raise JobError(Problem("--prompt, --prompts, --chat", fault, fix))
     if chat and as_json:
         raise JobError(Problem("--json", "a conversation is not printed as JSON", "leave it out, or use --prompts"))
     if temperature == 0 and top_p < 1:
         raise JobError(Problem("--top-p", "temperature 0 always takes the most likely token", "add --temperature 1"))
     if chat and (on_cluster or address is not None):
-        what = "a conversation runs on this machine only"
-        raise JobError(Problem("--chat", what, "leave out --on-cluster and --address, or use --prompt"))
+        fault = "a conversation runs on this machine only"
+        raise JobError(Problem("--chat", fault, "leave out --on-cluster and --address, or use --prompt"))
     cluster = chosen_cluster(on_cluster, address)
     texts = list(given) if file is None else read_prompts(file)
     source = find_source(run, step)

@@ -179,13 +179,13 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
         last = watch(place, reader, command_of(place), console)
         console.print(status_view(last.status, last.rows, console))
         return
-    told = ""
+    shown = ""
     while True:
         status = present_status(place, reader)
         line = json_text(_status_json(status)) if as_json else _status_line(status)
-        if line != told:
+        if line != shown:
             echo(line)
-            told = line
+            shown = line
         if is_final(status):
             return
         time.sleep(_WATCH_S)

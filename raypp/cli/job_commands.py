@@ -163,8 +163,8 @@ def write(name: str, job: Path) -> list[Path]:
         raise JobError(Problem("", f"{job} is already here", fix))
     other = [str(path) for path in there if not _holds(path, contents[path])]
     if other:
-        what = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} already here with different content"
-        raise JobError(Problem("", what, "move it away, or work in another directory"))
+        fault = f"{', '.join(other)} {'is' if len(other) == 1 else 'are'} already here with different content"
+        raise JobError(Problem("", fault, "move it away, or work in another directory"))
     missing = [path for path in contents if path not in there]
     for path in missing:
         try:

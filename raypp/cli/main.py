@@ -146,9 +146,9 @@ def run(arguments: Sequence[str]) -> int:
         show_error(error)
         return error.exit_code
     except click.ClickException as error:
-        said = io.StringIO()
-        error.show(said)
-        echo_lines(said.getvalue(), err=True, nl=False)
+        text = io.StringIO()
+        error.show(text)
+        echo_lines(text.getvalue(), err=True, nl=False)
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
         return _interrupted()

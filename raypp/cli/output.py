@@ -121,8 +121,8 @@ def problem_parts(problem: Problem) -> list[str | Styled]:
     """
     key = "" if problem.where.startswith(f"--set {problem.key}=") else problem.key
     place = _indented(" ".join(part for part in (problem.where, key) if part))
-    what, fix = _indented(problem.what), _indented(problem.fix)
-    parts: list[str | Styled] = [styled(place, bold=True), f": {what}"] if place else [styled(what, bold=True)]
+    fault, fix = _indented(problem.what), _indented(problem.fix)
+    parts: list[str | Styled] = [styled(place, bold=True), f": {fault}"] if place else [styled(fault, bold=True)]
     return [*parts, "\n  ", styled("fix:", fg="green"), f" {fix}"] if fix else parts
 
 

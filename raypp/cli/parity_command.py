@@ -82,9 +82,9 @@ def _check_world(world: int, max_ranks: int | None) -> None:
     most = 2 * cores if max_ranks is None else max_ranks
     if world > most:
         why = "--max-ranks" if max_ranks is not None else f"twice its {cores} core{'' if cores == 1 else 's'}"
-        what = f"{world} ranks would start {world} processes on this machine; the limit is {most} ({why})"
+        fault = f"{world} ranks would start {world} processes on this machine; the limit is {most} ({why})"
         fix = f"compare a smaller mesh, for example with --set mesh.fsdp=1, or raise the limit: --max-ranks {world}"
-        raise ResourcesError(Problem("mesh", what, fix))
+        raise ResourcesError(Problem("mesh", fault, fix))
 
 
 def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:

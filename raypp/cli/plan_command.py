@@ -91,9 +91,9 @@ def plan_command(
     mistakes in the job file at once.
     """
     if fit and (costs or measure or search):
-        what = "--search" if search else "--costs" if costs else "--measure"
-        fix = f"leave out {what}: --fit compares precisions and microbatches with the data sheet of --device"
-        raise JobError(f"--fit and {what} do not go together", fix)
+        fault = "--search" if search else "--costs" if costs else "--measure"
+        fix = f"leave out {fault}: --fit compares precisions and microbatches with the data sheet of --device"
+        raise JobError(f"--fit and {fault} do not go together", fix)
     from raypp.api.checked_job import count_own_model
 
     file = load_checked_job(job, overrides)
@@ -302,8 +302,8 @@ def _lines(found: Fitting, job: Job, device: Device) -> Iterator[str]:
     if found.apart:
         yield "\nfits with another training:"
         yield from _listed(found.apart)
-    said = f"\n{found.tried} combinations planned"
-    yield said + ("; stopped before all were tried (raise --search-time)" if found.out_of_time else "")
+    summary = f"\n{found.tried} combinations planned"
+    yield summary + ("; stopped before all were tried (raise --search-time)" if found.out_of_time else "")
     shown = [*found.same, *found.apart, *(one for one in (found.more, found.nearest) if one is not None)]
     if shown:
         yield _assumptions(shown[0])

@@ -149,8 +149,8 @@ def _parts_of(
 
 
 def _not_traced(place: RunPlace, status: dict[str, Any]) -> JobError:
-    what = f"{place.name} is {status['state']} in attempt {status['attempt']}; the steps were not traced"
-    return JobError(Problem("RUN", what, "trace it earlier, or trace fewer steps"))
+    fault = f"{place.name} is {status['state']} in attempt {status['attempt']}; the steps were not traced"
+    return JobError(Problem("RUN", fault, "trace it earlier, or trace fewer steps"))
 
 
 def _none_recorded(place: RunPlace, *, ended: bool) -> JobError:

@@ -64,8 +64,8 @@ def no_template(data: DataSection) -> DataError:
     """Returns the error for conversations without a template."""
     if data.tokenizer == "bytes":
         return DataError(Problem(_KEY, "is missing: the bytes tokenizer has no chat template", _GIVE))
-    what = f"there is neither {_ALONE} nor a chat_template in {_CONFIG} beside {visible(data.tokenizer)}"
-    return DataError(Problem(_KEY, what, f"copy the model's tokenizer files there, or {_GIVE}"))
+    fault = f"there is neither {_ALONE} nor a chat_template in {_CONFIG} beside {visible(data.tokenizer)}"
+    return DataError(Problem(_KEY, fault, f"copy the model's tokenizer files there, or {_GIVE}"))
 
 
 def _date(text: str | None) -> datetime | None:
@@ -97,5 +97,5 @@ def _sources(found: Any, folder: Path | None) -> str | dict[str, str] | None:
         named = {one.get("name"): one.get("template") for one in found}
         if all(isinstance(key, str) and isinstance(value, str) for key, value in named.items()):
             return {str(key): str(value) for key, value in named.items()}
-    what = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"
-    raise DataError(Problem(_KEY, what, _GIVE))
+    fault = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"
+    raise DataError(Problem(_KEY, fault, _GIVE))

@@ -156,16 +156,16 @@ class Loader:
         own, other = self._documents.train.template, "start a run under another name"
         template = position.get("template", "")
         if own != template:
-            what = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
-            return Problem("data.chat_template", what, f"use the same template and special tokens, or {other}")
+            fault = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
+            return Problem("data.chat_template", fault, f"use the same template and special tokens, or {other}")
         details = "; ".join(self._order.differences(position)) or f"digest {data}, now {self.identity}"
-        what = f"the checkpoint was made with other data ({details})"
+        fault = f"the checkpoint was made with other data ({details})"
         if position.get("encoding") != _ENCODING:
-            what += (
+            fault += (
                 ". An earlier version of raypp made it, which knew no data.add_bos (as with false), took the end of "
                 "texts from a list of names, and encoded prompt and completion apart"
             )
-        return Problem("data.path", what, f"use the same files, tokenizer, data settings and train.seed, or {other}")
+        return Problem("data.path", fault, f"use the same files, tokenizer, data settings and train.seed, or {other}")
 
     def held_out(self) -> Iterator[list[Microbatch]]:
         """Returns this replica's share of the held-out part, once, in steps like those of training.

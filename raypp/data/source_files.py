@@ -214,8 +214,8 @@ def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile
     if len(found) > MOST_FILES:
         raise DataError(Problem(place, f"{path} has more than {MOST_FILES:,} files", "join them into fewer files"))
     if not found:
-        what = f"no object at {path}, nor below it with the ending {_in_words(endings)}"
-        raise DataError(Problem(place, what, "use the URL of an object, or of a prefix with objects below it"))
+        fault = f"no object at {path}, nor below it with the ending {_in_words(endings)}"
+        raise DataError(Problem(place, fault, "use the URL of an object, or of a prefix with objects below it"))
     return [SourceFile(f"{scheme}://{root}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
 
 
@@ -237,8 +237,8 @@ def _named(place: str) -> Iterator[None]:
 
 def too_long(place: str, where: str, noun: str) -> DataError:
     """Returns the error for a line or a document, beginning at `file:line`, that is too long."""
-    what = f"{where}: the {noun} has more than {MOST_TEXT_BYTES:,} bytes"
-    return DataError(Problem(place, what, f"split it into several {noun}s"))
+    fault = f"{where}: the {noun} has more than {MOST_TEXT_BYTES:,} bytes"
+    return DataError(Problem(place, fault, f"split it into several {noun}s"))
 
 
 def unreadable(place: str, name: str, error: Exception) -> DataError:
@@ -291,8 +291,8 @@ def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[byt
                     text = decoder.decompress(piece)
                     written, size = written + len(text), size + len(text)
                     if written > _FREE + MOST_RATIO * read:
-                        what = f"{name} becomes more than {MOST_RATIO} times as large"
-                        raise DataError(Problem(place, what, "decompress it, if it is what you expect"))
+                        fault = f"{name} becomes more than {MOST_RATIO} times as large"
+                        raise DataError(Problem(place, fault, "decompress it, if it is what you expect"))
                     ready.append(text)
                     piece = b""
                     if decoder.eof:
@@ -301,8 +301,8 @@ def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[byt
                     yield b"".join(ready)
                     ready, size = [], 0
     except (failure, ValueError, MemoryError) as error:
-        what = f"{name} cannot be decompressed: {visible(error)}"
-        raise DataError(Problem(place, what, "copy it again, or check that its ending is right")) from error
+        fault = f"{name} cannot be decompressed: {visible(error)}"
+        raise DataError(Problem(place, fault, "copy it again, or check that its ending is right")) from error
     if decoder is not None:
         raise DataError(Problem(place, f"{name} ends too early", "copy it again: a part is missing"))
     if ready:
@@ -316,6 +316,6 @@ def _decoder(name: str, place: str) -> tuple[Callable[[], Any], type[Exception]]
     try:
         import zstandard
     except ImportError as error:
-        what = f"{name}: zstandard is not installed, so .zst cannot be read"
-        raise DataError(Problem(place, what, "pip install zstandard on every node, or use .gz")) from error
+        fault = f"{name}: zstandard is not installed, so .zst cannot be read"
+        raise DataError(Problem(place, fault, "pip install zstandard on every node, or use .gz")) from error
     return lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj(), zstandard.ZstdError

@@ -69,8 +69,8 @@ def read(request: Request) -> Corpus:
 def _mapped(file: SourceFile, request: Request) -> IdArray:
     ids = map_array(_fetched(file) if file.store is not None else Path(file.key), request.place, file.name)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
-        what = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
-        raise DataError(Problem(request.place, what, "use a one-dimensional, non-empty array of integers"))
+        fault = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
+        raise DataError(Problem(request.place, fault, "use a one-dimensional, non-empty array of integers"))
     return ids
 
 
@@ -109,17 +109,17 @@ def _check_documents(borders: NDArray[np.int64], shard: IdArray, file: SourceFil
     lone = np.flatnonzero(np.diff(borders) == 1)
     lone = lone[shard[borders[lone]] == request.tokenizer.eos_id]
     if len(lone):
-        what = f"{file.name}: document {int(lone[0])} (at [{int(borders[lone[0]])}]) is a document without a token"
-        raise DataError(Problem(request.place, what, "remove the repeated end id"))
+        fault = f"{file.name}: document {int(lone[0])} (at [{int(borders[lone[0]])}]) is a document without a token"
+        raise DataError(Problem(request.place, fault, "remove the repeated end id"))
 
 
 def _check_ids(chunk: IdArray, start: int, file: SourceFile, request: Request) -> None:
     wrong = np.flatnonzero((chunk < 0) | (chunk >= request.vocab_size))
     if len(wrong):
         place = int(wrong[0])
-        what = f"{file.name}[{start + place}] is {int(chunk[place])}, but model.vocab_size is {request.vocab_size}"
+        fault = f"{file.name}[{start + place}] is {int(chunk[place])}, but model.vocab_size is {request.vocab_size}"
         fix = "set model.vocab_size to more than the highest id" if chunk[place] >= 0 else "ids start at 0"
-        raise DataError(Problem(request.place, what, fix))
+        raise DataError(Problem(request.place, fault, fix))
 
 
 ENDING, LOSS = ".ids", ".loss"
@@ -146,15 +146,15 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
     plan, tokenizer = manifest.plan, request.tokenizer
     if (plan.tokenizer, plan.end_id) != (tokenizer.identity, tokenizer.eos_id):
         theirs, ours = f"{plan.tokenizer}, end id {plan.end_id}", f"{tokenizer.identity}, end id {tokenizer.eos_id}"
-        what = f"{manifest_file.name} was written with another tokenizer ({theirs}; not {ours})"
-        raise DataError(Problem("data.tokenizer", what, "use that tokenizer, or tokenise again with this one"))
+        fault = f"{manifest_file.name} was written with another tokenizer ({theirs}; not {ours})"
+        raise DataError(Problem("data.tokenizer", fault, "use that tokenizer, or tokenise again with this one"))
     if plan.around != (around := around_of(tokenizer)):
         theirs, ours = (
             tokenizer.shown([one for part in ids for one in part]) or "nothing" for ids in (plan.around, around)
         )
-        what = f"{manifest_file.name} has {theirs} around each text, but the job's tokenizer adds {ours}"
+        fault = f"{manifest_file.name} has {theirs} around each text, but the job's tokenizer adds {ours}"
         fix = "set data.add_bos: false" if not plan.around else "leave data.add_bos out"
-        raise DataError(Problem("data.add_bos", what, f"{fix}, or tokenise again"))
+        raise DataError(Problem("data.add_bos", fault, f"{fix}, or tokenise again"))
     width = np.dtype(plan.dtype).itemsize
     tokens = [record.tokens for record in manifest.shards]
     if not tokens or manifest.tokens != sum(tokens):
@@ -211,8 +211,8 @@ def _objects(files: Sequence[SourceFile], ending: str, sizes: list[int], manifes
         file = by_name.get(name)
         if file is None or file.size != size:
             has = "is missing" if file is None else f"has {file.size:,} bytes, not {size:,}"
-            what = f"{manifest.name} names {name}, which {has}"
-            raise DataError(Problem(manifest.place, what, "copy it again, or write the shards again"))
+            fault = f"{manifest.name} names {name}, which {has}"
+            raise DataError(Problem(manifest.place, fault, "copy it again, or write the shards again"))
         found.append(file)
     return found
 
@@ -253,12 +253,12 @@ def manifest_of(path: str, files: Sequence[SourceFile], place: str) -> SourceFil
     """
     folders = {file.name.rpartition("/")[0] for file in files}
     if len(folders) > 1:
-        what = f"{path} has shards in {len(folders)} folders"
-        raise DataError(Problem(place, what, "name one of them, or mix them by kind: mixture"))
+        fault = f"{path} has shards in {len(folders)} folders"
+        raise DataError(Problem(place, fault, "name one of them, or mix them by kind: mixture"))
     (folder,) = folders
     try:
         (manifest,) = find_files(f"{folder}/{MANIFEST}", (".json",), place)
     except DataError:
-        what = f"{folder} has no {MANIFEST}: the shards are not finished"
-        raise DataError(Problem(place, what, "run `raypp data tokenize` again: it continues")) from None
+        fault = f"{folder} has no {MANIFEST}: the shards are not finished"
+        raise DataError(Problem(place, fault, "run `raypp data tokenize` again: it continues")) from None
     return manifest

@@ -83,7 +83,7 @@ def write_shards(read: Callable[[Request], Corpus], request: Request, store: Obj
     """
     made: list[Manifest] = []
 
-    def instead(
+    def written(
         request: Request,
         files: Sequence[SourceFile],
         documents: _Documents,
@@ -91,13 +91,13 @@ def write_shards(read: Callable[[Request], Corpus], request: Request, store: Obj
     ) -> Corpus:
         options.total(sum(file.size for file in files))
         with watching(options.progress):
-            made.append(_write(replace(request, instead=None), files, documents, encoder, store, options))
+            made.append(_write(replace(request, consumer=None), files, documents, encoder, store, options))
         return Corpus((), np.zeros(1, dtype=np.int64), made[0].digest)
 
-    read(replace(request, instead=instead))
+    read(replace(request, consumer=written))
     if not made:
-        what = f"kind {request.data.kind} has no text to tokenise"
-        raise DataError(Problem("data.kind", what, "train on it as it is"))
+        fault = f"kind {request.data.kind} has no text to tokenise"
+        raise DataError(Problem("data.kind", fault, "train on it as it is"))
     return made[0]
 
 
@@ -218,8 +218,8 @@ def _begin(plan: ShardPlan, store: ObjectStore) -> None:
         there = parse_as(ShardPlan, store.get(PLAN), f"{store.url}/{PLAN}", RECORD_BOUNDS, DataError)
         if there != plan:
             changed = [name for name, value in asdict(plan).items() if asdict(there)[name] != value]
-            what = f"{store.url} holds shards of other data (another {', '.join(changed)})"
-            raise DataError(Problem("--out", what, "use an empty place, or remove what is there")) from None
+            fault = f"{store.url} holds shards of other data (another {', '.join(changed)})"
+            raise DataError(Problem("--out", fault, "use an empty place, or remove what is there")) from None
 
 
 def _verified(store: ObjectStore, plan: ShardPlan, update: Callable[[Any], None]) -> Iterator[ShardRecord]:
@@ -256,8 +256,8 @@ def _whole(store: ObjectStore, number: int, ending: str, sha256: str) -> bytes:
     name = shard_name(number)
     found = _stored(store, f"{name}.{ending}")
     if found is None or hashlib.sha256(found).hexdigest() != sha256:
-        what = f"{store.url}/{name}.{ending} is {'missing' if found is None else 'damaged'}"
-        raise DataError(Problem("--out", what, f"remove {name}.json, and run the command again"))
+        fault = f"{store.url}/{name}.{ending} is {'missing' if found is None else 'damaged'}"
+        raise DataError(Problem("--out", fault, f"remove {name}.json, and run the command again"))
     return found
 
 
@@ -303,9 +303,9 @@ def contents_of(
                     raise DataError(found)
                 yield found
         except BrokenProcessPool as error:
-            what = "a process that tokenised has ended, perhaps for lack of memory"
+            fault = "a process that tokenised has ended, perhaps for lack of memory"
             fix = "run the command again: it continues; or use fewer"
-            raise DataError(Problem("--processes", what, fix)) from error
+            raise DataError(Problem("--processes", fault, fix)) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -62,8 +62,8 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
         kinds = [SLIDING if index >= full else FULL for index in range(count)]
     if kinds is not None and window is None:
         if SLIDING in kinds:
-            what = f"{place}: layer_types has {SLIDING}, but there is no window"
-            raise JobError(Problem("model.from_hf", what, "set use_sliding_window and sliding_window"))
+            fault = f"{place}: layer_types has {SLIDING}, but there is no window"
+            raise JobError(Problem("model.from_hf", fault, "set use_sliding_window and sliding_window"))
         kinds = None
     return {"sliding_window": window, "layer_types": None if kinds is None else tuple(kinds)}
 

@@ -45,13 +45,13 @@ def check_heads(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """
     width, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
     if width % heads:
-        what = f"hidden_size {width} is not divisible by num_attention_heads {heads}"
+        fault = f"hidden_size {width} is not divisible by num_attention_heads {heads}"
     elif given and given != width // heads:
-        what = f"head_dim {given} is not supported: the model's heads are hidden_size / num_attention_heads wide"
+        fault = f"head_dim {given} is not supported: the model's heads are hidden_size / num_attention_heads wide"
     else:
         return {}
     fix = "check that this is the config.json of a language model"
-    raise JobError(Problem("model.from_hf", f"{place}: {what}", fix))
+    raise JobError(Problem("model.from_hf", f"{place}: {fault}", fix))
 
 
 FAMILY = Family(

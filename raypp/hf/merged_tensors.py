@@ -42,8 +42,8 @@ class MergedTensors:
 
     def __init__(self, saved: SavedTensors, options: DecoderOptions) -> None:
         if options.from_hf is None:
-            what = "the run's frozen weights were drawn from train.seed: no file holds them"
-            raise JobError(Problem("model.from_hf", what, "export the adapters (--adapter)"))
+            fault = "the run's frozen weights were drawn from train.seed: no file holds them"
+            raise JobError(Problem("model.from_hf", fault, "export the adapters (--adapter)"))
         self._saved, self._options = saved, options
         shapes = model_tensors(options)
         self.infos = {name: TensorInfo(name, _WIDE, shape) for name, shape in shapes.items()}
@@ -67,8 +67,8 @@ class MergedTensors:
         base = quantised_base(self._options)
         if base is None:
             return []
-        what = f"{len(self._quantised)} frozen tensors were dequantised from {base}, as the adapters were trained on"
-        return [f"{what}: they are not the weights of the model that model.from_hf names"]
+        fault = f"{len(self._quantised)} frozen tensors were dequantised from {base}, as the adapters were trained on"
+        return [f"{fault}: they are not the weights of the model that model.from_hf names"]
 
     def rows(self, name: str, first: int, last: int) -> Array:
         """Returns the rows `[first, last)` of a merged tensor, in fp32."""

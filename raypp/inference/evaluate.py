@@ -65,8 +65,8 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
         JobError: No token of the data has a label.
     """
     if not found["tokens"]:
-        what = "has no token that follows another one: there is nothing to predict"
-        raise JobError(Problem(DATA, what, "give longer documents"))
+        fault = "has no token that follows another one: there is nothing to predict"
+        raise JobError(Problem(DATA, fault, "give longer documents"))
     return found
 
 

@@ -170,8 +170,8 @@ def error_document(error: BaseException, *, peer: bool) -> dict[str, Any]:
 
 def died(rank: int, why: str) -> dict[str, Any]:
     """Returns the document of a rank that ended without one."""
-    what = f"the process of rank {rank} {why}"
-    return {"problems": [["", what, ""]], "exit_code": EXIT_RUN_FAILED, "peer": False}
+    fault = f"the process of rank {rank} {why}"
+    return {"problems": [["", fault, ""]], "exit_code": EXIT_RUN_FAILED, "peer": False}
 
 
 def first_error(found: Mapping[int, Mapping[str, Any]]) -> GenerationError:

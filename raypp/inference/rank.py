@@ -80,8 +80,10 @@ def _seat_here(source: Source, pp: int, rank: int, port: int) -> Seat:
     prepare_driver()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.device_count() < pp:
-        what = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"
-        raise ResourcesError(Problem("--mesh", what, "use fewer ranks, or CUDA_VISIBLE_DEVICES= to compute on the CPU"))
+        fault = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"
+        raise ResourcesError(
+            Problem("--mesh", fault, "use fewer ranks, or CUDA_VISIBLE_DEVICES= to compute on the CPU")
+        )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return local_seat(rank, pp, port, source.job(pp), device=kind)
 
@@ -221,6 +223,6 @@ def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
     except CheckpointError:
         if store.head(commit_key(source.run, source.step)) is not None:
             raise
-        what = "was removed before it was read: its run keeps the newest checkpoints only"
+        fault = "was removed before it was read: its run keeps the newest checkpoints only"
         fix = "run the command again, or resume the run with a larger checkpoint.keep"
-        raise CheckpointError(Problem(source.place, what, fix)) from None
+        raise CheckpointError(Problem(source.place, fault, fix)) from None

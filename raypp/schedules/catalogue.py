@@ -69,12 +69,12 @@ def size_problems(schedule: ScheduleKind, pp: int, stages_per_rank: int, microba
     if not schedule.allows_stages(stages_per_rank):
         need = str(least) if least == most else f"{least} to {most}"
         others = [kind.name for kind in SCHEDULES.usable() if kind.allows_stages(stages_per_rank)]
-        instead = f", or {' or '.join(others)}" if others else ""
+        alternatives = f", or {' or '.join(others)}" if others else ""
         problems.append(
             Problem(
                 "pipeline.stages_per_rank",
                 f"{schedule.name} takes {need} per rank, not {stages_per_rank}",
-                f"use pipeline.stages_per_rank {schedule.nearest_stages(stages_per_rank)}{instead}",
+                f"use pipeline.stages_per_rank {schedule.nearest_stages(stages_per_rank)}{alternatives}",
             )
         )
     fewest = schedule.least_microbatches(pp)
@@ -103,9 +103,9 @@ def too_large(pp: int, stages_per_rank: int, microbatches: int) -> Iterator[Prob
         fix = f"use mesh.pp ≤ {max(1, STAGES // stages_per_rank):,}"
         yield Problem("mesh.pp", f"{ranks} are {stages:,} stages; a pipeline has at most {STAGES:,}", fix)
     elif 2 * stages * microbatches > ACTIONS:
-        what = f"{microbatches:,} on {stages:,} stage{'s' if stages > 1 else ''} make {2 * stages * microbatches:,} "
+        fault = f"{microbatches:,} on {stages:,} stage{'s' if stages > 1 else ''} make {2 * stages * microbatches:,} "
         fix = f"use at most {ACTIONS // (2 * stages):,}, with a larger train.micro_batch_size"
-        yield Problem("pipeline.microbatches", f"{what}actions; a program has at most {ACTIONS:,}", fix)
+        yield Problem("pipeline.microbatches", f"{fault}actions; a program has at most {ACTIONS:,}", fix)
 
 
 _KEY = "pipeline.schedule"
@@ -136,9 +136,9 @@ def own_schedule(kind: ScheduleKind) -> ScheduleKind:
             raise
         except Exception as error:  # user code may raise anything; report it as a problem of the job
             asked = f"pp {pp}, stages_per_rank {stages_per_rank}, microbatches {microbatches}, lookahead {lookahead}"
-            what = f"{name} raised {in_words(error)} (called with {asked})"
+            fault = f"{name} raised {in_words(error)} (called with {asked})"
             fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
-            raise JobError(Problem(_KEY, what, fix)) from error
+            raise JobError(Problem(_KEY, fault, fix)) from error
         try:
             rows = {int(rank): [_action(item) for item in actions] for rank, actions in dict(made).items()}
         except (TypeError, ValueError) as error:
@@ -197,9 +197,9 @@ def _checked(
     wrong = check_program(rows, _stages(pp, stages_per_rank, placement), microbatches)
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
-        what = f"{name} cannot run with {pp} ranks of {stages_per_rank} stages and {microbatches} microbatches: "
+        fault = f"{name} cannot run with {pp} ranks of {stages_per_rank} stages and {microbatches} microbatches: "
         fix = "give each stage F, then B (or I and W), of every microbatch, on the rank that holds it"
-        raise JobError(Problem(_KEY, what + "; ".join(wrong[:_SHOWN]) + more, fix))
+        raise JobError(Problem(_KEY, fault + "; ".join(wrong[:_SHOWN]) + more, fix))
     return rows
 
 

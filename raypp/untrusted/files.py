@@ -68,9 +68,9 @@ def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", 
     except FileNotFoundError:
         raise error(Problem(where, f"{named}does not exist", fix or "check the path")) from None
     except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
-        said = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         raise error(
-            Problem(where, f"{named}cannot be opened: {said}", fix or "check the path and its permissions")
+            Problem(where, f"{named}cannot be opened: {reason}", fix or "check the path and its permissions")
         ) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):

@@ -176,5 +176,5 @@ def _links(run: RunData, columns: Sequence[int]) -> list[Html]:
         for (one, other), seconds in zip(pairwise(pipeline.rank_of_stage), links, strict=True):
             if abs(one - other) == 1:
                 slowest[max(one, other)] = max(seconds, slowest.get(max(one, other), 0.0))
-    told = [tag("small", seconds_text(slowest[pp])) if pp in slowest else None for pp in columns]
-    return [tag("span", one, cls="link", title="a message between these stages") for one in told]
+    labels = [tag("small", seconds_text(slowest[pp])) if pp in slowest else None for pp in columns]
+    return [tag("span", one, cls="link", title="a message between these stages") for one in labels]

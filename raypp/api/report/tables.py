@@ -105,8 +105,8 @@ def _sample(event: Event) -> Html:
     head = tag("h4", f"step {event.step:,}" if event.step is not None else date_and_clock(event.time))
     listed = event.details.get("samples")
     pairs = [one for one in listed if isinstance(one, dict)][:8] if isinstance(listed, list) else [event.details]
-    said = [_said(one) for one in pairs if "prompt" in one or "text" in one]
-    return tag("article", head, *(said or [tag("pre", event.message)]))
+    shown = [_said(one) for one in pairs if "prompt" in one or "text" in one]
+    return tag("article", head, *(shown or [tag("pre", event.message)]))
 
 
 def _said(one: Mapping[str, Any]) -> Html:
@@ -190,9 +190,9 @@ def _attempts(run: RunData, axis: Axis) -> list[Html]:
     found = []
     for attempt, first, last in spans[:_MOST_ATTEMPTS]:
         left, right = axis.share(first), axis.share(last)
-        what = f"attempt {attempt}: steps {first} to {last}"
+        title = f"attempt {attempt}: steps {first} to {last}"
         place = f"left:{left:.2f}%;width:{max(0.4, right - left):.2f}%"
-        found.append(tag("b", str(attempt), cls="attempt", style=place, title=what))
+        found.append(tag("b", str(attempt), cls="attempt", style=place, title=title))
     return found
 
 
@@ -216,6 +216,6 @@ def step_of(run: RunData, event: Event, times: Sequence[float]) -> int:
 
 def _mark(events: Sequence[tuple[float, Event]], name: str) -> Html:
     share, first = events[0]
-    told = [f"{date_and_clock(first.time)}  {first.kind}: {first.message[:200]}"]
-    told += [f"and {len(events) - 1} more near here"] if len(events) > 1 else []
-    return tag("i", cls=f"mark {name}", style=f"left:{share:.2f}%", title="\n".join(told))
+    lines = [f"{date_and_clock(first.time)}  {first.kind}: {first.message[:200]}"]
+    lines += [f"and {len(events) - 1} more near here"] if len(events) > 1 else []
+    return tag("i", cls=f"mark {name}", style=f"left:{share:.2f}%", title="\n".join(lines))
