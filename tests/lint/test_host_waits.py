@@ -19,7 +19,6 @@ _OF_TRAIN = (
     "optimizer_offload",
     "quantised_moments",
     "reduce",
-    "router_losses",
     "sample",
     "sgd",
     "step",
