@@ -73,7 +73,7 @@ class HeldLeader(Leader):
         attempt.adopt([(self._stand_in, _standing(self._request.run, mesh, rank)) for rank in range(mesh.world)])
         self._attempt = attempt
         self._start_watch(attempt)
-        self._apply(m.Start(1, None, adopted=True))
+        self._apply(m.TakenOver(1, alive=True))
 
 
 def _standing(run: str, mesh: Mesh, rank: int) -> WorkerStatus:

@@ -146,6 +146,8 @@ class Controller:
     def _go(self) -> None:
         """Exits after the run, once a follower has read the outcome; waits only briefly when nobody
         follows."""
+        if self._leader.outcome is None:
+            os._exit(1)  # another process of this actor leads the run
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S
         self._read.wait(_UNREAD_OUTCOME_S if watched else _UNWATCHED_S / 5)
         time.sleep(0.2)  # let the answer to `dismiss` get out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from raypp.control import machine as m
 from raypp.control.attempt import Attempt, AttemptPhase
@@ -14,7 +13,7 @@ from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
 from raypp.control.worker_group import WorkerGroup
 from raypp.mesh.shapes import Shape
 from raypp.planning.stored_bytes import size_text
-from raypp.records import Coordinates, Event
+from raypp.records import Event
 from raypp.recovery.policy import bad_nodes
 from raypp.spec.job import Job
 
@@ -64,12 +63,7 @@ class ElasticSizing:
         """Returns the job on the mesh of the current attempt."""
         return reshaped(self._job, self.shape(machine))
 
-    def shape_of_seat(self, sizes: Coordinates) -> Shape:
-        """Returns the mesh to which a running rank belongs."""
-        shape = Shape(sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.cp, self.wanted.ep, microbatches=1)
-        return replace(shape, microbatches=self.wanted.microbatches_per_step // shape.replicas)
-
-    def resume(self, shape: Shape) -> None:
+    def resume(self, shape: Shape | None) -> None:
         """Sets the mesh of the last attempt of an earlier controller process, which has recorded it
         already."""
         self._last = shape

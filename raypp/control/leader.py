@@ -13,16 +13,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
-from raypp.checkpoint.layout import spec_key
+from raypp.checkpoint.commit import COMMITTING_RANK, claim_next_attempt, list_checkpoints, newest_attempt
+from raypp.checkpoint.layout import spec_key, step_folder
 from raypp.checkpoint.run_end import RunEnd, read_end, write_end
 from raypp.checkpoint.run_spec import newest_number
 from raypp.control import machine as m
 from raypp.control import run_events
-from raypp.control.attempt import Attempt
+from raypp.control.attempt import Attempt, Found
 from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
+from raypp.control.machine_log import MachineError
 from raypp.control.metrics import RunGauges
 from raypp.control.placement import Placement, choose_device, remove_groups_of
 from raypp.control.postmortem import collect_stacks
@@ -31,15 +32,14 @@ from raypp.control.protocol import RunRequest
 from raypp.control.report.intake import ReportIntake
 from raypp.control.report.processing import Preempted, ReportProcessing, StepDone
 from raypp.control.run_record import RunRecord
-from raypp.control.takeover import Found, Takeover
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.memory.files import life_of
-from raypp.observe.status import RunStatus
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.policy import policy_of
+from raypp.recovery.policies.default import DefaultPolicy
+from raypp.recovery.policy import Policy, policy_of
 from raypp.retry import Backoff
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
@@ -81,8 +81,6 @@ class Leader:
         self._has_resources = False
         """`_workers` and `_placement` are set."""
         self._number = request.number
-        self._end_is_recorded = False
-        """An earlier controller process recorded how the run ended."""
         self._wake_at: float | None = None
         self._listened_at = time.monotonic()
         """When this thread last looked for reports."""
@@ -94,24 +92,30 @@ class Leader:
         # long as they would without one.
         patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
         self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
-        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}", request.submission_id)
+        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
         self._gauges = RunGauges(request.run)
         self._reports = ReportProcessing(self.intake, self.record, self._gauges)
         self._sizing = ElasticSizing(self._job, self.record.event)
+        self._policy: Policy = DefaultPolicy()
 
     def run(self) -> None:
-        """Leads the run until it has ended."""
+        """Leads the run until it has ended. Without an outcome, another process leads it."""
         try:
             self._begin()
             self._store_retry = _STORE_RETRY
             self.begun.set()
-            while self.outcome is None:
+            while self.outcome is None and not self.record.overtaken:
                 self._turn()
+        except MachineError as error:
+            self._refuse(error)
         except Exception as error:
             log.exception("the controller failed")
             reason = f"the controller failed: {in_words(error)}"
             code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
-            self._finish(m.Finish(RunState.FAILED, reason, code))
+            finish = m.Finish(RunState.FAILED, reason, code)
+            self.machine = replace(self.machine, phase=m.RunPhase.DONE, state=finish.state, finish=finish)
+            self.record.machine(self.machine)
+            self._finish(finish)
         finally:
             self.begun.set()
 
@@ -147,82 +151,106 @@ class Leader:
     # Beginning, and taking over from a killed controller ------------------------------------------
 
     def _begin(self) -> None:
-        # A process that was killed before it recorded this submission left nothing to take over.
-        self._restarted = self._restarted and self._ask_store(self.record.is_begun)
         run = self._request.run
         self._number = self._request.number or self._ask_store(lambda: newest_number(self._store, run))
-        if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if self._restarted else None:
+        left = self._ask_store(lambda: self.record.open(self._number))
+        if not self._restarted:
+            left = None
+        if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if left else None:
             self._end_by_name()
             self.outcome = end
             return
-        earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
-        if not self._restarted:
-            self._end_by_name()  # an earlier submission whose controller is gone for good
-        self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
+        if left is None:
+            self._end_by_name()  # what an earlier submission left whose controller is gone for good
+        self._policy = policy_of(self._job.recovery)
         # Not chosen again after a restart: the devices counted at first may be gone with a lost
         # node.
-        chosen = run_events.last_device(self._ask_store(self.record.earlier_events)) if self._restarted else None
-        device = choose_device(self._job, chosen, self.record.event)
+        device = left.device if left else choose_device(self._job, self.record.event)
         self._sizing.gpu_bytes = self._request.gpu_bytes if device == "cuda" else 0
-        self._placement = Placement.of(self._job, self._request.cluster_name, self._sizing.largest().world, device)
+        shape = (left.shape if left else None) or self._sizing.largest()
+        self._placement = Placement.of(self._job, self._request.cluster_name, shape.world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
         self._has_resources = True
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
         last = self._ask_store(lambda: newest_attempt(self._store, run))
         newest = checkpoints[-1].step if checkpoints else None
-        if self._restarted:
-            self._take_over(last, newest, earlier)
+        if left is not None:
+            self._take_over(left, last, newest)
             return
         if self._ask_store(lambda: self._store.head(spec_key(run))) is None:
             raise self._not_shared()
         self.record.begin(newest)
         self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
-        self._apply(m.Start(last, newest, shape=self._sizing.largest()))
+        self._apply(m.Start(last, newest, shape, device))
 
     def _not_shared(self) -> JobError:
         what = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
         fix = "use s3://…, or a directory that the submitting machine and all nodes share"
         return JobError(Problem("checkpoint.url", what, fix))
 
-    def _take_over(self, last: int, newest: int | None, earlier: RunStatus | None) -> None:
-        """Takes over the living ranks of the last attempt; without any, starts the next attempt or
-        ends the run."""
-        events = self._ask_store(lambda: self.record.resume(newest, earlier))
-        self.machine = replace(self.machine, error=earlier.error if earlier else None)
-        finish = run_events.recorded_end(events)
-        if finish is not None:
-            self._end_is_recorded = True
+    def _take_over(self, left: m.Machine, last: int, newest: int | None) -> None:
+        """Goes on from the machine that a killed process left.
+
+        Args:
+            left: The machine.
+            last: The last attempt that was claimed.
+            newest: The newest committed step.
+        """
+        self._ask_store(lambda: self.record.resume(left, newest))
+        self.machine = left
+        steps, over = self._job.train.steps, left.phase is m.RunPhase.DONE
+        if over:
             self._end_by_name()
-        found = Takeover(last, events, [] if finish is not None else find_workers(self._request.cluster_name))
-        if found.workers and found.is_over_without_all_ranks(newest, self._job.train.steps):
+        seated, others = self._find_workers(last, left)
+        complete = newest is not None and newest >= steps
+        if seated and complete and len(seated) < self._placement.world:
             self._end_by_name()
-            found = Takeover(last, events, [])
-        shape = found.shape(self._sizing)
-        self._sizing.resume(shape)
-        self._placement.world = shape.world
+            seated, others = [], []
+        self._sizing.resume(left.shape)
         self._placement.take_over()
         self._workers.relays.take_over()
-        self._adopt_standbys(found.others)
-        if found.needs_commits():
-            self._ask_store(lambda: self.record.recover_from_commits(events))
-        if not found.workers:
-            if finish is None:
-                message = "the controller restarted; no rank was left"
-                self.record.event(Event("controller_restarted", message, attempt=last))
-                finish = found.finish_without_ranks(newest, self._job.train.steps, self.record.step)
-            history = found.history
-            self._apply(m.Start(last, newest, interrupted=True, history=history, shape=shape, finish=finish))
-            return
-        self.machine = replace(self.machine, shape=shape)
-        attempt = self._new_attempt(last)
-        attempt.adopt(found.workers, found.seated, self.record.step)
-        self._attempt = attempt
-        self.intake.start_attempt(last)
-        self.record.event(run_events.adoption_event(last, attempt.ranks))
-        self._start_watch(attempt)
-        self._apply(m.Start(last, newest, adopted=True, history=found.history, shape=shape))
-        if found.stop is not None:
-            self._apply(m.StopAsked(found.stop.save_before_stop))
+        self._adopt_standbys(others)
+        ranks = {status.seat.rank for _, status in seated if status.seat is not None}
+        if COMMITTING_RANK not in ranks or left.phase is m.RunPhase.ENDING:  # it reports steps and commits no more
+            self._ask_store(self.record.recover_from_commits)
+        if seated:
+            attempt = self._new_attempt(last)
+            attempt.adopt(seated, self.record.status().ranks, self.record.step)
+            self._attempt = attempt
+            self.intake.start_attempt(last)
+            self.record.event(run_events.adoption_event(last, attempt.ranks))
+            self._start_watch(attempt)
+        elif not over:
+            message = "the controller restarted; no rank was left"
+            self.record.event(Event("controller_restarted", message, attempt=last))
+        self._apply(m.TakenOver(last, newest, bool(seated), complete, self.record.step))
+
+    def _find_workers(self, last: int, left: m.Machine) -> tuple[list[Found], list[Found]]:
+        """Returns the living workers that have a seat in the last attempt, unless that is over, and
+        the others."""
+        found = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
+        over = left.attempt_is_over and left.attempt == last
+        seated = [one for one in found if (seat := one[1].seat) is not None and seat.attempt == last and not over]
+        return seated, [one for one in found if one not in seated]
+
+    def _refuse(self, error: MachineError) -> None:
+        """Says why a run cannot be led on, and what is known of it. Leaves its ranks alone: they
+        save and end by themselves after a while."""
+        log.error("the run is not taken over: %s", error)
+        run, alive, place, last = self._request.run, "", None, 0
+        with contextlib.suppress(Exception):
+            alive = f"{len(find_workers(self._request.cluster_name))} processes are left alone"
+            last = newest_attempt(self._store, run)
+            checkpoints = list_checkpoints(self._store, run)
+            if checkpoints:
+                place = f"{self._store.url.rstrip('/')}/{step_folder(run, checkpoints[-1].step)}"
+        known = f"attempt {last}, newest checkpoint {place or 'none'}, {alive}"
+        reason = (
+            f"not taken over: {error}\nknown: {known}; they save and end in {self._job.recovery.orphan_timeout_s:g} s"
+        )
+        self.record.event(Event("takeover_refused", reason, attempt=last))
+        self.record.close()
+        self.outcome = RunEnd(run, RunState.FAILED, error.exit_code, 0, place, reason, last)
 
     def _adopt_standbys(self, others: list[Found]) -> None:
         """Keeps one standby per node; ends the other workers without a seat, which would hold
@@ -259,12 +287,13 @@ class Leader:
     def _process_stop(self, requests: Requests) -> None:
         if not self.machine.stop:
             self.record.event(run_events.stop_event(requests, self.machine.attempt))
-            self.record.flush()  # before the ranks obey: a restarted controller must know why they ended
         self._apply(m.StopAsked(requests.save_before_stop))
 
     def _process_event(self, event: m.MachineEvent) -> None:
         attempt = self._attempt
         if isinstance(event, m.RankFailed):
+            if event.failure.rank in {one.rank for one in self.machine.failures if one.rank >= 0}:
+                return  # the ranks of a taken over attempt tell again how they ended
             self.record.event(run_events.failure_event(event.failure, self.machine.attempt))
         elif isinstance(event, m.Seated) and attempt is not None:
             for seated in run_events.seat_events(attempt.ranks, attempt.number):
@@ -336,15 +365,21 @@ class Leader:
     # Carrying out commands ------------------------------------------------------------------------
 
     def _apply(self, event: m.MachineEvent) -> None:
-        self.machine, commands = m.step(self.machine, event)
+        self.machine, commands = m.step(self.machine, event, self._policy)
+        if not isinstance(event, m.Committed):  # the store knows its commits
+            self.record.machine(self.machine)
         for command in commands:
+            # A successor must know why the ranks stop; and once they are gone, their last reports
+            # exist nowhere else.
+            if isinstance(command, m.SendRequests) or (isinstance(command, m.EndAttempt) and not command.keep):
+                self.record.flush()
+            if self.record.overtaken:
+                return
             match command:
                 case m.Launch():
                     self._launch_now = True
                 case m.EndAttempt():
                     assert self._attempt is not None
-                    if not command.keep:
-                        self.record.flush()  # once the ranks are gone, their last reports exist nowhere else
                     suspects = {one.rank for one in self.machine.failures if one.kind.traits.ends_process}
                     self._attempt.end(command.keep, suspects)
                 case m.SendRequests():
@@ -358,6 +393,9 @@ class Leader:
                     self._finish(command)
 
     def _launch(self) -> None:
+        self._ask_store(self.record.flush_or_raise)  # what has led to an attempt is known before it is there
+        if self.record.overtaken:
+            return
         number = self._ask_store(lambda: claim_next_attempt(self._store, self._request.run))
         self._apply(m.Claimed(number))
         self._sizing.prepare(self.machine, self._placement, self._workers)
@@ -375,13 +413,14 @@ class Leader:
     # The end --------------------------------------------------------------------------------------
 
     def _finish(self, finish: m.Finish) -> None:
-        """Ends the run in an order that stays clear wherever this process is killed: the event and
-        all records, then the processes, then the object that says how it ended and that nothing of
-        it is left."""
+        """Ends the run in an order that stays clear wherever this process is killed: all records,
+        then the processes, then the object that says how it ended and that nothing of it is
+        left."""
         state, record, run = finish.state, self.record, self._request.run
-        if not self._end_is_recorded:
-            record.event(run_events.end_event(finish, self.machine.attempt, record.step))
-            record.flush()
+        record.event(run_events.end_event(finish, self.machine.attempt, record.step))
+        record.flush()
+        if record.overtaken:
+            return
         self._end_processes()
         record.end_trackers(state)
         # Ranks that end normally remove those on their nodes; a mesh that shrank has left others.

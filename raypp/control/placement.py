@@ -231,16 +231,10 @@ class Placement:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
 
 
-def choose_device(job: Job, chosen: str | None, record_event: Callable[[Event], None]) -> str:
-    """Returns the device of a job's ranks: with `auto`, cuda when the cluster has enough GPUs.
-
-    Args:
-        chosen: The choice of an earlier controller process; it stands.
-    """
+def choose_device(job: Job, record_event: Callable[[Event], None]) -> str:
+    """Returns the device of a job's ranks: with `auto`, cuda when the cluster has enough GPUs."""
     if job.resources.device != "auto":
         return job.resources.device
-    if chosen is not None:
-        return chosen
     gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
     elastic = job.recovery.elastic_options
     device = "cuda" if gpus >= (elastic.min_ranks if elastic else job.mesh.world) else "cpu"

@@ -15,6 +15,7 @@ from raypp.checkpoint.layout import step_folder
 from raypp.control import run_events
 from raypp.control.credentials import scrubbed
 from raypp.control.machine import Machine
+from raypp.control.machine_log import MachineLog
 from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, RayppError
 from raypp.observe.json_lines import LogLine
@@ -36,20 +37,18 @@ class RunRecord:
 
     Args:
         writer: The recorder's name; no other running writer has it.
-        submission: The Ray job that the run was submitted as; empty if unknown.
     """
 
-    def __init__(self, store: ObjectStore, job: Job, writer: str, submission: str = "") -> None:
+    def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
         self._store = store
         self._job = job
-        self._submission = submission
-        self._recorder = RunRecorder(store, job.name, writer)
+        self._machines = MachineLog(store, job.name, writer)
+        self._recorder = RunRecorder(store, job.name, writer, before_status=self._machines.write)
         self._trackers = Trackers(job, self._of_tracker)
         self._lines: list[str] = []
         self._dropped = 0
         self._changed = threading.Condition()
         self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=_sizes(job.mesh))
-        self._restarts_before = 0
         self._known: dict[tuple[Any, ...], None] = {}
         self._newest = (0, 0)
         """Attempt and step of the report that the status is from."""
@@ -69,29 +68,20 @@ class RunRecord:
         """The last finished step; after a resume, the step it starts from."""
         return self._status.step
 
-    def earlier_status(self) -> RunStatus | None:
-        """Returns the last status that an earlier controller process wrote.
+    @property
+    def overtaken(self) -> bool:
+        """Whether another controller process leads the run."""
+        return self._machines.overtaken
 
-        None if it is damaged: events and history say the same. None also if it is how another
-        submission ended: the event of an end is written before the status.
-        """
-        try:
-            status = RunReader(self._store, self._job.name).run_status()
-            final = self._submission and status is not None and status.state.final
-            return None if final and run_events.recorded_end(self.earlier_events()) is None else status
-        except StoreError:
-            raise
-        except RayppError as error:
-            self._say(f"the run's last status cannot be read: {error}")
-            return None
+    def open(self, number: int) -> Machine | None:
+        """Returns the machine that an earlier controller process of this submission left; see
+        `MachineLog.open`."""
+        return self._machines.open(number)
 
-    def is_begun(self) -> bool:
-        """Returns whether an earlier controller process recorded this submission."""
-        return run_events.is_begun(RunReader(self._store, self._job.name).events(), self._submission)
-
-    def earlier_events(self) -> list[Event]:
-        """Returns the events that earlier controller processes wrote; see `own_events`."""
-        return run_events.own_events(RunReader(self._store, self._job.name).events(), self._submission)
+    def machine(self, machine: Machine) -> None:
+        """Records what was decided, to be written soon, after the events so far."""
+        self._machines.put(machine)
+        self._recorder.write_soon()
 
     def begin(self, committed_step: int | None) -> None:
         """Sets the status of a submitted run before its first attempt."""
@@ -100,7 +90,7 @@ class RunRecord:
         )
         self._recorder.status(self._status)
 
-    def resume(self, committed_step: int | None, earlier: RunStatus | None) -> list[Event]:
+    def resume(self, machine: Machine, committed_step: int | None) -> None:
         """Continues the records of an earlier controller process, which was killed.
 
         Ranks report again what may not have been written, so all that is written counts as known.
@@ -109,18 +99,15 @@ class RunRecord:
         changes anything.
 
         Args:
-            earlier: The last status of that process.
-
-        Returns:
-            The events recorded so far; see `own_events`.
+            machine: That of the earlier process.
+            committed_step: The newest commit.
         """
         reader = RunReader(self._store, self._job.name)
-        events, reports = list(reader.events()), reader.reports()
+        events, reports, earlier = reader.events(), reader.reports(), self._earlier_status(reader, machine)
         for key in [*map(_key, events), *((report.step, report.attempt) for report in reports)]:
             self._is_new(key)
         if earlier is not None:
             self._status = dataclasses.replace(earlier, steps=self._job.train.steps)
-            self._restarts_before = earlier.restarts
         if reports:
             last = reports[-1]
             self._newest = (last.attempt, last.step)
@@ -130,16 +117,23 @@ class RunRecord:
             self._status, step=max(self._status.step, committed_step or 0), checkpoint=self._url_of(committed_step)
         )
         self._recorder.status(self._status)
-        return run_events.own_events(events, self._submission)
 
-    def recover_from_commits(self, events: Sequence[Event]) -> None:
+    def _earlier_status(self, reader: RunReader, machine: Machine) -> RunStatus | None:
+        """Returns the last status that was written; None if it is damaged, or another submission's
+        end."""
+        try:
+            status = reader.run_status()
+        except StoreError:
+            raise
+        except RayppError as error:
+            self._say(f"the run's last status cannot be read: {error}")
+            return None
+        ended = status is not None and status.state.final and not machine.state.final
+        return None if ended else status
+
+    def recover_from_commits(self) -> None:
         """Records commits and steps known only from checkpoints, if rank 0, which would report
-        them, is gone.
-
-        Args:
-            events: Those recorded so far.
-        """
-        known = {(event.attempt, event.step) for event in events if event.kind == "committed"}
+        them, is gone."""
         recent: Sequence[StepReport] = ()
         for checkpoint in list_checkpoints(self._store, self._job.name):
             try:
@@ -147,8 +141,7 @@ class RunRecord:
                 recent = read_extra(commit.extra, checkpoint.key).recent_steps
             except CheckpointError:  # reported when it is loaded
                 continue
-            if (commit.attempt, commit.step) not in known:
-                self.event(run_events.commit_event(commit))
+            self.event(run_events.commit_event(commit))
         for report in recent:  # the newest has the reports of the last steps before it
             self.add_step(report)
 
@@ -194,7 +187,6 @@ class RunRecord:
         """Records an event, once."""
         if not self._is_new(_key(event)):
             return
-        event = run_events.with_submission(event, self._submission)
         self._recorder.event(event)
         self._trackers.event(event)
         self._say(f"{event.kind}: {event.message}")
@@ -220,7 +212,7 @@ class RunRecord:
             self._status,
             state=state or machine.state,
             attempt=machine.attempt,
-            restarts=self._restarts_before + machine.restarts,
+            restarts=machine.restarts,
             checkpoint=self._url_of(machine.committed_step),
             ranks=shown,
             error=error or machine.error,
@@ -234,6 +226,15 @@ class RunRecord:
     def flush(self) -> bool:
         """Writes everything to the store; returns whether that worked."""
         return self._recorder.flush(_FLUSH_S)
+
+    def flush_or_raise(self) -> None:
+        """Writes everything to the store.
+
+        Raises:
+            StoreError: That did not work.
+        """
+        if not self.flush():
+            raise StoreError(self._recorder.last_error or f"the store did not answer in {_FLUSH_S:g} s")
 
     def close(self) -> bool:
         """Writes everything to the store and stops the writer; returns whether that worked."""
@@ -301,6 +302,8 @@ def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[R
 def _key(event: Event) -> tuple[Any, ...]:
     if event.kind == "committed":  # an attempt commits a step once, but two sources may report it
         return (event.kind, event.attempt, event.step)
+    if event.kind in run_events.ENDS:  # the controller may have been killed before anything else of the end
+        return (event.kind, event.attempt, event.message)
     return (event.time, event.kind, event.message, event.rank)
 
 

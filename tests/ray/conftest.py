@@ -21,7 +21,7 @@ from raypp.checkpoint.run_spec import newest_number, write_spec
 from raypp.clusters import local
 from raypp.clusters.dashboard import DashboardError
 from raypp.clusters.find import Cluster, find_cluster
-from raypp.clusters.known_runs import RunPlace
+from raypp.clusters.known_runs import RunPlace, cluster_name
 from raypp.control import client
 from raypp.control.protocol import RELAYS_FROM_RANKS
 from raypp.errors import RayppError, UnreachableError
@@ -116,7 +116,8 @@ class Started:
 
     def end_controller_for_good(self) -> None:
         """Kills the controller as if Ray had used up all its restarts."""
-        code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor('raypp/{self.name}'), no_restart=True)"
+        actor = f"raypp/{cluster_name(self.url, self.name)}"
+        code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor({actor!r}), no_restart=True)"
         assert self.cluster.embedded is not None
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         environment |= self.cluster.embedded.ray_environment()

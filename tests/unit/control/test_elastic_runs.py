@@ -13,10 +13,9 @@ from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, RunPhase
 from raypp.control.placement import Placement
 from raypp.control.reshape import reshape_event, reshaped, shape_of
-from raypp.control.run_events import last_device, last_shape
 from raypp.failure_kinds import FailureKind
 from raypp.planning.check import check_plan
-from raypp.records import Coordinates, Event, RankFailure
+from raypp.records import Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
 from raypp.spec.job import Job
 from raypp.spec.load import load_job, parse_job
@@ -100,21 +99,12 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
     assert all(event.message == why for event in told)
 
 
-def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:
+def test_a_change_of_mesh_is_recorded_with_both() -> None:
     sizing = ElasticSizing(job_of(), lambda event: None)
     half = sizing.best(2)
     assert half is not None
-    assert sizing.shape_of_seat(Coordinates(2, 1, 1, 1)) == half
-    told = [Event("submitted", ""), reshape_event(sizing.wanted, half, "why", 2)]
-    assert last_shape(told) == half
-    assert last_shape([*told, Event("submitted", "")]) is None
-    assert "pp 2 × dp_replicate 2 (4 ranks" in told[1].message and "pp 2 (2 ranks, 8 microbatches)" in told[1].message
-
-
-def test_a_later_life_uses_the_device_that_the_first_one_chose() -> None:
-    told = [Event("device_chosen", "", details={"device": device}) for device in ("cpu", "cuda")]
-    assert last_device([told[0], Event("submitted", ""), told[1], Event("submitted", "")]) == "cuda"
-    assert last_device([Event("submitted", "")]) is None
+    message = reshape_event(sizing.wanted, half, "why", 2).message
+    assert "pp 2 × dp_replicate 2 (4 ranks" in message and "pp 2 (2 ranks, 8 microbatches)" in message
 
 
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:

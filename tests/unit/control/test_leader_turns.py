@@ -4,7 +4,6 @@ clock stands still, and the workers are stand-ins."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class Led(Leader):
         self.reader = RunReader(DirectoryStore(folder), RUN)
         self._numbers = [0] * 4
         self.record.begin(None)
-        self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
+        self._policy = policy_of(self._job.recovery)
         self._apply(m.Start(0, None, shape=self._sizing.largest()))
 
     def _new_attempt(self, number: int) -> StandIns:
