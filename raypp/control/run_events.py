@@ -7,11 +7,8 @@ from collections.abc import Iterable
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
 from raypp.control.seats import Rank
-from raypp.records import Event, RankFailure, Requests, RunState
+from raypp.records import END_EVENTS, Event, RankFailure, Requests
 from raypp.recovery.policy import describe, root_cause
-
-ENDS = frozenset(state.lower() for state in RunState if state.final)
-"""Kinds of events that say how the run ended."""
 
 
 def failure_event(failure: RankFailure, attempt: int) -> Event:
@@ -98,4 +95,4 @@ def end_event(finish: Finish, attempt: int, step: int) -> Event:
     """The run has ended."""
     details = {"exit_code": finish.exit_code}
     message = finish.reason or f"after step {step}"
-    return Event(finish.state.lower(), message, attempt=attempt, step=step, details=details)
+    return Event(END_EVENTS[finish.state], message, attempt=attempt, step=step, details=details)

@@ -23,7 +23,7 @@ from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.observe.tracking import Trackers
-from raypp.records import Event, RunState, StepReport
+from raypp.records import END_EVENTS, Event, RunState, StepReport
 from raypp.spec.job import Job, MeshSection
 from raypp.storage import ObjectStore, StoreError
 
@@ -302,7 +302,7 @@ def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[R
 def _key(event: Event) -> tuple[Any, ...]:
     if event.kind == "committed":  # an attempt commits a step once, but two sources may report it
         return (event.kind, event.attempt, event.step)
-    if event.kind in run_events.ENDS:  # the controller may have been killed before anything else of the end
+    if event.kind in END_EVENTS.values():  # the controller may have been killed before anything else of the end
         return (event.kind, event.attempt, event.message)
     return (event.time, event.kind, event.message, event.rank)
 
