@@ -26,15 +26,13 @@ from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
 from raypp.control.metrics import RunGauges
 from raypp.control.placement import Placement, choose_device, remove_groups_of
-from raypp.control.postmortem import collect_stacks
-from raypp.control.preemption import LAST_SAVE_S, PreemptionNotices
 from raypp.control.protocol import RunRequest
 from raypp.control.report.intake import ReportIntake
 from raypp.control.report.processing import Preempted, ReportProcessing, StepDone
 from raypp.control.run_record import RunRecord
+from raypp.control.watchers import LAST_SAVE_S, Hangs, PreemptionNotices, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
-from raypp.failure_kinds import FailureKind
 from raypp.memory.files import life_of
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event, Requests, RunState
@@ -49,7 +47,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _POLL_S_PER_RANK = 0.0005
 _LONGEST_POLL_S = 1.0
-_PAUSED_S = 5.0  # a turn takes at most a second or two
 _STORE_RETRY = Backoff(timeout_s=150.0, first_s=2.0, longest_s=2.0)
 
 T = TypeVar("T")
@@ -76,14 +73,13 @@ class Leader:
         self._restarted = restarted
         self._job = Job.model_validate(request.job)
         self._attempt: Attempt | None = None
-        self._preemption = PreemptionNotices()
         self._launch_now = False
         self._has_resources = False
         """`_workers` and `_placement` are set."""
         self._number = request.number
         self._wake_at: float | None = None
-        self._listened_at = time.monotonic()
-        """When this thread last looked for reports."""
+        self._stepped = False
+        """The ranks have finished a step since the last turn."""
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
         # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
@@ -97,6 +93,13 @@ class Leader:
         self._reports = ReportProcessing(self.intake, self.record, self._gauges)
         self._sizing = ElasticSizing(self._job, self.record.event)
         self._policy: Policy = DefaultPolicy()
+        self._preemption = PreemptionNotices()
+        self._watchers: tuple[Watcher, ...] = (
+            Hangs(),
+            self._preemption,
+            self._sizing,
+            Spares(self._sizing.is_full_size),
+        )
 
     def run(self) -> None:
         """Leads the run until it has ended. Without an outcome, another process leads it."""
@@ -127,19 +130,15 @@ class Leader:
         attempt = self._attempt
         if attempt is not None:
             events = attempt.poll(self._poll_s)
-            self._notice_pause()
             self._process_reports(wait_s=0.0)
             for event in events:
                 self._process_event(event)
-            self._check_hang(attempt)
-            self._check_preemption(attempt)
-            reshape = self._sizing.check(self.machine, attempt, self._placement)
-            if reshape is not None:
-                self._apply(reshape)
+            for watcher in self._watchers:
+                if (seen := watcher.check(self._look_at(attempt))) is not None:
+                    self._process_event(seen)
+            self._stepped = False
         else:
             self._process_reports(wait_s=_POLL_S)
-        for kind, message in self._placement.spares.take_events():
-            self.record.event(Event(kind, message, attempt=self.machine.attempt))
         self.intake.acknowledge(self.record.durable)
         if self._wake_at is not None and time.monotonic() >= self._wake_at:
             self._wake_at = None
@@ -147,6 +146,11 @@ class Leader:
         if self.outcome is None:
             self.record.update_status(self.machine, self._attempt.ranks if self._attempt else ())
             self._gauges.status(self.record.status(), self.machine.committed_step)
+
+    def _look_at(self, attempt: Attempt) -> Turn:
+        now, watch = time.monotonic(), self._reports.watch
+        workers, placement, record_event = self._workers, self._placement, self.record.event
+        return Turn(self.machine, attempt, workers, placement, self.intake, watch, self._stepped, record_event, now)
 
     # Beginning, and taking over from a killed controller ------------------------------------------
 
@@ -272,9 +276,7 @@ class Leader:
         for found in self._reports.process(self._attempt, wait_s):
             match found:
                 case StepDone():
-                    self._workers.start_standbys()  # not before the first step: starting ranks need the processors
-                    if self._sizing.is_full_size(self.machine):
-                        self._placement.hold_spares()
+                    self._stepped = True
                 case Preempted():
                     deadline = time.monotonic() + LAST_SAVE_S
                     self._preemption.add(found.rank, "it received SIGTERM", deadline, self.machine.committed_step)
@@ -316,51 +318,10 @@ class Leader:
         """Whether ranks are training."""
         return self.machine.phase is m.RunPhase.RUNNING
 
-    # Watching the attempt -------------------------------------------------------------------------
-
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
-        self._listened_at = now = time.monotonic()
-        self._reports.watch = HangWatch(attempt.ranks, timeout_s, now, rank_of_stage)
-
-    def _notice_pause(self) -> None:
-        """Leaves a time in which this thread took no reports out of the watch for hangs: everything
-        was paused, or this process, or it waited for the store."""
-        now = time.monotonic()
-        gap_s, self._listened_at = now - self._listened_at, now
-        if self._reports.watch is not None and gap_s > _PAUSED_S:
-            log.warning("took no reports for %.1f s, which do not count as a hang", gap_s)
-            self._reports.watch.skip(gap_s, now)
-
-    def _check_hang(self, attempt: Attempt) -> None:
-        now = time.monotonic()
-        if now - self._listened_at > _PAUSED_S:
-            return  # paused within this turn: the next one notices it first
-        stall = self._reports.watch.stalled(now) if self._reports.watch is not None else None
-        if stall is None or not self.training:
-            return
-        self._reports.watch = None
-        for rank, text in collect_stacks(attempt.ranks, self._workers, stall.rank or 0).items():
-            self.record.event(run_events.stack_event(attempt.ranks[rank], text, attempt.number))
-        failure = attempt.ranks[stall.rank or 0].failure(FailureKind.HUNG, stall.cause, stall.details)
-        if stall.rank is None:
-            failure = replace(failure, rank=-1, label="", node="", pid=0)
-        self._process_event(m.RankFailed(failure))
-
-    def _check_preemption(self, attempt: Attempt) -> None:
-        """Asks for a last checkpoint when a rank is preempted, then ends the attempt, without
-        counting it as failed."""
-        now = time.monotonic()
-        notice = self._preemption.check_nodes(attempt.ranks, now)
-        if notice is not None:
-            rank, why, left_s = notice
-            self.record.event(run_events.preemption_event(rank, why, attempt.number))
-            self._preemption.add(rank, why, now + left_s, self.machine.committed_step)
-            self.intake.save_wanted = True
-        failure = self._preemption.due_failure(now, self.machine.committed_step)
-        if failure is not None and self.training:
-            self._process_event(m.RankFailed(failure))
+        self._reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
 
     # Carrying out commands ------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class ReportProcessing:
 
         Yields findings in the order of the reports. Reports of other attempts are ignored.
         """
+        if self.watch is not None:
+            self.watch.listen(time.monotonic())
         for item in self._intake.items(wait_s):
             if isinstance(item, Requests):
                 yield item

@@ -13,6 +13,7 @@ from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, RunPhase
 from raypp.control.placement import Placement
 from raypp.control.reshape import reshape_event, reshaped, shape_of
+from raypp.control.watchers import Turn
 from raypp.failure_kinds import FailureKind
 from raypp.planning.check import check_plan
 from raypp.records import Event, RankFailure
@@ -92,7 +93,9 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
     machine, placing = Machine(phase=RunPhase.LAUNCHING), SimpleNamespace(phase=AttemptPhase.PLACING)
     for _ in range(2):
         sizing._checked_at = 0.0
-        reshape = sizing.check(machine, cast(Attempt, placing), _Room("r", 4, {}))
+        nothing: Any = None
+        turn = Turn(machine, cast(Attempt, placing), nothing, _Room("r", 4, {}), nothing, nothing, False, nothing, 9.0)
+        reshape = sizing.check(turn)
         assert (reshape.shape.pp if reshape else None) == (None if gib == 20 else 3)
     assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
     why = "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20 GiB)"

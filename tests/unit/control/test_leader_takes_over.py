@@ -17,7 +17,7 @@ from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control import attempt as attempt_module
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
-from raypp.control import rank_ends
+from raypp.control import rank_ends, watchers
 from raypp.control.leader import Leader
 from raypp.control.machine_log import MachineLog
 from raypp.control.protocol import RunRequest, WorkerInfo, WorkerStatus
@@ -77,7 +77,7 @@ class Heir(Leader):
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     clock = StandInClock()
-    for module in (leader_module, attempt_module, rank_ends, processing):
+    for module in (leader_module, attempt_module, rank_ends, processing, watchers):
         monkeypatch.setattr(module, "time", clock)
     for module in (attempt_module, rank_ends):
         monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))

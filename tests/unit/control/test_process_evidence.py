@@ -10,8 +10,8 @@ import pytest
 
 from raypp.control import process_evidence
 from raypp.control.classify import kind_and_cause
-from raypp.control.preemption import PreemptionNotices
 from raypp.control.seats import Rank
+from raypp.control.watchers import PreemptionNotices
 from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError
 from raypp.failure_kinds import FailureKind
 from raypp.records import Coordinates
