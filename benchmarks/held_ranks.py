@@ -27,8 +27,8 @@ from raypp.control.protocol import (
     WorkerInfo,
     WorkerStatus,
 )
-from raypp.control.report.buffer import ReportBuffer
 from raypp.control.report.relay import Relay, RelayQueue, relay_pace_s
+from raypp.control.report.reporter import ReportBuffer
 from raypp.control.worker_group import WorkerGroup
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, Seat, StepReport

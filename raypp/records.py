@@ -194,11 +194,6 @@ class Event:
     node: str = ""
     details: dict[str, Any] = field(default_factory=dict)
 
-    def whole(self, key: str) -> int | None:
-        """Returns a whole number ≥ 0 of the details; None for any other value."""
-        value = self.details.get(key)
-        return value if type(value) is int and value >= 0 else None
-
     def number(self, key: str) -> float | None:
         """Returns a number of the details; None for any other value."""
         value = self.details.get(key)

@@ -65,18 +65,6 @@ def adoption_event(attempt: int, ranks: Iterable[Rank]) -> Event:
     return Event("controller_restarted", message, attempt=attempt, details=details)
 
 
-def stack_event(rank: Rank, text: str, attempt: int) -> Event:
-    """The stacks of a rank's threads while the attempt hangs."""
-    message = f"the stacks of {rank.label} (rank {rank.rank}) on {rank.node}, pid {rank.pid}"
-    return Event("stacks", message, attempt=attempt, rank=rank.rank, node=rank.node, details={"stacks": text})
-
-
-def preemption_event(rank: Rank, why: str, attempt: int) -> Event:
-    """A rank's process or node is about to be preempted."""
-    message = f"{rank.label} (rank {rank.rank}) on {rank.node}: {why}; saving a checkpoint before it leaves"
-    return Event("preemption_notice", message, attempt=attempt, rank=rank.rank, node=rank.node)
-
-
 def commit_event(commit: Commit) -> Event:
     """A checkpoint exists whose commit no rank reported."""
     message = f"step {commit.step}: {commit.size / 1e6:.1f} MB in {len(commit.objects)} objects"

@@ -6,9 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from raypp.control import run_events
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine import Machine, MachineEvent, RankFailed, RunPhase
@@ -19,7 +18,7 @@ from raypp.control.report.intake import ReportIntake
 from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind
-from raypp.records import Event, RankFailure
+from raypp.records import Event, EventKind, RankFailure
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,10 @@ class Turn:
         """Whether ranks are training."""
         return self.machine.phase is RunPhase.RUNNING
 
+    def event(self, kind: EventKind, rank: Rank, message: str, **details: Any) -> Event:
+        """Returns an event of a rank."""
+        return Event(kind, message, attempt=self.attempt.number, rank=rank.rank, node=rank.node, details=details)
+
 
 class Watcher(Protocol):
     """Looks after one thing."""
@@ -68,7 +71,8 @@ class Hangs:
             return None
         ranks, first = turn.attempt.ranks, stall.rank or 0
         for rank, text in collect_stacks(ranks, turn.workers, first).items():
-            turn.record_event(run_events.stack_event(ranks[rank], text, turn.attempt.number))
+            message = f"the stacks of {ranks[rank].label} (rank {rank}) on {ranks[rank].node}, pid {ranks[rank].pid}"
+            turn.record_event(turn.event("stacks", ranks[rank], message, stacks=text))
         failure = ranks[first].failure(FailureKind.HUNG, stall.cause, stall.details)
         if stall.rank is None:
             failure = replace(failure, rank=-1, label="", node="", pid=0)
@@ -155,7 +159,8 @@ class PreemptionNotices:
         notice = self.check_nodes(turn.attempt.ranks, turn.now)
         if notice is not None:
             rank, why, left_s = notice
-            turn.record_event(run_events.preemption_event(rank, why, turn.attempt.number))
+            message = f"{rank.label} (rank {rank.rank}) on {rank.node}: {why}; saving a checkpoint before it leaves"
+            turn.record_event(turn.event("preemption_notice", rank, message))
             self.add(rank, why, turn.now + left_s, turn.machine.committed_step)
             turn.intake.save_wanted = True
         failure = self.due_failure(turn.now, turn.machine.committed_step)

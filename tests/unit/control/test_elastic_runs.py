@@ -112,8 +112,8 @@ def test_a_change_of_mesh_is_recorded_with_both() -> None:
 
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:
     def end(attempt: int, *kinds: str) -> AttemptEnd:
-        failures = tuple(RankFailure(n, "", "10.0.0.3", 1, FailureKind.read(kind), "") for n, kind in enumerate(kinds))
+        failures = tuple(RankFailure(n, "", "10.0.0.3", 1, FailureKind(kind), "") for n, kind in enumerate(kinds))
         return AttemptEnd(attempt, failures, None)
 
-    assert bad_nodes([end(1, "node_lost", "node_lost"), end(2, "killed"), end(3, "oom_host")]) == {}
+    assert bad_nodes([end(1, "node_lost", "node_lost"), end(2, "killed"), end(3, "out_of_memory")]) == {}
     assert bad_nodes([end(1, "node_lost"), end(2, "raylet_lost", "lost_peer")]) == {"10.0.0.3": 2}

@@ -8,7 +8,7 @@ from pathlib import Path
 from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control.machine import Machine
 from raypp.control.protocol import BatchAnswer
-from raypp.control.report.buffer import ReportBuffer
+from raypp.control.report.reporter import ReportBuffer
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.observe.json_lines import document

@@ -173,7 +173,7 @@ def test_a_run_led_by_it_ends_and_never_restarts_in_vain_more_often_than_the_job
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_of_a_kind_is_what_stores_and_answers_hold(kind: FailureKind) -> None:
     assert json.loads(json.dumps({"kind": kind})) == {"kind": str(kind)} == {"kind": kind.value}
-    assert FailureKind.read(str(kind)) is kind is pickle.loads(pickle.dumps(kind))
+    assert FailureKind(str(kind)) is kind is pickle.loads(pickle.dumps(kind))
     assert f"{kind}" == kind.name.lower() and kind.traits.words
 
 
