@@ -24,11 +24,10 @@ from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_s
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
-from raypp.control.metrics import RunGauges
 from raypp.control.placement import Placement, choose_device, remove_groups_of
 from raypp.control.protocol import RunRequest
 from raypp.control.report.intake import ReportIntake
-from raypp.control.report.processing import Preempted, ReportProcessing, StepDone
+from raypp.control.report.processing import Preempted, ReportProcessing
 from raypp.control.run_record import RunRecord
 from raypp.control.watchers import LAST_SAVE_S, Hangs, PreemptionNotices, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
@@ -78,8 +77,6 @@ class Leader:
         """`_workers` and `_placement` are set."""
         self._number = request.number
         self._wake_at: float | None = None
-        self._stepped = False
-        """The ranks have finished a step since the last turn."""
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
         # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
@@ -89,17 +86,12 @@ class Leader:
         patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
         self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
         self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
-        self._gauges = RunGauges(request.run)
-        self._reports = ReportProcessing(self.intake, self.record, self._gauges)
+        self._reports = ReportProcessing(self.intake, self.record)
         self._sizing = ElasticSizing(self._job, self.record.event)
         self._policy: Policy = DefaultPolicy()
         self._preemption = PreemptionNotices()
-        self._watchers: tuple[Watcher, ...] = (
-            Hangs(),
-            self._preemption,
-            self._sizing,
-            Spares(self._sizing.is_full_size),
-        )
+        spares = Spares(self._sizing.is_full_size)
+        self._watchers: tuple[Watcher, ...] = (Hangs(), self._preemption, self._sizing, spares)
 
     def run(self) -> None:
         """Leads the run until it has ended. Without an outcome, another process leads it."""
@@ -107,7 +99,7 @@ class Leader:
             self._begin()
             self._store_retry = _STORE_RETRY
             self.begun.set()
-            while self.outcome is None and not self.record.overtaken:
+            while self.outcome is None and not self.record.machines.overtaken:
                 self._turn()
         except MachineError as error:
             self._refuse(error)
@@ -134,9 +126,11 @@ class Leader:
             for event in events:
                 self._process_event(event)
             for watcher in self._watchers:
-                if (seen := watcher.check(self._look_at(attempt))) is not None:
+                workers, placement = self._workers, self._placement
+                turn = Turn(self.machine, attempt, workers, placement, self.intake, self._reports, self.record)
+                if (seen := watcher.check(turn)) is not None:
                     self._process_event(seen)
-            self._stepped = False
+            self._reports.stepped = False
         else:
             self._process_reports(wait_s=_POLL_S)
         self.intake.acknowledge(self.record.durable)
@@ -145,19 +139,13 @@ class Leader:
             self._apply(m.DelayOver())
         if self.outcome is None:
             self.record.update_status(self.machine, self._attempt.ranks if self._attempt else ())
-            self._gauges.status(self.record.status(), self.machine.committed_step)
-
-    def _look_at(self, attempt: Attempt) -> Turn:
-        now, watch = time.monotonic(), self._reports.watch
-        workers, placement, record_event = self._workers, self._placement, self.record.event
-        return Turn(self.machine, attempt, workers, placement, self.intake, watch, self._stepped, record_event, now)
 
     # Beginning, and taking over from a killed controller ------------------------------------------
 
     def _begin(self) -> None:
         run = self._request.run
         self._number = self._request.number or self._ask_store(lambda: newest_number(self._store, run))
-        left = self._ask_store(lambda: self.record.open(self._number))
+        left = self._ask_store(lambda: self.record.machines.open(self._number))
         if not self._restarted:
             left = None
         if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if left else None:
@@ -248,10 +236,8 @@ class Leader:
             checkpoints = list_checkpoints(self._store, run)
             if checkpoints:
                 place = f"{self._store.url.rstrip('/')}/{step_folder(run, checkpoints[-1].step)}"
-        known = f"attempt {last}, newest checkpoint {place or 'none'}, {alive}"
-        reason = (
-            f"not taken over: {error}\nknown: {known}; they save and end in {self._job.recovery.orphan_timeout_s:g} s"
-        )
+        known = f"attempt {last}, newest checkpoint {place or 'none'}, {alive}; they save and end in"
+        reason = f"not taken over: {error}\nknown: {known} {self._job.recovery.orphan_timeout_s:g} s"
         self.record.event(Event("takeover_refused", reason, attempt=last))
         self.record.close()
         self.outcome = RunEnd(run, RunState.FAILED, error.exit_code, 0, place, reason, last)
@@ -275,8 +261,6 @@ class Leader:
     def _process_reports(self, wait_s: float) -> None:
         for found in self._reports.process(self._attempt, wait_s):
             match found:
-                case StepDone():
-                    self._stepped = True
                 case Preempted():
                     deadline = time.monotonic() + LAST_SAVE_S
                     self._preemption.add(found.rank, "it received SIGTERM", deadline, self.machine.committed_step)
@@ -334,7 +318,7 @@ class Leader:
             # exist nowhere else.
             if isinstance(command, m.SendRequests) or (isinstance(command, m.EndAttempt) and not command.keep):
                 self.record.flush()
-            if self.record.overtaken:
+            if self.record.machines.overtaken:
                 return
             match command:
                 case m.Launch():
@@ -355,7 +339,7 @@ class Leader:
 
     def _launch(self) -> None:
         self._ask_store(self.record.flush_or_raise)  # what has led to an attempt is known before it is there
-        if self.record.overtaken:
+        if self.record.machines.overtaken:
             return
         number = self._ask_store(lambda: claim_next_attempt(self._store, self._request.run))
         self._apply(m.Claimed(number))
@@ -380,7 +364,7 @@ class Leader:
         state, record, run = finish.state, self.record, self._request.run
         record.event(run_events.end_event(finish, self.machine.attempt, record.step))
         record.flush()
-        if record.overtaken:
+        if record.machines.overtaken:
             return
         self._end_processes()
         record.end_trackers(state)
@@ -395,7 +379,6 @@ class Leader:
             with contextlib.suppress(RayppError):  # without its store, the run's commands say that it is lost
                 end = write_end(self._store, end, self._number)
         record.update_status(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
-        self._gauges.status(record.status(), self.machine.committed_step)
         record.close()
         self.outcome = end
 

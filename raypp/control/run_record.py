@@ -1,5 +1,5 @@
-"""Records of a run: events, steps, logs and status for the store, and lines of text for
-`submit`."""
+"""Records of a run: events, steps, logs and status for the store, lines of text for `submit`, and
+Ray metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+
+from ray.util.metrics import Gauge
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.extra import read_extra
@@ -18,10 +20,11 @@ from raypp.control.machine import Machine
 from raypp.control.machine_log import MachineLog
 from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, RayppError
+from raypp.observe import quantities as names
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RankStatus, RunStatus
+from raypp.observe.status import ENDED, RankStatus, RunStatus
 from raypp.observe.tracking import Trackers
 from raypp.records import END_EVENTS, Event, RunState, StepReport
 from raypp.spec.job import Job, MeshSection
@@ -42,8 +45,10 @@ class RunRecord:
     def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
         self._store = store
         self._job = job
-        self._machines = MachineLog(store, job.name, writer)
-        self._recorder = RunRecorder(store, job.name, writer, before_status=self._machines.write)
+        self.machines = MachineLog(store, job.name, writer)
+        """What the controller has decided; `machine` adds to it."""
+        self._gauges = RunGauges(job.name)
+        self._recorder = RunRecorder(store, job.name, writer, before_status=self.machines.write)
         self._trackers = Trackers(job, self._of_tracker)
         self._lines: list[str] = []
         self._dropped = 0
@@ -68,19 +73,9 @@ class RunRecord:
         """The last finished step; after a resume, the step it starts from."""
         return self._status.step
 
-    @property
-    def overtaken(self) -> bool:
-        """Whether another controller process leads the run."""
-        return self._machines.overtaken
-
-    def open(self, number: int) -> Machine | None:
-        """Returns the machine that an earlier controller process of this submission left; see
-        `MachineLog.open`."""
-        return self._machines.open(number)
-
     def machine(self, machine: Machine) -> None:
         """Records what was decided, to be written soon, after the events so far."""
-        self._machines.put(machine)
+        self.machines.put(machine)
         self._recorder.write_soon()
 
     def begin(self, committed_step: int | None) -> None:
@@ -173,6 +168,7 @@ class RunRecord:
         if newest:
             self._newest = place
             self._set_step(report)
+            self._gauges.step(report)
         if self._is_new((report.step, report.attempt)):
             self._recorder.step(report)
             if newest:  # an older step, reported again, would look like a return to it
@@ -218,6 +214,7 @@ class RunRecord:
             error=error or machine.error,
         )
         self._recorder.status(self._status)
+        self._gauges.status(self._status, machine.committed_step)
 
     def end_trackers(self, state: RunState) -> None:
         """Ends the trackers, which may take some seconds."""
@@ -283,6 +280,41 @@ class RunRecord:
 
     def _url_of(self, step: int | None) -> str | None:
         return None if step is None else f"{self._store.url.rstrip('/')}/{step_folder(self._job.name, step)}"
+
+
+class RunGauges:
+    """The gauges of one run. Ray exports them on each node's metrics port with the prefix
+    `ray_`."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._parts: set[str] = set()
+        self._gauges = {metric.name: Gauge(metric.name, metric.help, metric.tags) for metric in names.METRICS}
+
+    def step(self, report: StepReport) -> None:
+        """Sets the gauges of a step."""
+        for one in names.QUANTITIES:
+            if one.gauge is not None:
+                self._set(one.gauge, getattr(report, one.name))
+        for one in names.EXTRAS:
+            if one.gauge is not None and one.name in report.extras:
+                self._set(one.gauge, report.extras[one.name])
+        self._parts |= report.parts_s.keys()
+        for part in self._parts:  # a part that this step lacks, such as a save, took no time
+            self._set(names.STEP_PART_SECONDS, report.parts_s.get(part, 0.0), part=part)
+
+    def status(self, status: RunStatus, committed_step: int | None) -> None:
+        """Sets the gauges of the run's status."""
+        self._set(names.STEPS, status.steps)
+        self._set(names.ATTEMPT, status.attempt)
+        self._set(names.RESTARTS, status.restarts)
+        self._set(names.CHECKPOINT_STEP, committed_step or 0)
+        self._set(names.RANKS_ALIVE, sum(rank.state not in ENDED for rank in status.ranks))
+        for state in RunState:
+            self._set(names.STATE, float(state is status.state), state=str(state))
+
+    def _set(self, metric: names.Metric, value: float, **tags: str) -> None:
+        self._gauges[metric.name].set(value, tags={"run": self._run, **tags})
 
 
 def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[RankStatus, ...]:

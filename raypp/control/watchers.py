@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from raypp.control.attempt import Attempt
-from raypp.control.hang_watch import HangWatch
 from raypp.control.machine import Machine, MachineEvent, RankFailed, RunPhase
 from raypp.control.placement import Placement
 from raypp.control.postmortem import collect_stacks
 from raypp.control.ray_nodes import draining_nodes
 from raypp.control.report.intake import ReportIntake
+from raypp.control.report.processing import ReportProcessing
+from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind
@@ -26,8 +27,6 @@ class Turn:
     """What there is to look at in a turn of the leader.
 
     Attributes:
-        heartbeats: Of the attempt's ranks, once they have seats.
-        stepped: The ranks have finished a step since the last turn.
         now: Seconds of a monotonic clock.
     """
 
@@ -36,10 +35,9 @@ class Turn:
     workers: WorkerGroup
     placement: Placement
     intake: ReportIntake
-    heartbeats: HangWatch | None
-    stepped: bool
-    record_event: Callable[[Event], None]
-    now: float
+    reports: ReportProcessing
+    record: RunRecord
+    now: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def training(self) -> bool:
@@ -63,7 +61,7 @@ class Hangs:
     """Ends an attempt that makes no progress, and records the stacks of its ranks."""
 
     def check(self, turn: Turn) -> RankFailed | None:
-        watch = turn.heartbeats
+        watch = turn.reports.watch
         if watch is None or not turn.training or watch.is_paused(turn.now):
             return None
         stall = watch.stalled(turn.now)
@@ -72,7 +70,7 @@ class Hangs:
         ranks, first = turn.attempt.ranks, stall.rank or 0
         for rank, text in collect_stacks(ranks, turn.workers, first).items():
             message = f"the stacks of {ranks[rank].label} (rank {rank}) on {ranks[rank].node}, pid {ranks[rank].pid}"
-            turn.record_event(turn.event("stacks", ranks[rank], message, stacks=text))
+            turn.record.event(turn.event("stacks", ranks[rank], message, stacks=text))
         failure = ranks[first].failure(FailureKind.HUNG, stall.cause, stall.details)
         if stall.rank is None:
             failure = replace(failure, rank=-1, label="", node="", pid=0)
@@ -90,12 +88,12 @@ class Spares:
         self._is_full_size = is_full_size
 
     def check(self, turn: Turn) -> None:
-        if turn.stepped:  # not before the first step: starting ranks need the processors
+        if turn.reports.stepped:  # not before the first step: starting ranks need the processors
             turn.workers.start_standbys()
             if self._is_full_size(turn.machine):
                 turn.placement.hold_spares()
         for kind, message in turn.placement.spares.take_events():
-            turn.record_event(Event(kind, message, attempt=turn.machine.attempt))
+            turn.record.event(Event(kind, message, attempt=turn.machine.attempt))
 
 
 LAST_SAVE_S = 25.0
@@ -160,7 +158,7 @@ class PreemptionNotices:
         if notice is not None:
             rank, why, left_s = notice
             message = f"{rank.label} (rank {rank.rank}) on {rank.node}: {why}; saving a checkpoint before it leaves"
-            turn.record_event(turn.event("preemption_notice", rank, message))
+            turn.record.event(turn.event("preemption_notice", rank, message))
             self.add(rank, why, turn.now + left_s, turn.machine.committed_step)
             turn.intake.save_wanted = True
         failure = self.due_failure(turn.now, turn.machine.committed_step)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine import Committed
-from raypp.control.metrics import RunGauges
 from raypp.control.protocol import Heartbeat, RelayReport, ReportBatch
 from raypp.control.report.intake import ReportIntake
 from raypp.control.run_record import RunRecord
@@ -19,18 +18,13 @@ from raypp.records import Requests
 
 
 @dataclass(frozen=True)
-class StepDone:
-    """The ranks have finished a step."""
-
-
-@dataclass(frozen=True)
 class Preempted:
     """A rank's process received SIGTERM."""
 
     rank: Rank
 
 
-Finding = StepDone | Preempted | Committed | Requests
+Finding = Preempted | Committed | Requests
 
 
 class ReportProcessing:
@@ -38,13 +32,14 @@ class ReportProcessing:
 
     Attributes:
         watch: Gets the heartbeats of the running attempt; None without one.
+        stepped: The ranks have finished a step; the leader resets it.
     """
 
-    def __init__(self, intake: ReportIntake, record: RunRecord, gauges: RunGauges) -> None:
+    def __init__(self, intake: ReportIntake, record: RunRecord) -> None:
         self.watch: HangWatch | None = None
+        self.stepped = False
         self._intake = intake
         self._record = record
-        self._gauges = gauges
 
     def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Finding]:
         """Processes everything queued, waiting up to `wait_s` for the first report.
@@ -95,8 +90,7 @@ class ReportProcessing:
             if self._record.add_step(report, batch.attempt):
                 for rank in attempt.ranks:
                     rank.step = report.step
-                self._gauges.step(report)
-            yield StepDone()
+            self.stepped = True
         for event in batch.events:
             self._record.event(event)
             if event.kind == "committed" and event.step is not None:

@@ -216,7 +216,7 @@ def test_the_status_of_an_earlier_submission_is_not_the_end_of_one_that_was_reco
     write_spec(DirectoryStore(tmp_path), "r", {}, 2)
     _write_machine(tmp_path, 2)
     record = _SecondLife(tmp_path, "new").record
-    left = record.open(2)
+    left = record.machines.open(2)
     assert left is not None
     record.resume(left, None)
     assert (record.status().state, record.status().error) == (RunState.PENDING, None)

@@ -253,7 +253,7 @@ def test_a_process_that_was_taken_for_dead_gives_no_command_any_more(
     other.write()
     heir.intake.request_stop(save=False)
     heir._turn()
-    assert heir.record.overtaken and heir.outcome is None
+    assert heir.record.machines.overtaken and heir.outcome is None
     assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome"]] * 4
 
 
