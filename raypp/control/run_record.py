@@ -11,8 +11,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.commit import list_checkpoints, read_commit, read_extra
 from raypp.checkpoint.layout import step_folder
 from raypp.control import run_events
 from raypp.control.credentials import scrubbed
