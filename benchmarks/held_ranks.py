@@ -15,7 +15,7 @@ import ray
 
 from raypp.control import machine as m
 from raypp.control.controller import Controller
-from raypp.control.leader import Leader, start_thread
+from raypp.control.leader import Leader
 from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
 from raypp.control.protocol import (
@@ -126,7 +126,8 @@ class HeldController(Controller):
         self._calls = 0
         self._handle = ray.get_runtime_context().current_actor
         self._leader = HeldLeader(request, self._handle, stand_in)
-        self._thread = start_thread(self._leader, lambda: None)
+        self._thread = threading.Thread(target=self._leader.run, daemon=True)
+        self._thread.start()
 
     def ready(self) -> str:
         """Returns the state of the run."""

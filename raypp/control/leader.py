@@ -26,9 +26,9 @@ from raypp.control.machine_log import MachineError
 from raypp.control.placement import Placement, choose_device, remove_groups_of
 from raypp.control.protocol import RunRequest
 from raypp.control.report.intake import ReportIntake
-from raypp.control.report.processing import Preempted, ReportProcessing
+from raypp.control.report.processing import ReportProcessing
 from raypp.control.run_record import RunRecord
-from raypp.control.watchers import LAST_SAVE_S, Hangs, PreemptionNotices, Spares, Turn, Watcher
+from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
 from raypp.memory.files import life_of
@@ -88,7 +88,7 @@ class Leader:
         self._reports = ReportProcessing(self.intake, self.record)
         self._sizing = ElasticSizing(self._job, self.record.event)
         self._policy: Policy = DefaultPolicy()
-        self._preemption = PreemptionNotices()
+        self._preemption = Preemptions()
         spares = Spares(self._sizing.is_full_size)
         self._watchers: tuple[Watcher, ...] = (Hangs(), self._preemption, self._sizing, spares)
 
@@ -260,19 +260,12 @@ class Leader:
     def _process_reports(self, wait_s: float) -> None:
         for found in self._reports.process(self._attempt, wait_s):
             match found:
-                case Preempted():
-                    deadline = time.monotonic() + LAST_SAVE_S
-                    self._preemption.add(found.rank, "it received SIGTERM", deadline, self.machine.committed_step)
-                    self.intake.save_wanted = True
                 case m.Committed():
                     self._apply(found)
                 case Requests():
-                    self._process_stop(found)
-
-    def _process_stop(self, requests: Requests) -> None:
-        if not self.machine.stop:
-            self.record.event(run_events.stop_event(requests, self.machine.attempt))
-        self._apply(m.StopAsked(requests.save_before_stop))
+                    if not self.machine.stop:
+                        self.record.event(run_events.stop_event(found, self.machine.attempt))
+                    self._apply(m.StopAsked(found.save_before_stop))
 
     def _process_event(self, event: m.MachineEvent) -> None:
         attempt = self._attempt
@@ -289,7 +282,7 @@ class Leader:
                 lost = {one.rank for one in self.machine.failures if one.kind.traits.node_lost}
                 self._placement.lost_nodes.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
-            self._reports.watch = None
+            self._reports.watch = self._reports.preempted = None
             self.intake.end_attempt()
             if self._preemption.reset():
                 self._workers.empty_bundles()
@@ -400,15 +393,3 @@ class Leader:
         """Ends all processes that carry this run's name, and releases its devices."""
         end_workers(self._request.cluster_name)
         remove_groups_of(self._request.cluster_name)
-
-
-def start_thread(leader: Leader, afterwards: Callable[[], None]) -> threading.Thread:
-    """Runs a leader in its own thread, and calls `afterwards` there at its end."""
-
-    def both() -> None:
-        leader.run()
-        afterwards()
-
-    thread = threading.Thread(target=both, name="raypp-controller", daemon=True)
-    thread.start()
-    return thread

@@ -4,7 +4,7 @@ another such thing (`ElasticSizing`)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,12 @@ from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind
-from raypp.records import Event, EventKind, RankFailure
+from raypp.records import Event, EventKind
+
+_LAST_SAVE_S = 25.0
+"""Time for the last checkpoint when the notice names no deadline; clouds give 30 s and more."""
+_ASK_EVERY_S = 2.0
+_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -96,76 +101,50 @@ class Spares:
             turn.record.event(Event(kind, message, attempt=turn.machine.attempt))
 
 
-LAST_SAVE_S = 25.0
-"""Time for the last checkpoint when the notice names no deadline; clouds give 30 s and more."""
-_CHECK_EVERY_S = 2.0
-_MARGIN_S = 5.0
+class Preemptions:
+    """Saves once more before a rank's process or node goes, then ends the attempt, which does not
+    count as failed. The first notice in an attempt counts."""
 
-
-@dataclass
-class PreemptionNotices:
-    """The preemption notices of the current attempt; the first one counts."""
-
-    _rank: Rank | None = None
-    _why: str = ""
-    _deadline: float = 0.0
-    _committed: int | None = None
-    _node_drained: bool = False
-    _checked_at: float = field(default_factory=time.monotonic)
-
-    def check_nodes(self, ranks: Sequence[Rank], now: float) -> tuple[Rank, str, float] | None:
-        """Returns the first rank on a node that Ray drains, the reason, and the seconds it has
-        left.
-
-        Asks Ray every two seconds, until there is a notice.
-        """
-        if self._rank is not None or now - self._checked_at < _CHECK_EVERY_S:
-            return None
-        self._checked_at = now
-        draining = draining_nodes()
-        for rank in ranks:
-            if rank.node_id in draining:
-                self._node_drained = True
-                left = draining[rank.node_id] / 1e3 - time.time() if draining[rank.node_id] else LAST_SAVE_S
-                return rank, f"Ray drains its node {rank.node}", max(1.0, min(left - _MARGIN_S, 600.0))
-        return None
-
-    def add(self, rank: Rank, why: str, deadline: float, committed: int | None) -> None:
-        """Records a notice, unless there is one.
-
-        Args:
-            deadline: When the rank must have left.
-            committed: The newest committed step now.
-        """
-        if self._rank is None:
-            self._rank, self._why, self._deadline, self._committed = rank, why, deadline, committed
-
-    def due_failure(self, now: float, committed: int | None) -> RankFailure | None:
-        """Returns the failure that ends the attempt, once the last checkpoint exists or the
-        deadline has passed."""
-        if self._rank is None or self._rank.ended:
-            return None
-        saved = committed is not None and committed != self._committed
-        if not saved and now < self._deadline:
-            return None
-        how = f"after a checkpoint at step {committed}" if saved else "without a new checkpoint; there was no time"
-        return self._rank.failure(FailureKind.PREEMPTED, f"{self._why}; left {how}")
+    def __init__(self) -> None:
+        self._asked_at = time.monotonic()
+        self._rank: Rank | None = None
+        self._why = ""
+        self._deadline = 0.0
+        self._committed: int | None = None
+        self._drained = False
 
     def check(self, turn: Turn) -> RankFailed | None:
-        """Asks for a last checkpoint when a node is drained, and ends the attempt afterwards,
-        without counting it as failed."""
-        notice = self.check_nodes(turn.attempt.ranks, turn.now)
-        if notice is not None:
-            rank, why, left_s = notice
-            message = f"{rank.label} (rank {rank.rank}) on {rank.node}: {why}; saving a checkpoint before it leaves"
+        if self._rank is None:
+            self._look(turn)
+        committed = turn.machine.committed_step
+        saved = committed is not None and committed != self._committed
+        if self._rank is None or self._rank.ended or not turn.training or not (saved or turn.now >= self._deadline):
+            return None
+        how = f"after a checkpoint at step {committed}" if saved else "without a new checkpoint; there was no time"
+        return RankFailed(self._rank.failure(FailureKind.PREEMPTED, f"{self._why}; left {how}"))
+
+    def _look(self, turn: Turn) -> None:
+        """Looks for a notice: of the rank itself, or every two seconds of Ray."""
+        rank, self._why, left_s = turn.reports.preempted, "it received SIGTERM", _LAST_SAVE_S
+        if rank is None:
+            if turn.now - self._asked_at < _ASK_EVERY_S:
+                return
+            self._asked_at, draining = turn.now, draining_nodes()
+            rank = next((one for one in turn.attempt.ranks if one.node_id in draining), None)
+            if rank is None:
+                return
+            self._drained, self._why = True, f"Ray drains its node {rank.node}"
+            deadline_ms = draining[rank.node_id]
+            left_s = (deadline_ms / 1e3 - time.time() if deadline_ms else _LAST_SAVE_S) - _MARGIN_S
+            left_s = max(1.0, min(left_s, 600.0))
+            place = f"{rank.label} (rank {rank.rank}) on {rank.node}"
+            message = f"{place}: {self._why}; saving a checkpoint before it leaves"
             turn.record.event(turn.event("preemption_notice", rank, message))
-            self.add(rank, why, turn.now + left_s, turn.machine.committed_step)
-            turn.intake.save_wanted = True
-        failure = self.due_failure(turn.now, turn.machine.committed_step)
-        return RankFailed(failure) if failure is not None and turn.training else None
+        self._rank, self._deadline, self._committed = rank, turn.now + left_s, turn.machine.committed_step
+        turn.intake.save_wanted = True
 
     def reset(self) -> bool:
         """Forgets the notice at the end of the attempt; returns whether a node of it drains and its
         bundles must move."""
-        drained, self._rank, self._node_drained = self._node_drained, None, False
+        drained, self._rank, self._drained = self._drained, None, False
         return drained

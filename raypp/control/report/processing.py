@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
@@ -16,15 +15,7 @@ from raypp.control.seats import Rank
 from raypp.observe.status import ENDED
 from raypp.records import Requests
 
-
-@dataclass(frozen=True)
-class Preempted:
-    """A rank's process received SIGTERM."""
-
-    rank: Rank
-
-
-Finding = Preempted | Committed | Requests
+Finding = Committed | Requests
 
 
 class ReportProcessing:
@@ -32,12 +23,14 @@ class ReportProcessing:
 
     Attributes:
         watch: Gets the heartbeats of the running attempt; None without one.
-        stepped: The ranks have finished a step; the leader resets it.
+        stepped: The ranks have finished a step in this turn; the leader resets it.
+        preempted: A rank of the attempt whose process received SIGTERM.
     """
 
     def __init__(self, intake: ReportIntake, record: RunRecord) -> None:
         self.watch: HangWatch | None = None
         self.stepped = False
+        self.preempted: Rank | None = None
         self._intake = intake
         self._record = record
 
@@ -96,6 +89,6 @@ class ReportProcessing:
             if event.kind == "committed" and event.step is not None:
                 yield Committed(event.step)
             elif event.kind == "preemption_notice" and attempt.ranks:
-                yield Preempted(attempt.ranks[batch.rank])
+                self.preempted = attempt.ranks[batch.rank]
         if batch.steps or batch.events:
             self._intake.recorded(batch, self._record.taken)

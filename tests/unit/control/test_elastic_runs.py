@@ -12,7 +12,7 @@ from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, RunPhase
 from raypp.control.placement import Placement
-from raypp.control.reshape import reshape_event, reshaped, shape_of
+from raypp.control.reshape import reshaped, shape_of
 from raypp.control.watchers import Turn
 from raypp.failure_kinds import FailureKind
 from raypp.planning.check import check_plan
@@ -100,14 +100,6 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
     assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
     why = "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20 GiB)"
     assert all(event.message == why for event in told)
-
-
-def test_a_change_of_mesh_is_recorded_with_both() -> None:
-    sizing = ElasticSizing(job_of(), lambda event: None)
-    half = sizing.best(2)
-    assert half is not None
-    message = reshape_event(sizing.wanted, half, "why", 2).message
-    assert "pp 2 × dp_replicate 2 (4 ranks" in message and "pp 2 (2 ranks, 8 microbatches)" in message
 
 
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:

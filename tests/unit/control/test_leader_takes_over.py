@@ -281,15 +281,6 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPa
     assert heir.kinds().count("stop_requested") == 0, "the first process recorded it"
 
 
-def test_a_stop_whose_ranks_are_gone_with_their_last_steps_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, left: Path
-) -> None:
-    _left_also(left, m.StopAsked(True))
-    heir = take_over(monkeypatch, left)
-    assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("STOPPED", 1)
-    assert heir.outcome.reason == "no rank was left to save the last checkpoint"
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 def test_an_end_that_was_decided_is_carried_out_and_told_once(
     monkeypatch: pytest.MonkeyPatch, left: Path, recorded: bool
