@@ -330,7 +330,8 @@ class Leader:
                     self._finish(command)
 
     def _launch(self) -> None:
-        self._ask_store(self.record.flush_or_raise)  # what has led to an attempt is known before it is there
+        self.record.flush()
+        self._ask_store(self.record.machines.write)  # what has led to an attempt is known before it is there
         if self.record.machines.overtaken:
             return
         number = self._ask_store(lambda: claim_next_attempt(self._store, self._request.run))

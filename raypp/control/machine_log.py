@@ -7,6 +7,7 @@ processes that lead at the same time one notices. The newest object counts.
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict, dataclass
 
 from raypp.checkpoint.layout import machine_key, machine_version
@@ -60,6 +61,7 @@ class MachineLog:
         self._version = 0
         self._machine: Machine | None = None
         self._written: Machine | None = None
+        self._lock = threading.Lock()
         self.overtaken = False
         """Another process leads the run: this one must not act any more."""
 
@@ -83,23 +85,24 @@ class MachineLog:
         self._machine = machine
 
     def write(self) -> None:
-        """Writes the machine if it has changed. One thread at a time.
+        """Writes the machine if it has changed.
 
         Raises:
             StoreError: The store failed; call it again.
         """
-        machine, number = self._machine, self._number
-        while machine is not None and number is not None and machine != self._written and not self.overtaken:
-            document = asdict(_Written(VERSION, self._writer, machine))
-            content = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")  # half surrogates
-            try:
-                self._store.put(machine_key(self._run, number, self._version + 1), content, if_absent=True)
-                self._written = machine
-            except AlreadyExists:  # perhaps by this process: a try that seemed to fail was stored
-                self.overtaken = self._read(number, self._version + 1).writer != self._writer
-            self._version += 1
-            if self._version > _KEPT:
-                self._store.delete([machine_key(self._run, number, self._version - _KEPT)])
+        with self._lock:  # the thread of the records, and before an attempt the leader
+            machine, number = self._machine, self._number
+            while machine is not None and number is not None and machine != self._written and not self.overtaken:
+                document = asdict(_Written(VERSION, self._writer, machine))
+                content = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")  # half surrogates
+                try:
+                    self._store.put(machine_key(self._run, number, self._version + 1), content, if_absent=True)
+                    self._written = machine
+                except AlreadyExists:  # perhaps by this process: a try that seemed to fail was stored
+                    self.overtaken = self._read(number, self._version + 1).writer != self._writer
+                self._version += 1
+                if self._version > _KEPT:
+                    self._store.delete([machine_key(self._run, number, self._version - _KEPT)])
 
     def _read(self, number: int, version: int) -> _Written:
         key = machine_key(self._run, number, version)

@@ -223,15 +223,6 @@ class RunRecord:
         """Writes everything to the store; returns whether that worked."""
         return self._recorder.flush(_FLUSH_S)
 
-    def flush_or_raise(self) -> None:
-        """Writes everything to the store.
-
-        Raises:
-            StoreError: That did not work.
-        """
-        if not self.flush():
-            raise StoreError(self._recorder.last_error or f"the store did not answer in {_FLUSH_S:g} s")
-
     def close(self) -> bool:
         """Writes everything to the store and stops the writer; returns whether that worked."""
         durable = self._recorder.close()
