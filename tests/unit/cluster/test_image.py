@@ -1,4 +1,4 @@
-"""The Dockerfile without docker: its sources exist. tests/processes runs its commands."""
+"""The Dockerfile without an engine: its sources exist. tests/hosts builds it."""
 
 from __future__ import annotations
 
