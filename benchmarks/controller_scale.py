@@ -45,7 +45,7 @@ from benchmarks.held_ranks import (
 )
 from benchmarks.surroundings import announce
 from raypp.control.protocol import RunRequest
-from raypp.control.report.route import HEARTBEAT_S
+from raypp.control.report.reporter import HEARTBEAT_S
 from raypp.spec.job import Job
 
 STARTS = 5

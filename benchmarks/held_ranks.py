@@ -15,7 +15,7 @@ import ray
 
 from raypp.control import machine as m
 from raypp.control.controller import Controller
-from raypp.control.leader import Leader, start_thread
+from raypp.control.leader import Leader
 from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
 from raypp.control.protocol import (
@@ -27,8 +27,8 @@ from raypp.control.protocol import (
     WorkerInfo,
     WorkerStatus,
 )
-from raypp.control.report.buffer import ReportBuffer
 from raypp.control.report.relay import Relay, RelayQueue, relay_pace_s
+from raypp.control.report.reporter import ReportBuffer
 from raypp.control.worker_group import WorkerGroup
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, NodeFacts, Seat, StepReport
@@ -73,7 +73,7 @@ class HeldLeader(Leader):
         attempt.adopt([(self._stand_in, _standing(self._request.run, mesh, rank)) for rank in range(mesh.world)])
         self._attempt = attempt
         self._start_watch(attempt)
-        self._apply(m.Start(1, None, adopted=True))
+        self._apply(m.TakenOver(1, alive=True))
 
 
 def _standing(run: str, mesh: Mesh, rank: int) -> WorkerStatus:
@@ -126,7 +126,8 @@ class HeldController(Controller):
         self._calls = 0
         self._handle = ray.get_runtime_context().current_actor
         self._leader = HeldLeader(request, self._handle, stand_in)
-        self._thread = start_thread(self._leader, lambda: None)
+        self._thread = threading.Thread(target=self._leader.run, daemon=True)
+        self._thread.start()
 
     def ready(self) -> str:
         """Returns the state of the run."""

@@ -93,8 +93,3 @@ class FailureKind(StrEnum):
         kind._value_ = text
         kind.traits = traits
         return kind
-
-    @classmethod
-    def read(cls, text: str) -> FailureKind:
-        """Returns the kind of a text; UNKNOWN if this version does not know it."""
-        return next((kind for kind in cls if kind == text), cls.UNKNOWN)

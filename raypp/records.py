@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from raypp.failure_kinds import FailureKind
-from raypp.untrusted.documents import Count, Seconds, Time
+from raypp.untrusted.documents import AnyText, Count, Seconds, Time
 
 
 class RunState(StrEnum):
@@ -153,17 +153,39 @@ class RankFailure:
     details: str = ""
 
 
+EventKind = Literal[
+    # of the run
+    "submitted", "device_chosen", "stop_requested", "succeeded", "failed", "stopped",
+    # of the controller
+    "attempt_started", "seated", "rank_failed", "stacks", "restarting", "reshaped", "no_smaller_mesh", "node_left_out",
+    "controller_restarted", "takeover_refused", "spares_held", "spares_missing", "spares_released",
+    # of ranks that start
+    "attention", "cuda", "data", "lookahead", "mixed_devices", "network", "offload", "refused_connection",
+    "checkpoint_rejected", "learning_rate", "loaded_from_hf", "resumed", "restored", "sync", "first_step",
+    # of ranks that train
+    "evaluated", "sampled", "loss_spike", "straggler", "step_skipped", "preemption_notice", "traced", "trace_failed",
+    "committed", "save_failed", "save_skipped", "save_waited", "prune_failed", "leftovers_removed", "store_limited",
+    "memory_tier", "memory_tier_off", "memory_tier_reduced", "tracking", "tracker_stopped",
+]  # fmt: skip
+"""Every kind of event that raypp writes."""
+END_EVENTS: dict[RunState, EventKind] = {
+    RunState.SUCCEEDED: "succeeded",
+    RunState.FAILED: "failed",
+    RunState.STOPPED: "stopped",
+}
+"""The kind of event that says how a run ended, by its final state."""
+
+
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run, described for users.
+    """Something that happened to a run, described for people; no decision depends on it.
 
     Attributes:
-        kind: submitted, attempt_started, seated, resumed, first_step, committed, save_failed,
-            rank_failed, restarting, stop_requested, succeeded, failed, stopped …
+        kind: What it is. Another raypp may have written others.
         details: Values for programs (rank, node, cause, object keys, seconds).
     """
 
-    kind: str
+    kind: Annotated[EventKind, AnyText]
     message: str
     time: Time = field(default_factory=time.time)
     attempt: Count = 0
@@ -171,11 +193,6 @@ class Event:
     rank: Count | None = None
     node: str = ""
     details: dict[str, Any] = field(default_factory=dict)
-
-    def whole(self, key: str) -> int | None:
-        """Returns a whole number ≥ 0 of the details; None for any other value."""
-        value = self.details.get(key)
-        return value if type(value) is int and value >= 0 else None
 
     def number(self, key: str) -> float | None:
         """Returns a number of the details; None for any other value."""

@@ -43,6 +43,18 @@ def end_key(run: str, number: int = 1) -> str:
     return f"{run}/end.json" if number == 1 else f"{run}/end-{number}.json"
 
 
+def machine_key(run: str, number: int, version: int) -> str:
+    """Returns the key of what the controller had decided after so many transitions, of the
+    submission with a spec of this number."""
+    return f"{run}/machine/{number}-{version:06d}.json"
+
+
+def machine_version(run: str, number: int, key: str) -> int | None:
+    """Returns the version in a machine's key; None for any other key."""
+    match = re.fullmatch(rf"{re.escape(run)}/machine/{number}-([0-9]{{6,12}})\.json", key)
+    return None if match is None else int(match[1])
+
+
 def attempt_key(run: str, attempt: int) -> str:
     """Returns the key of an attempt's claim; the process that creates it is that attempt."""
     return f"{run}/attempts/attempt-{attempt}"

@@ -12,7 +12,7 @@ from raypp.checkpoint.commit import list_checkpoints, newest_attempt, read_commi
 from raypp.checkpoint.layout import attempt_number, commit_key, step_of, steps_prefix
 from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.errors import CheckpointError, RayppError
-from raypp.records import Event, Reporter, Seat
+from raypp.records import Event, EventKind, Reporter, Seat
 from raypp.storage import ObjectInfo, ObjectStore, Unfinished
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
     failure: saves report their own.
     """
 
-    def report(kind: str, message: str, **details: Any) -> None:
+    def report(kind: EventKind, message: str, **details: Any) -> None:
         reporter.event(Event(kind, message, attempt=seat.attempt, rank=seat.rank, details=details))
 
     def look() -> None:

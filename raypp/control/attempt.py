@@ -4,10 +4,10 @@ by polling."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from ray.exceptions import RayError
@@ -23,7 +23,8 @@ from raypp.control.worker_group import Member, WorkerGroup
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
-from raypp.records import Event, RankFailure
+from raypp.observe.status import RankStatus
+from raypp.records import RankFailure
 from raypp.spec.job import Job
 
 _START_TIMEOUT_S = 180.0
@@ -35,6 +36,8 @@ take as long."""
 _KILL_TIMEOUT_S = 15.0
 """How long to wait for a process after it was killed."""
 
+Found: TypeAlias = tuple[Any, WorkerStatus]
+"""A living worker and what it says of itself."""
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptEnded
 
 
@@ -77,19 +80,17 @@ class Attempt:
         """Requests the devices; `poll` does the rest."""
         self.placement.request()
 
-    def adopt(
-        self, found: Sequence[tuple[Any, WorkerStatus]], seated: Mapping[int, Event] | None = None, step: int = 0
-    ) -> None:
+    def adopt(self, found: Sequence[Found], places: Sequence[RankStatus] = (), step: int = 0) -> None:
         """Takes over an attempt that an earlier controller process started.
 
         Args:
             found: Its living workers. A rank without one has failed.
-            seated: The events that record each rank's seat, by rank: all that is known of the dead
-                ones.
+            places: Where the ranks were, as far as it is known.
             step: The last step known to be done.
         """
         self._to(AttemptPhase.RUNNING)
         by_rank = {one.seat.rank: (actor, one) for actor, one in found if one.seat is not None}
+        known = {one.rank: one for one in places}
         free = iter(sorted(set(range(self.mesh.world)) - {one.bundle for _, one in found}))
         for number in range(self.mesh.world):
             coordinates = self.mesh.coordinates(number)
@@ -99,8 +100,8 @@ class Attempt:
                 self._adopt_worker(rank, *by_rank[number])
                 continue
             rank.bundle, rank.failed, rank.state, rank.step = next(free), True, "dead", step
-            if seated and (event := seated.get(number)) is not None:
-                rank.node, rank.pid = event.node or "", event.whole("pid") or 0
+            if (place := known.get(number)) is not None:
+                rank.node, rank.pid = place.node, place.pid
             death = death_during_controller_outage(rank)
             self._ends.hold(rank.failure(death.kind, death.cause))
         for rank in self.ranks:

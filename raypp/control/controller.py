@@ -36,7 +36,7 @@ class Controller:
         )
         load_private_environment()
         # Imported here: the driver imports this module, too, and does not need the leader.
-        from raypp.control.leader import Leader, start_thread
+        from raypp.control.leader import Leader
 
         context = ray.get_runtime_context()
         self._request = request
@@ -44,7 +44,8 @@ class Controller:
         self._watched_at = time.monotonic()  # followers of a killed process look for this one now
         self._handle = context.current_actor
         self._leader = Leader(request, self._handle, context.was_current_actor_reconstructed)
-        self._thread = start_thread(self._leader, self._go)
+        self._thread = threading.Thread(target=self._lead, name="raypp-controller", daemon=True)
+        self._thread.start()
 
     def __repr__(self) -> str:
         return f"raypp/{self._request.cluster_name}"
@@ -143,9 +144,15 @@ class Controller:
         """Lets the controller exit: its outcome has been read."""
         self._read.set()
 
+    def _lead(self) -> None:
+        self._leader.run()
+        self._go()
+
     def _go(self) -> None:
         """Exits after the run, once a follower has read the outcome; waits only briefly when nobody
         follows."""
+        if self._leader.outcome is None:
+            os._exit(1)  # another process of this actor leads the run
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S
         self._read.wait(_UNREAD_OUTCOME_S if watched else _UNWATCHED_S / 5)
         time.sleep(0.2)  # let the answer to `dismiss` get out

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from raypp.control import machine as m
 from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.placement import Placement
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
+from raypp.control.watchers import Turn
 from raypp.control.worker_group import WorkerGroup
 from raypp.mesh.shapes import Shape
 from raypp.planning.stored_bytes import size_text
-from raypp.records import Coordinates, Event
+from raypp.records import Event
 from raypp.recovery.policy import bad_nodes
 from raypp.spec.job import Job
 
@@ -64,12 +63,7 @@ class ElasticSizing:
         """Returns the job on the mesh of the current attempt."""
         return reshaped(self._job, self.shape(machine))
 
-    def shape_of_seat(self, sizes: Coordinates) -> Shape:
-        """Returns the mesh to which a running rank belongs."""
-        shape = Shape(sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.cp, self.wanted.ep, microbatches=1)
-        return replace(shape, microbatches=self.wanted.microbatches_per_step // shape.replicas)
-
-    def resume(self, shape: Shape) -> None:
+    def resume(self, shape: Shape | None) -> None:
         """Sets the mesh of the last attempt of an earlier controller process, which has recorded it
         already."""
         self._last = shape
@@ -90,16 +84,16 @@ class ElasticSizing:
         placement.world, placement.excluded = shape.world, placement.excluded | excluded
         self._last, self._room_since = shape, None
 
-    def check(self, machine: m.Machine, attempt: Attempt, placement: Placement) -> m.Reshape | None:
-        """Returns whether another mesh is due; the leader calls it in every turn."""
-        now = time.monotonic()
+    def check(self, turn: Turn) -> m.Reshape | None:
+        """Returns whether another mesh is due."""
+        machine, now = turn.machine, turn.now
         if self.options is None or machine.reshaping or now - self._checked_at < _CHECK_EVERY_S:
             return None
         self._checked_at = now
         if machine.phase is m.RunPhase.LAUNCHING:
-            return self._smaller(machine, attempt, placement)
+            return self._smaller(machine, turn.attempt, turn.placement)
         if machine.phase is m.RunPhase.RUNNING:
-            return self._larger(machine, placement, now)
+            return self._larger(machine, turn.placement, now)
         return None
 
     def is_full_size(self, machine: m.Machine) -> bool:

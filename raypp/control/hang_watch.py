@@ -7,6 +7,7 @@ reports how long ago the last mark was. A frozen rank, or one on a frozen host, 
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ from dataclasses import dataclass, replace
 from raypp.control.seats import Rank
 from raypp.recovery.hang_analysis import RankActivity, activity_table, find_culprit
 
+log = logging.getLogger(__name__)
+
 _START_LIMIT_S = 600.0
+_PAUSED_S = 5.0  # a turn takes at most a second or two
 _HEARTBEAT_DUE_S = 5.0  # ranks send up to four a second; a loaded machine may be late
 _SLOW_STEPS = 10.0
 _SLOW_STORE = 10.0  # a rank may wait this many times as long for the upload before its own
@@ -60,6 +64,7 @@ class HangWatch:
         self._ranks = ranks
         self._rank_of_stage = rank_of_stage
         self._timeout_s = timeout_s
+        self._listened_at = now
         self._heartbeats = [_LastHeartbeat(now) for _ in ranks]
         self._steps: deque[float] = deque(maxlen=20)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
@@ -72,6 +77,17 @@ class HangWatch:
             return
         idle_s -= sum(max(0.0, min(end, sent) - max(begin, sent - idle_s)) for begin, end in self._gaps)
         self._heartbeats[rank] = _LastHeartbeat(sent, phase, idle_s, inside, reached)
+
+    def listen(self, now: float) -> None:
+        """Leaves out a long time in which no reports were taken; some are about to be."""
+        gap_s, self._listened_at = now - self._listened_at, now
+        if gap_s > _PAUSED_S:
+            log.warning("took no reports for %.1f s, which do not count as a hang", gap_s)
+            self.skip(gap_s, now)
+
+    def is_paused(self, now: float) -> bool:
+        """Returns whether reports wait to be taken since a pause."""
+        return now - self._listened_at > _PAUSED_S
 
     def skip(self, gap_s: float, now: float) -> None:
         """Leaves out the last `gap_s` seconds, in which no report could be taken.

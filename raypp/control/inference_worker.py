@@ -10,8 +10,7 @@ from typing import Any
 
 from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import WorkerInfo
-from raypp.control.rank_process import process_title, set_seat_environment
-from raypp.control.worker_info import worker_info
+from raypp.control.rank_process import process_title, set_seat_environment, worker_info
 from raypp.environment import check_node
 from raypp.records import Seat
 

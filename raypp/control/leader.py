@@ -13,32 +13,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
-from raypp.checkpoint.layout import spec_key
+from raypp.checkpoint.commit import COMMITTING_RANK, claim_next_attempt, list_checkpoints, newest_attempt
+from raypp.checkpoint.layout import spec_key, step_folder
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
-from raypp.control.attempt import Attempt
+from raypp.control.attempt import Attempt, Found
 from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
-from raypp.control.metrics import RunGauges
+from raypp.control.machine_log import MachineError
 from raypp.control.placement import Placement, choose_device, remove_groups_of
-from raypp.control.postmortem import collect_stacks
-from raypp.control.preemption import LAST_SAVE_S, PreemptionNotices
 from raypp.control.protocol import RunRequest
 from raypp.control.report.intake import ReportIntake
-from raypp.control.report.processing import Preempted, ReportProcessing, StepDone
+from raypp.control.report.processing import ReportProcessing
 from raypp.control.run_record import RunRecord
-from raypp.control.takeover import Found, Takeover
+from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
-from raypp.failure_kinds import FailureKind
 from raypp.memory.files import life_of
-from raypp.observe.status import RunStatus
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event, Requests, RunState
-from raypp.recovery.policy import policy_of
+from raypp.recovery.policies.default import DefaultPolicy
+from raypp.recovery.policy import Policy, policy_of
 from raypp.retry import Backoff
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
@@ -48,7 +45,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.1
 _POLL_S_PER_RANK = 0.0005
 _LONGEST_POLL_S = 1.0
-_PAUSED_S = 5.0  # a turn takes at most a second or two
 _STORE_RETRY = Backoff(timeout_s=150.0, first_s=2.0, longest_s=2.0)
 
 T = TypeVar("T")
@@ -75,16 +71,11 @@ class Leader:
         self._restarted = restarted
         self._job = Job.model_validate(request.job)
         self._attempt: Attempt | None = None
-        self._preemption = PreemptionNotices()
         self._launch_now = False
         self._has_resources = False
         """`_workers` and `_placement` are set."""
         self._number = request.number
-        self._end_is_recorded = False
-        """An earlier controller process recorded how the run ended."""
         self._wake_at: float | None = None
-        self._listened_at = time.monotonic()
-        """When this thread last looked for reports."""
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
         # second.
         self._poll_s = min(max(_POLL_S, _POLL_S_PER_RANK * self._job.mesh.world), _LONGEST_POLL_S)
@@ -93,24 +84,32 @@ class Leader:
         # long as they would without one.
         patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
         self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
-        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}", request.submission_id)
-        self._gauges = RunGauges(request.run)
-        self._reports = ReportProcessing(self.intake, self.record, self._gauges)
+        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
+        self._reports = ReportProcessing(self.intake, self.record)
         self._sizing = ElasticSizing(self._job, self.record.event)
+        self._policy: Policy = DefaultPolicy()
+        self._preemption = Preemptions()
+        spares = Spares(self._sizing.is_full_size)
+        self._watchers: tuple[Watcher, ...] = (Hangs(), self._preemption, self._sizing, spares)
 
     def run(self) -> None:
-        """Leads the run until it has ended."""
+        """Leads the run until it has ended. Without an outcome, another process leads it."""
         try:
             self._begin()
             self._store_retry = _STORE_RETRY
             self.begun.set()
-            while self.outcome is None:
+            while self.outcome is None and not self.record.machines.overtaken:
                 self._turn()
+        except MachineError as error:
+            self._refuse(error)
         except Exception as error:
             log.exception("the controller failed")
             reason = f"the controller failed: {in_words(error)}"
             code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
-            self._finish(m.Finish(RunState.FAILED, reason, code))
+            finish = m.Finish(RunState.FAILED, reason, code)
+            self.machine = replace(self.machine, phase=m.RunPhase.DONE, state=finish.state, finish=finish)
+            self.record.machine(self.machine)
+            self._finish(finish)
         finally:
             self.begun.set()
 
@@ -122,106 +121,125 @@ class Leader:
         attempt = self._attempt
         if attempt is not None:
             events = attempt.poll(self._poll_s)
-            self._notice_pause()
             self._process_reports(wait_s=0.0)
             for event in events:
                 self._process_event(event)
-            self._check_hang(attempt)
-            self._check_preemption(attempt)
-            reshape = self._sizing.check(self.machine, attempt, self._placement)
-            if reshape is not None:
-                self._apply(reshape)
+            for watcher in self._watchers:
+                workers, placement = self._workers, self._placement
+                turn = Turn(self.machine, attempt, workers, placement, self.intake, self._reports, self.record)
+                if (seen := watcher.check(turn)) is not None:
+                    self._process_event(seen)
+            self._reports.stepped = False
         else:
             self._process_reports(wait_s=_POLL_S)
-        for kind, message in self._placement.spares.take_events():
-            self.record.event(Event(kind, message, attempt=self.machine.attempt))
         self.intake.acknowledge(self.record.durable)
         if self._wake_at is not None and time.monotonic() >= self._wake_at:
             self._wake_at = None
             self._apply(m.DelayOver())
         if self.outcome is None:
             self.record.update_status(self.machine, self._attempt.ranks if self._attempt else ())
-            self._gauges.status(self.record.status(), self.machine.committed_step)
 
     # Beginning, and taking over from a killed controller ------------------------------------------
 
     def _begin(self) -> None:
-        # A process that was killed before it recorded this submission left nothing to take over.
-        self._restarted = self._restarted and self._ask_store(self.record.is_begun)
         run = self._request.run
         self._number = self._request.number or self._ask_store(lambda: newest_number(self._store, run))
-        if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if self._restarted else None:
+        left = self._ask_store(lambda: self.record.machines.open(self._number))
+        if not self._restarted:
+            left = None
+        if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if left else None:
             self._end_by_name()
             self.outcome = end
             return
-        earlier = self._ask_store(self.record.earlier_status) if self._restarted else None
-        if not self._restarted:
-            self._end_by_name()  # an earlier submission whose controller is gone for good
-        self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
+        if left is None:
+            self._end_by_name()  # what an earlier submission left whose controller is gone for good
+        self._policy = policy_of(self._job.recovery)
         # Not chosen again after a restart: the devices counted at first may be gone with a lost
         # node.
-        chosen = run_events.last_device(self._ask_store(self.record.earlier_events)) if self._restarted else None
-        device = choose_device(self._job, chosen, self.record.event)
+        device = left.device if left else choose_device(self._job, self.record.event)
         self._sizing.gpu_bytes = self._request.gpu_bytes if device == "cuda" else 0
-        self._placement = Placement.of(self._job, self._request.cluster_name, self._sizing.largest().world, device)
+        shape = (left.shape if left else None) or self._sizing.largest()
+        self._placement = Placement.of(self._job, self._request.cluster_name, shape.world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
         self._has_resources = True
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
         last = self._ask_store(lambda: newest_attempt(self._store, run))
         newest = checkpoints[-1].step if checkpoints else None
-        if self._restarted:
-            self._take_over(last, newest, earlier)
+        if left is not None:
+            self._take_over(left, last, newest)
             return
         if self._ask_store(lambda: self._store.head(spec_key(run))) is None:
             raise self._not_shared()
         self.record.begin(newest)
         self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
-        self._apply(m.Start(last, newest, shape=self._sizing.largest()))
+        self._apply(m.Start(last, newest, shape, device))
 
     def _not_shared(self) -> JobError:
         what = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
         fix = "use s3://…, or a directory that the submitting machine and all nodes share"
         return JobError(Problem("checkpoint.url", what, fix))
 
-    def _take_over(self, last: int, newest: int | None, earlier: RunStatus | None) -> None:
-        """Takes over the living ranks of the last attempt; without any, starts the next attempt or
-        ends the run."""
-        events = self._ask_store(lambda: self.record.resume(newest, earlier))
-        self.machine = replace(self.machine, error=earlier.error if earlier else None)
-        finish = run_events.recorded_end(events)
-        if finish is not None:
-            self._end_is_recorded = True
+    def _take_over(self, left: m.Machine, last: int, newest: int | None) -> None:
+        """Goes on from the machine that a killed process left.
+
+        Args:
+            left: The machine.
+            last: The last attempt that was claimed.
+            newest: The newest committed step.
+        """
+        self._ask_store(lambda: self.record.resume(left, newest))
+        self.machine = left
+        steps, over = self._job.train.steps, left.phase is m.RunPhase.DONE
+        if over:
             self._end_by_name()
-        found = Takeover(last, events, [] if finish is not None else find_workers(self._request.cluster_name))
-        if found.workers and found.is_over_without_all_ranks(newest, self._job.train.steps):
+        seated, others = self._find_workers(last, left)
+        complete = newest is not None and newest >= steps
+        if seated and complete and len(seated) < self._placement.world:
             self._end_by_name()
-            found = Takeover(last, events, [])
-        shape = found.shape(self._sizing)
-        self._sizing.resume(shape)
-        self._placement.world = shape.world
+            seated, others = [], []
+        self._sizing.resume(left.shape)
         self._placement.take_over()
         self._workers.relays.take_over()
-        self._adopt_standbys(found.others)
-        if found.needs_commits():
-            self._ask_store(lambda: self.record.recover_from_commits(events))
-        if not found.workers:
-            if finish is None:
-                message = "the controller restarted; no rank was left"
-                self.record.event(Event("controller_restarted", message, attempt=last))
-                finish = found.finish_without_ranks(newest, self._job.train.steps, self.record.step)
-            history = found.history
-            self._apply(m.Start(last, newest, interrupted=True, history=history, shape=shape, finish=finish))
-            return
-        self.machine = replace(self.machine, shape=shape)
-        attempt = self._new_attempt(last)
-        attempt.adopt(found.workers, found.seated, self.record.step)
-        self._attempt = attempt
-        self.intake.start_attempt(last)
-        self.record.event(run_events.adoption_event(last, attempt.ranks))
-        self._start_watch(attempt)
-        self._apply(m.Start(last, newest, adopted=True, history=found.history, shape=shape))
-        if found.stop is not None:
-            self._apply(m.StopAsked(found.stop.save_before_stop))
+        self._adopt_standbys(others)
+        ranks = {status.seat.rank for _, status in seated if status.seat is not None}
+        if COMMITTING_RANK not in ranks or left.phase is m.RunPhase.ENDING:  # it reports steps and commits no more
+            self._ask_store(self.record.recover_from_commits)
+        if seated:
+            attempt = self._new_attempt(last)
+            attempt.adopt(seated, self.record.status().ranks, self.record.step)
+            self._attempt = attempt
+            self.intake.start_attempt(last)
+            self.record.event(run_events.adoption_event(last, attempt.ranks))
+            self._start_watch(attempt)
+        elif not over:
+            message = "the controller restarted; no rank was left"
+            self.record.event(Event("controller_restarted", message, attempt=last))
+        self._apply(m.TakenOver(last, newest, bool(seated), complete, self.record.step))
+
+    def _find_workers(self, last: int, left: m.Machine) -> tuple[list[Found], list[Found]]:
+        """Returns the living workers that have a seat in the last attempt, unless that is over, and
+        the others."""
+        found = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
+        over = left.attempt_is_over and left.attempt == last
+        seated = [one for one in found if (seat := one[1].seat) is not None and seat.attempt == last and not over]
+        return seated, [one for one in found if one not in seated]
+
+    def _refuse(self, error: MachineError) -> None:
+        """Says why a run cannot be led on, and what is known of it. Leaves its ranks alone: they
+        save and end by themselves after a while."""
+        log.error("the run is not taken over: %s", error)
+        run, alive, place, last = self._request.run, "", None, 0
+        with contextlib.suppress(Exception):
+            alive = f"{len(find_workers(self._request.cluster_name))} processes are left alone"
+            last = newest_attempt(self._store, run)
+            checkpoints = list_checkpoints(self._store, run)
+            if checkpoints:
+                place = f"{self._store.url.rstrip('/')}/{step_folder(run, checkpoints[-1].step)}"
+        known = f"attempt {last}, newest checkpoint {place or 'none'}, {alive}; they save and end in"
+        reason = f"not taken over: {error}\nknown: {known} {self._job.recovery.orphan_timeout_s:g} s"
+        self.record.event(Event("takeover_refused", reason, attempt=last))
+        self.record.close()
+        self.outcome = RunEnd(run, RunState.FAILED, error.exit_code, 0, place, reason, last)
 
     def _adopt_standbys(self, others: list[Found]) -> None:
         """Keeps one standby per node; ends the other workers without a seat, which would hold
@@ -242,28 +260,18 @@ class Leader:
     def _process_reports(self, wait_s: float) -> None:
         for found in self._reports.process(self._attempt, wait_s):
             match found:
-                case StepDone():
-                    self._workers.start_standbys()  # not before the first step: starting ranks need the processors
-                    if self._sizing.is_full_size(self.machine):
-                        self._placement.hold_spares()
-                case Preempted():
-                    deadline = time.monotonic() + LAST_SAVE_S
-                    self._preemption.add(found.rank, "it received SIGTERM", deadline, self.machine.committed_step)
-                    self.intake.save_wanted = True
                 case m.Committed():
                     self._apply(found)
                 case Requests():
-                    self._process_stop(found)
-
-    def _process_stop(self, requests: Requests) -> None:
-        if not self.machine.stop:
-            self.record.event(run_events.stop_event(requests, self.machine.attempt))
-            self.record.flush()  # before the ranks obey: a restarted controller must know why they ended
-        self._apply(m.StopAsked(requests.save_before_stop))
+                    if not self.machine.stop:
+                        self.record.event(run_events.stop_event(found, self.machine.attempt))
+                    self._apply(m.StopAsked(found.save_before_stop))
 
     def _process_event(self, event: m.MachineEvent) -> None:
         attempt = self._attempt
         if isinstance(event, m.RankFailed):
+            if event.failure.rank in {one.rank for one in self.machine.failures if one.rank >= 0}:
+                return  # the ranks of a taken over attempt tell again how they ended
             self.record.event(run_events.failure_event(event.failure, self.machine.attempt))
         elif isinstance(event, m.Seated) and attempt is not None:
             for seated in run_events.seat_events(attempt.ranks, attempt.number):
@@ -274,7 +282,7 @@ class Leader:
                 lost = {one.rank for one in self.machine.failures if one.kind.traits.node_lost}
                 self._placement.lost_nodes.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
-            self._reports.watch = None
+            self._reports.watch = self._reports.preempted = None
             self.intake.end_attempt()
             if self._preemption.reset():
                 self._workers.empty_bundles()
@@ -286,64 +294,29 @@ class Leader:
         """Whether ranks are training."""
         return self.machine.phase is m.RunPhase.RUNNING
 
-    # Watching the attempt -------------------------------------------------------------------------
-
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
-        self._listened_at = now = time.monotonic()
-        self._reports.watch = HangWatch(attempt.ranks, timeout_s, now, rank_of_stage)
-
-    def _notice_pause(self) -> None:
-        """Leaves a time in which this thread took no reports out of the watch for hangs: everything
-        was paused, or this process, or it waited for the store."""
-        now = time.monotonic()
-        gap_s, self._listened_at = now - self._listened_at, now
-        if self._reports.watch is not None and gap_s > _PAUSED_S:
-            log.warning("took no reports for %.1f s, which do not count as a hang", gap_s)
-            self._reports.watch.skip(gap_s, now)
-
-    def _check_hang(self, attempt: Attempt) -> None:
-        now = time.monotonic()
-        if now - self._listened_at > _PAUSED_S:
-            return  # paused within this turn: the next one notices it first
-        stall = self._reports.watch.stalled(now) if self._reports.watch is not None else None
-        if stall is None or not self.training:
-            return
-        self._reports.watch = None
-        for rank, text in collect_stacks(attempt.ranks, self._workers, stall.rank or 0).items():
-            self.record.event(run_events.stack_event(attempt.ranks[rank], text, attempt.number))
-        failure = attempt.ranks[stall.rank or 0].failure(FailureKind.HUNG, stall.cause, stall.details)
-        if stall.rank is None:
-            failure = replace(failure, rank=-1, label="", node="", pid=0)
-        self._process_event(m.RankFailed(failure))
-
-    def _check_preemption(self, attempt: Attempt) -> None:
-        """Asks for a last checkpoint when a rank is preempted, then ends the attempt, without
-        counting it as failed."""
-        now = time.monotonic()
-        notice = self._preemption.check_nodes(attempt.ranks, now)
-        if notice is not None:
-            rank, why, left_s = notice
-            self.record.event(run_events.preemption_event(rank, why, attempt.number))
-            self._preemption.add(rank, why, now + left_s, self.machine.committed_step)
-            self.intake.save_wanted = True
-        failure = self._preemption.due_failure(now, self.machine.committed_step)
-        if failure is not None and self.training:
-            self._process_event(m.RankFailed(failure))
+        self._reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
 
     # Carrying out commands ------------------------------------------------------------------------
 
     def _apply(self, event: m.MachineEvent) -> None:
-        self.machine, commands = m.step(self.machine, event)
+        self.machine, commands = m.step(self.machine, event, self._policy)
+        if not isinstance(event, m.Committed):  # the store knows its commits
+            self.record.machine(self.machine)
         for command in commands:
+            # A successor must know why the ranks stop; and once they are gone, their last reports
+            # exist nowhere else.
+            if isinstance(command, m.SendRequests) or (isinstance(command, m.EndAttempt) and not command.keep):
+                self.record.flush()
+            if self.record.machines.overtaken:
+                return
             match command:
                 case m.Launch():
                     self._launch_now = True
                 case m.EndAttempt():
                     assert self._attempt is not None
-                    if not command.keep:
-                        self.record.flush()  # once the ranks are gone, their last reports exist nowhere else
                     suspects = {one.rank for one in self.machine.failures if one.kind.traits.ends_process}
                     self._attempt.end(command.keep, suspects)
                 case m.SendRequests():
@@ -357,6 +330,10 @@ class Leader:
                     self._finish(command)
 
     def _launch(self) -> None:
+        self.record.flush()
+        self._ask_store(self.record.machines.write)  # what has led to an attempt is known before it is there
+        if self.record.machines.overtaken:
+            return
         number = self._ask_store(lambda: claim_next_attempt(self._store, self._request.run))
         self._apply(m.Claimed(number))
         self._sizing.prepare(self.machine, self._placement, self._workers)
@@ -374,13 +351,14 @@ class Leader:
     # The end --------------------------------------------------------------------------------------
 
     def _finish(self, finish: m.Finish) -> None:
-        """Ends the run in an order that stays clear wherever this process is killed: the event and
-        all records, then the processes, then the object that says how it ended and that nothing of
-        it is left."""
+        """Ends the run in an order that stays clear wherever this process is killed: all records,
+        then the processes, then the object that says how it ended and that nothing of it is
+        left."""
         state, record, run = finish.state, self.record, self._request.run
-        if not self._end_is_recorded:
-            record.event(run_events.end_event(finish, self.machine.attempt, record.step))
-            record.flush()
+        record.event(run_events.end_event(finish, self.machine.attempt, record.step))
+        record.flush()
+        if record.machines.overtaken:
+            return
         self._end_processes()
         record.end_trackers(state)
         # Ranks that end normally remove those on their nodes; a mesh that shrank has left others.
@@ -394,7 +372,6 @@ class Leader:
             with contextlib.suppress(RayppError):  # without its store, the run's commands say that it is lost
                 end = write_end(self._store, end, self._number)
         record.update_status(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
-        self._gauges.status(record.status(), self.machine.committed_step)
         record.close()
         self.outcome = end
 
@@ -417,15 +394,3 @@ class Leader:
         """Ends all processes that carry this run's name, and releases its devices."""
         end_workers(self._request.cluster_name)
         remove_groups_of(self._request.cluster_name)
-
-
-def start_thread(leader: Leader, afterwards: Callable[[], None]) -> threading.Thread:
-    """Runs a leader in its own thread, and calls `afterwards` there at its end."""
-
-    def both() -> None:
-        leader.run()
-        afterwards()
-
-    thread = threading.Thread(target=both, name="raypp-controller", daemon=True)
-    thread.start()
-    return thread

@@ -1,12 +1,13 @@
 """The state machine of a run, pure: `step(machine, event) -> (machine, commands)`.
 
 It decides; `leader.py` carries out. Whatever the order of events, at most one attempt is alive,
-nothing starts after the end, and every run ends.
+nothing starts after the end, and every run ends. The machine is plain data that `machine_log.py`
+keeps in the store, so that the next controller process goes on from it (`TakenOver`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from raypp.mesh.shapes import Shape
 from raypp.records import RankFailure, Requests, RunState
 from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import AttemptEnd, GiveUp, Policy, describe, root_cause
+from raypp.untrusted.documents import Count
 
 
 class RunPhase(StrEnum):
@@ -37,7 +39,6 @@ class Machine:
     """Everything a decision depends on.
 
     Attributes:
-        policy: Decides whether the run continues after an attempt failed.
         state: What users see.
         phase: What the run does; an attempt is alive in LAUNCHING, RUNNING and ENDING.
         attempt: Number of the current or last attempt.
@@ -47,23 +48,22 @@ class Machine:
         saves: And to save before.
         saving_again: The save before the stop failed; attempts are started only to repeat it.
         history: How attempts failed, oldest first.
-        failures: Of the current attempt.
+        failures: Of the current attempt, without their details; of those that only lost a peer at
+            most the first.
         finish: How the run ends after the current attempt, when that is decided already.
         error: The last failure, as text.
         shape: The mesh of the current or next attempt; None: that of the job.
         reshaping: The current attempt ends, or is asked to, so that the next has another mesh.
         grown_at: Newest commit when the mesh last grew.
         grows_from: The mesh of the attempt that is to save and end for a larger one.
-        adopted: An earlier controller process started the current attempt, and may have asked it to
-            end for a larger mesh.
+        device: What the ranks run on, cpu or cuda; chosen once.
     """
 
-    policy: Policy = field(default_factory=DefaultPolicy)
     state: RunState = RunState.PENDING
     phase: RunPhase = RunPhase.IDLE
-    attempt: int = 0
-    restarts: int = 0
-    committed_step: int | None = None
+    attempt: Count = 0
+    restarts: Count = 0
+    committed_step: Count | None = None
     stop: bool = False
     saves: bool = False
     saving_again: bool = False
@@ -73,9 +73,14 @@ class Machine:
     error: str | None = None
     shape: Shape | None = None
     reshaping: bool = False
-    grown_at: int | None = None
+    grown_at: Count | None = None
     grows_from: Shape | None = None
-    adopted: bool = False
+    device: str = ""
+
+    @property
+    def attempt_is_over(self) -> bool:
+        """Whether the current attempt has failed, and all that is left of it are processes."""
+        return bool(self.history) and self.history[-1].attempt == self.attempt
 
 
 # Events -------------------------------------------------------------------------------------------
@@ -83,22 +88,32 @@ class Machine:
 
 @dataclass(frozen=True)
 class Start:
-    """The controller is up. `attempt` is the number of the last attempt that an earlier controller
-    process started."""
+    """The run was submitted. `attempt` is the number of its last attempt, of earlier
+    submissions."""
 
     attempt: int = 0
     committed_step: int | None = None
-    interrupted: bool = False
-    """The controller was killed and no rank is left: the next attempt is a restart."""
-    adopted: bool = False
-    """The controller was killed and its attempt is still running: the run continues without a
-    restart."""
-    history: tuple[AttemptEnd, ...] = ()
-    """How attempts failed under earlier controller processes."""
     shape: Shape | None = None
-    """The mesh of the last attempt; None: that of the job."""
-    finish: Finish | None = None
-    """The run is over, and no rank is left."""
+    device: str = ""
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """The controller was killed, and another process has read its machine.
+
+    Attributes:
+        attempt: The last attempt that was claimed.
+        committed_step: The newest commit.
+        alive: Ranks of that attempt are left.
+        complete: The run's last step is committed.
+        step: The last step that is known to be done.
+    """
+
+    attempt: int
+    committed_step: int | None = None
+    alive: bool = False
+    complete: bool = False
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +186,7 @@ class StopAsked:
 
 MachineEvent: TypeAlias = (
     Start
+    | TakenOver
     | Claimed
     | Seated
     | Committed
@@ -227,18 +243,28 @@ Step: TypeAlias = tuple[Machine, tuple[Command, ...]]
 
 _SAVE_AND_STOP = SendRequests(Requests(stop=True, save_before_stop=True))
 _ALIVE = (RunPhase.LAUNCHING, RunPhase.RUNNING, RunPhase.ENDING)
+_DEFAULT = DefaultPolicy()
 
 
-def step(machine: Machine, event: MachineEvent) -> Step:
+def step(machine: Machine, event: MachineEvent, policy: Policy = _DEFAULT) -> Step:
     """Returns the state and the commands that follow from an event. Events that come too late
-    change nothing."""
+    change nothing.
+
+    Args:
+        machine: The state.
+        event: What happened.
+        policy: Decides whether the run continues after an attempt failed.
+    """
+    if isinstance(event, TakenOver):
+        return _take_over(machine, event, policy)
     if machine.phase is RunPhase.DONE:
         return machine, ()
     match event:
         case Start() if machine.phase is RunPhase.IDLE:
-            return _start(machine, event)
+            started = replace(machine, phase=RunPhase.LAUNCHING, attempt=event.attempt, device=event.device)
+            return replace(started, committed_step=event.committed_step, shape=event.shape), (Launch(),)
         case Claimed() if machine.phase is RunPhase.LAUNCHING:
-            return replace(machine, attempt=event.attempt, adopted=False), ()
+            return replace(machine, attempt=event.attempt), ()
         case Seated() if machine.phase is RunPhase.LAUNCHING:
             state = RunState.STOPPING if machine.stop else RunState.RUNNING
             return replace(machine, phase=RunPhase.RUNNING, state=state), ()
@@ -252,12 +278,12 @@ def step(machine: Machine, event: MachineEvent) -> Step:
             return replace(machine, phase=RunPhase.ENDING, finish=finish, error=event.reason), (EndAttempt(),)
         case Reshape() if machine.finish is None and not machine.stop and not machine.reshaping:
             return _reshape(machine, event)
-        case Finished(stopped=True) if machine.phase is RunPhase.RUNNING and _continues(machine):
-            return replace(machine, phase=RunPhase.ENDING, state=RunState.RECOVERING, reshaping=True), (EndAttempt(),)
+        case Finished(stopped=True) if machine.phase is RunPhase.RUNNING and machine.reshaping and not machine.stop:
+            return replace(machine, phase=RunPhase.ENDING, state=RunState.RECOVERING), (EndAttempt(),)
         case Finished() if machine.phase is RunPhase.RUNNING:
             return replace(machine, phase=RunPhase.ENDING, finish=_end_of_work(machine, event)), (EndAttempt(),)
         case AttemptEnded() if machine.phase is RunPhase.ENDING:
-            return _after_attempt(machine)
+            return _after_attempt(machine, policy)
         case DelayOver() if machine.phase is RunPhase.WAITING:
             return replace(machine, phase=RunPhase.LAUNCHING, restarts=machine.restarts + 1), (Launch(),)
         case StopAsked():
@@ -266,28 +292,48 @@ def step(machine: Machine, event: MachineEvent) -> Step:
             return machine, ()
 
 
-def _start(machine: Machine, event: Start) -> Step:
-    machine = replace(
-        machine,
-        attempt=event.attempt,
-        committed_step=event.committed_step,
-        history=event.history,
-        shape=event.shape,
-    )
-    if event.finish is not None:
-        return _finish(machine, event.finish)
-    if event.adopted:
-        return replace(machine, phase=RunPhase.RUNNING, state=RunState.RUNNING, adopted=True), ()
-    machine = replace(machine, phase=RunPhase.LAUNCHING)
-    if event.interrupted:
-        machine = replace(machine, state=RunState.RECOVERING, restarts=machine.restarts + 1)
-    return machine, (Launch(),)
+def _take_over(machine: Machine, event: TakenOver, policy: Policy) -> Step:
+    """Goes on from the machine of a killed process. What it had not written any more is less than a
+    second old, or happens again: ranks that failed are found to have failed."""
+    if machine.finish is not None and machine.phase is RunPhase.DONE:
+        return machine, (machine.finish,)
+    if machine.attempt != event.attempt:  # no more was written of it than that it was to start
+        machine = replace(machine, attempt=event.attempt, phase=RunPhase.LAUNCHING)
+    machine = replace(machine, committed_step=event.committed_step)
+    if event.alive:
+        return _lead_on(machine)
+    if machine.finish is not None:
+        return _finish(machine, machine.finish)
+    if event.complete:
+        return _finish(machine, Finish(RunState.SUCCEEDED))
+    if machine.phase is RunPhase.ENDING:
+        return _after_attempt(machine, policy)
+    before_ranks = machine.phase in (RunPhase.WAITING, RunPhase.LAUNCHING)
+    if machine.stop and not (machine.saving_again and before_ranks):
+        if (machine.committed_step or 0) >= event.step:
+            return _finish(machine, Finish(RunState.STOPPED))
+        reason = "no rank was left to save the last checkpoint"
+        return _finish(machine, Finish(RunState.STOPPED, reason, exit_code=1))
+    counted = machine.phase is RunPhase.LAUNCHING and machine.attempt_is_over
+    restarts = machine.restarts if counted else machine.restarts + 1
+    state = RunState.STOPPING if machine.stop else RunState.RECOVERING
+    machine = replace(machine, reshaping=False, grows_from=None)
+    return replace(machine, phase=RunPhase.LAUNCHING, state=state, restarts=restarts), (Launch(),)
 
 
-def _continues(machine: Machine) -> bool:
-    """Returns whether ranks that stopped did so for the next attempt. The operator's stop request
-    is always known: it is recorded as an event."""
-    return not machine.stop and (machine.reshaping or machine.adopted)
+def _lead_on(machine: Machine) -> Step:
+    """Repeats what the killed process may not have told the ranks any more."""
+    if machine.phase is RunPhase.ENDING:
+        return machine, (EndAttempt(_keeps_processes(machine)),)
+    state = RunState.STOPPING if machine.stop else RunState.RUNNING
+    machine = replace(machine, phase=RunPhase.RUNNING, state=state)
+    return machine, (_SAVE_AND_STOP,) if machine.stop or machine.reshaping else ()
+
+
+def _keeps_processes(machine: Machine) -> bool:
+    """Returns whether another attempt may follow whose ranks need no new processes: a process of
+    one mesh cannot take part in another."""
+    return machine.finish is None and not machine.stop and not machine.reshaping
 
 
 def _end_of_work(machine: Machine, event: Finished) -> Finish:
@@ -330,16 +376,17 @@ def _reshape(machine: Machine, event: Reshape) -> Step:
 def _failed(machine: Machine, failure: RankFailure) -> Step:
     if machine.finish is not None:
         return machine, ()
-    failures = (*machine.failures, failure)
+    failures = machine.failures
+    if not (failures and failure.kind.traits.witness):
+        failures = (*failures, replace(failure, details=""))
     state = RunState.STOPPING if machine.stop else RunState.RECOVERING
     machine = replace(machine, failures=failures, state=state, error=describe(root_cause(failures)))
     if machine.phase is RunPhase.ENDING:
         return machine, ()
-    keep = not machine.stop and not machine.reshaping  # a process of one mesh cannot take part in another
-    return replace(machine, phase=RunPhase.ENDING), (EndAttempt(keep),)
+    return replace(machine, phase=RunPhase.ENDING), (EndAttempt(_keeps_processes(machine)),)
 
 
-def _after_attempt(machine: Machine) -> Step:
+def _after_attempt(machine: Machine, policy: Policy) -> Step:
     """Decides what follows when the attempt has ended."""
     reshaping, before = machine.reshaping, machine.grows_from
     machine = replace(machine, reshaping=False, grows_from=None)
@@ -356,7 +403,7 @@ def _after_attempt(machine: Machine) -> Step:
     if machine.stop and not (machine.saves and (machine.saving_again or save_may_help(machine))):
         reason = f"a rank failed before the last checkpoint: {machine.error}"
         return _finish(machine, Finish(RunState.STOPPED, reason, exit_code=int(machine.saves)))
-    decision = machine.policy.decide(machine.history)
+    decision = policy.decide(machine.history)
     if isinstance(decision, GiveUp):
         finish = Finish(RunState.FAILED, decision.reason, decision.exit_code)
         if machine.stop:

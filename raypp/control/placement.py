@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, count_places
-from raypp.records import Event
+from raypp.records import Event, EventKind
 from raypp.spec.job import Job
 
 _NODE_LABEL = "ray.io/node-id"
@@ -45,7 +45,7 @@ class SpareDevices:
     _checked_at: float = 0.0
     _held: bool = False
     _reported_missing: bool = False
-    _events: list[tuple[str, str]] = field(default_factory=list)
+    _events: list[tuple[EventKind, str]] = field(default_factory=list)
 
     def take_over(self) -> None:
         """Takes over the group that an earlier controller process made."""
@@ -82,7 +82,7 @@ class SpareDevices:
                 self._events.append(("spares_missing", f"no room for {what}; the run continues without spares"))
         self._held = placed
 
-    def take_events(self) -> list[tuple[str, str]]:
+    def take_events(self) -> list[tuple[EventKind, str]]:
         """Returns the events since the last call, each as kind and message."""
         events, self._events = self._events, []
         return events
@@ -231,16 +231,10 @@ class Placement:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
 
 
-def choose_device(job: Job, chosen: str | None, record_event: Callable[[Event], None]) -> str:
-    """Returns the device of a job's ranks: with `auto`, cuda when the cluster has enough GPUs.
-
-    Args:
-        chosen: The choice of an earlier controller process; it stands.
-    """
+def choose_device(job: Job, record_event: Callable[[Event], None]) -> str:
+    """Returns the device of a job's ranks: with `auto`, cuda when the cluster has enough GPUs."""
     if job.resources.device != "auto":
         return job.resources.device
-    if chosen is not None:
-        return chosen
     gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
     elastic = job.recovery.elastic_options
     device = "cuda" if gpus >= (elastic.min_ranks if elastic else job.mesh.world) else "cpu"

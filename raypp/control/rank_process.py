@@ -1,4 +1,5 @@
-"""Sets up a worker process for a seat: environment, logging, process title, SIGTERM."""
+"""A worker process: where it runs, which device it has, and its set-up for a seat (environment,
+logging, process title, SIGTERM)."""
 
 from __future__ import annotations
 
@@ -7,15 +8,24 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import ray
+
+from raypp.control import process_evidence
+from raypp.control.protocol import WorkerInfo
 from raypp.environment import NCCL_OF_TORCH
-from raypp.records import Seat
+from raypp.errors import Problem, ResourcesError
+from raypp.ports import free_port
+from raypp.records import NodeFacts, Seat
+from raypp.train.network import interface_with
 
 log = logging.getLogger("raypp")
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def set_seat_environment(seat: Seat) -> None:
@@ -79,3 +89,77 @@ def on_sigterm(save: Callable[[], bool]) -> None:
         signal.signal(signal.SIGTERM, handle)
     except ValueError:  # not in the main thread: Ray's own handler stays
         log.warning("rank processes end at once on SIGTERM here")
+
+
+def worker_info() -> WorkerInfo:
+    """Returns where this actor's process runs, and a port of its node that is free now."""
+    context = ray.get_runtime_context()
+    ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    devices = context.get_accelerator_ids().get("GPU", [])
+    facts = NodeFacts(
+        node_id=context.get_node_id(),
+        ip=ip,
+        hostname=socket.gethostname(),
+        pid=os.getpid(),
+        interface=interface_with(ip).name,
+        device_index=device_position(str(devices[0]), os.environ.get(_VARIABLE)) if devices else 0,
+    )
+    return WorkerInfo(facts, free_port(ip), process_evidence.log_path(), process_evidence.oom_kills())
+
+
+def device_position(assigned: str, visible: str | None) -> int:
+    """Returns the index by which this process names a device: `cuda:INDEX`.
+
+    Ray assigns devices by the entries of the raylet's CUDA_VISIBLE_DEVICES, and CUDA counts the
+    devices of that list from 0.
+
+    Args:
+        assigned: Ray's id of the device: an index of the machine, or a UUID (`GPU-…`, `MIG-…`).
+        visible: CUDA_VISIBLE_DEVICES of this process; None if it is not set.
+
+    Raises:
+        ResourcesError: The process cannot see the device.
+    """
+    assigned = assigned.strip()
+    if visible is None:
+        if assigned.isdecimal():
+            return int(assigned)
+        raise _refused(f"Ray assigned device {assigned!r}, but {_VARIABLE} is not set", "list the devices in it")
+    entries = [entry.strip() for entry in visible.split(",")]
+    told = f"{_VARIABLE}={visible!r}"
+    if entries == [""]:
+        raise _refused(f"{_VARIABLE} is empty, so no device is visible", "unset it, or list devices in it")
+    repeated = next((entry for entry in entries if entries.count(entry) > 1), None)
+    if repeated is not None:
+        raise _refused(f"{told} names {repeated} twice, so CUDA shows no device", "name every device once")
+    ended = next((index for index, entry in enumerate(entries) if not _valid(entry, entries[0])), len(entries))
+    found = [index for index, entry in enumerate(entries) if _same(entry, assigned)]
+    if not found:
+        what = f"Ray assigned device {assigned}, which {told} does not contain"
+        raise _refused(what, "set the same list for Ray and the job")
+    if found[0] >= ended:
+        what = f"CUDA ignores {told} from {entries[ended]!r} on, and with it device {assigned}, which Ray assigned"
+        raise _refused(what, "list indices only, or UUIDs of one kind only (GPU- or MIG-)")
+    if found[0] and assigned.startswith("MIG-"):
+        what = f"CUDA shows a process only the first MIG instance of {told}, and Ray assigned {assigned}"
+        raise _refused(what, "list one MIG instance; NCCL cannot join several instances of one GPU")
+    return found[0]
+
+
+def _valid(entry: str, first: str) -> bool:
+    """Whether CUDA reads on at this entry: the kind of the first one decides."""
+    for kind in ("GPU-", "MIG-"):
+        if first.startswith(kind):
+            return entry.startswith(kind)
+    return entry.isdecimal()
+
+
+def _same(entry: str, assigned: str) -> bool:
+    """Whether two ids name one device. A UUID may be shortened to a prefix."""
+    if entry.isdecimal() or assigned.isdecimal():
+        return entry.isdecimal() and assigned.isdecimal() and int(entry) == int(assigned)
+    return bool(entry) and (entry.startswith(assigned) or assigned.startswith(entry))
+
+
+def _refused(what: str, fix: str) -> ResourcesError:
+    return ResourcesError(Problem("resources.device", what, f"{fix} (in the environment of `ray start`)"))

@@ -1,5 +1,5 @@
-"""Records of a run: events, steps, logs and status for the store, and lines of text for
-`submit`."""
+"""Records of a run: events, steps, logs and status for the store, lines of text for `submit`, and
+Ray metrics."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from ray.util.metrics import Gauge
+
 from raypp.checkpoint.commit import list_checkpoints, read_commit, read_extra
 from raypp.checkpoint.layout import step_folder
 from raypp.control import run_events
 from raypp.control.credentials import scrubbed
 from raypp.control.machine import Machine
+from raypp.control.machine_log import MachineLog
 from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, RayppError
+from raypp.observe import quantities as names
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RankStatus, RunStatus
+from raypp.observe.status import ENDED, RankStatus, RunStatus
 from raypp.observe.tracking import Trackers
-from raypp.records import Event, RunState, StepReport
+from raypp.records import END_EVENTS, Event, RunState, StepReport
 from raypp.spec.job import Job, MeshSection
 from raypp.storage import ObjectStore, StoreError
 
@@ -35,20 +39,20 @@ class RunRecord:
 
     Args:
         writer: The recorder's name; no other running writer has it.
-        submission: The Ray job that the run was submitted as; empty if unknown.
     """
 
-    def __init__(self, store: ObjectStore, job: Job, writer: str, submission: str = "") -> None:
+    def __init__(self, store: ObjectStore, job: Job, writer: str) -> None:
         self._store = store
         self._job = job
-        self._submission = submission
-        self._recorder = RunRecorder(store, job.name, writer)
+        self.machines = MachineLog(store, job.name, writer)
+        """What the controller has decided; `machine` adds to it."""
+        self._gauges = RunGauges(job.name)
+        self._recorder = RunRecorder(store, job.name, writer, before_status=self.machines.write)
         self._trackers = Trackers(job, self._of_tracker)
         self._lines: list[str] = []
         self._dropped = 0
         self._changed = threading.Condition()
         self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=_sizes(job.mesh))
-        self._restarts_before = 0
         self._known: dict[tuple[Any, ...], None] = {}
         self._newest = (0, 0)
         """Attempt and step of the report that the status is from."""
@@ -68,29 +72,10 @@ class RunRecord:
         """The last finished step; after a resume, the step it starts from."""
         return self._status.step
 
-    def earlier_status(self) -> RunStatus | None:
-        """Returns the last status that an earlier controller process wrote.
-
-        None if it is damaged: events and history say the same. None also if it is how another
-        submission ended: the event of an end is written before the status.
-        """
-        try:
-            status = RunReader(self._store, self._job.name).run_status()
-            final = self._submission and status is not None and status.state.final
-            return None if final and run_events.recorded_end(self.earlier_events()) is None else status
-        except StoreError:
-            raise
-        except RayppError as error:
-            self._say(f"the run's last status cannot be read: {error}")
-            return None
-
-    def is_begun(self) -> bool:
-        """Returns whether an earlier controller process recorded this submission."""
-        return run_events.is_begun(RunReader(self._store, self._job.name).events(), self._submission)
-
-    def earlier_events(self) -> list[Event]:
-        """Returns the events that earlier controller processes wrote; see `own_events`."""
-        return run_events.own_events(RunReader(self._store, self._job.name).events(), self._submission)
+    def machine(self, machine: Machine) -> None:
+        """Records what was decided, to be written soon, after the events so far."""
+        self.machines.put(machine)
+        self._recorder.write_soon()
 
     def begin(self, committed_step: int | None) -> None:
         """Sets the status of a submitted run before its first attempt."""
@@ -99,7 +84,7 @@ class RunRecord:
         )
         self._recorder.status(self._status)
 
-    def resume(self, committed_step: int | None, earlier: RunStatus | None) -> list[Event]:
+    def resume(self, machine: Machine, committed_step: int | None) -> None:
         """Continues the records of an earlier controller process, which was killed.
 
         Ranks report again what may not have been written, so all that is written counts as known.
@@ -108,18 +93,15 @@ class RunRecord:
         changes anything.
 
         Args:
-            earlier: The last status of that process.
-
-        Returns:
-            The events recorded so far; see `own_events`.
+            machine: That of the earlier process.
+            committed_step: The newest commit.
         """
         reader = RunReader(self._store, self._job.name)
-        events, reports = list(reader.events()), reader.reports()
+        events, reports, earlier = reader.events(), reader.reports(), self._earlier_status(reader, machine)
         for key in [*map(_key, events), *((report.step, report.attempt) for report in reports)]:
             self._is_new(key)
         if earlier is not None:
             self._status = dataclasses.replace(earlier, steps=self._job.train.steps)
-            self._restarts_before = earlier.restarts
         if reports:
             last = reports[-1]
             self._newest = (last.attempt, last.step)
@@ -129,16 +111,23 @@ class RunRecord:
             self._status, step=max(self._status.step, committed_step or 0), checkpoint=self._url_of(committed_step)
         )
         self._recorder.status(self._status)
-        return run_events.own_events(events, self._submission)
 
-    def recover_from_commits(self, events: Sequence[Event]) -> None:
+    def _earlier_status(self, reader: RunReader, machine: Machine) -> RunStatus | None:
+        """Returns the last status that was written; None if it is damaged, or another submission's
+        end."""
+        try:
+            status = reader.run_status()
+        except StoreError:
+            raise
+        except RayppError as error:
+            self._say(f"the run's last status cannot be read: {error}")
+            return None
+        ended = status is not None and status.state.final and not machine.state.final
+        return None if ended else status
+
+    def recover_from_commits(self) -> None:
         """Records commits and steps known only from checkpoints, if rank 0, which would report
-        them, is gone.
-
-        Args:
-            events: Those recorded so far.
-        """
-        known = {(event.attempt, event.step) for event in events if event.kind == "committed"}
+        them, is gone."""
         recent: Sequence[StepReport] = ()
         for checkpoint in list_checkpoints(self._store, self._job.name):
             try:
@@ -146,8 +135,7 @@ class RunRecord:
                 recent = read_extra(commit.extra, checkpoint.key).recent_steps
             except CheckpointError:  # reported when it is loaded
                 continue
-            if (commit.attempt, commit.step) not in known:
-                self.event(run_events.commit_event(commit))
+            self.event(run_events.commit_event(commit))
         for report in recent:  # the newest has the reports of the last steps before it
             self.add_step(report)
 
@@ -179,6 +167,7 @@ class RunRecord:
         if newest:
             self._newest = place
             self._set_step(report)
+            self._gauges.step(report)
         if self._is_new((report.step, report.attempt)):
             self._recorder.step(report)
             if newest:  # an older step, reported again, would look like a return to it
@@ -193,7 +182,6 @@ class RunRecord:
         """Records an event, once."""
         if not self._is_new(_key(event)):
             return
-        event = run_events.with_submission(event, self._submission)
         self._recorder.event(event)
         self._trackers.event(event)
         self._say(f"{event.kind}: {event.message}")
@@ -219,12 +207,13 @@ class RunRecord:
             self._status,
             state=state or machine.state,
             attempt=machine.attempt,
-            restarts=self._restarts_before + machine.restarts,
+            restarts=machine.restarts,
             checkpoint=self._url_of(machine.committed_step),
             ranks=shown,
             error=error or machine.error,
         )
         self._recorder.status(self._status)
+        self._gauges.status(self._status, machine.committed_step)
 
     def end_trackers(self, state: RunState) -> None:
         """Ends the trackers, which may take some seconds."""
@@ -283,6 +272,41 @@ class RunRecord:
         return None if step is None else f"{self._store.url.rstrip('/')}/{step_folder(self._job.name, step)}"
 
 
+class RunGauges:
+    """The gauges of one run. Ray exports them on each node's metrics port with the prefix
+    `ray_`."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._parts: set[str] = set()
+        self._gauges = {metric.name: Gauge(metric.name, metric.help, metric.tags) for metric in names.METRICS}
+
+    def step(self, report: StepReport) -> None:
+        """Sets the gauges of a step."""
+        for one in names.QUANTITIES:
+            if one.gauge is not None:
+                self._set(one.gauge, getattr(report, one.name))
+        for one in names.EXTRAS:
+            if one.gauge is not None and one.name in report.extras:
+                self._set(one.gauge, report.extras[one.name])
+        self._parts |= report.parts_s.keys()
+        for part in self._parts:  # a part that this step lacks, such as a save, took no time
+            self._set(names.STEP_PART_SECONDS, report.parts_s.get(part, 0.0), part=part)
+
+    def status(self, status: RunStatus, committed_step: int | None) -> None:
+        """Sets the gauges of the run's status."""
+        self._set(names.STEPS, status.steps)
+        self._set(names.ATTEMPT, status.attempt)
+        self._set(names.RESTARTS, status.restarts)
+        self._set(names.CHECKPOINT_STEP, committed_step or 0)
+        self._set(names.RANKS_ALIVE, sum(rank.state not in ENDED for rank in status.ranks))
+        for state in RunState:
+            self._set(names.STATE, float(state is status.state), state=str(state))
+
+    def _set(self, metric: names.Metric, value: float, **tags: str) -> None:
+        self._gauges[metric.name].set(value, tags={"run": self._run, **tags})
+
+
 def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[RankStatus, ...]:
     """Returns the status of each rank. Reuses unchanged objects: every turn asks for up to
     thousands of ranks."""
@@ -300,6 +324,8 @@ def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[R
 def _key(event: Event) -> tuple[Any, ...]:
     if event.kind == "committed":  # an attempt commits a step once, but two sources may report it
         return (event.kind, event.attempt, event.step)
+    if event.kind in END_EVENTS.values():  # the controller may have been killed before anything else of the end
+        return (event.kind, event.attempt, event.message)
     return (event.time, event.kind, event.message, event.rank)
 
 

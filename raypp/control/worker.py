@@ -24,9 +24,8 @@ from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.process_log import say, say_exception
 from raypp.control.protocol import RankEnd, WorkerInfo, WorkerStatus
-from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment
+from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment, worker_info
 from raypp.control.report.reporter import ControllerReporter, LogTail
-from raypp.control.worker_info import worker_info
 from raypp.environment import check_node
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankFailure, RankResult, Reporter, Seat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from raypp.errors import in_words
@@ -41,6 +42,8 @@ class RunRecorder:
             else 2.
         part_bytes: Size from which on a part is full.
         log_memory_bytes: Largest size of unwritten log lines in memory.
+        before_status: Called in each round of writes before the status is written, and again if it
+            raises.
     """
 
     def __init__(
@@ -52,11 +55,13 @@ class RunRecorder:
         interval_s: float | None = None,
         part_bytes: int = PART_BYTES,
         log_memory_bytes: int = LOG_MEMORY_BYTES,
+        before_status: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._run = run
         self._interval_s = interval_s if interval_s is not None else store_kind(store.url).record_interval_s
         self._log_memory_bytes = log_memory_bytes
+        self._before_status = before_status
         self._steps = PartWriter(store, f"{run}/history", writer, part_bytes)
         self._events = PartWriter(store, f"{run}/events", writer, part_bytes)
         self._logs = PartWriter(store, f"{run}/logs", writer, part_bytes, _dropped_line)
@@ -98,7 +103,7 @@ class RunRecorder:
         """Records an event, which is written soon."""
         self._events.add(event_line(event))
         self._count()
-        self._write_soon()
+        self.write_soon()
 
     def log(self, line: LogLine) -> None:
         """Records a log line; drops the oldest unwritten lines if they exceed their memory."""
@@ -114,7 +119,7 @@ class RunRecorder:
             new_state = self._status is None or self._status.state != status.state
             self._status = status
         if new_state:
-            self._write_soon()
+            self.write_soon()
 
     def flush(self, timeout_s: float | None = 30.0) -> bool:
         """Writes everything recorded so far.
@@ -161,7 +166,8 @@ class RunRecorder:
         with self._changed:
             self._taken += 1
 
-    def _write_soon(self) -> None:
+    def write_soon(self) -> None:
+        """Lets the next round of writes begin within a tenth of a second."""
         with self._changed:
             self._urgent = True
             self._changed.notify_all()
@@ -200,6 +206,7 @@ class RunRecorder:
             self._steps.write()
             self._events.write()
             self._logs.write()
+            self._before_status()
             self._write_status(at_once=everything)
         except Exception as error:  # noqa: BLE001  training must continue whatever the store does; it is retried
             return in_words(error)

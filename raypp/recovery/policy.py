@@ -56,7 +56,7 @@ class Policy(Protocol):
     same history.
 
     A policy is a value. The controller may restart at any time, and then decides by the history
-    that it reads back from the run's events. tests/unit/recovery/test_policies.py holds the
+    that it reads back from the store. tests/unit/recovery/test_policies.py holds the
     contract of every policy.
     """
 

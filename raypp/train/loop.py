@@ -11,7 +11,7 @@ from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice, state_in_objects
 from raypp.memory.tier import MemoryTier
 from raypp.pipeline.agreement import StepPlan
-from raypp.records import Event, RankResult, Reporter, StepReport
+from raypp.records import Event, EventKind, RankResult, Reporter, StepReport
 from raypp.spec.job import Job
 from raypp.train.between_steps import BetweenSteps
 from raypp.train.due import Due, Place, after_step, before_step
@@ -135,7 +135,7 @@ class Training:
         reports = "[]" if self.runner.seat.rank else self.recent.json_text()
         return f'{{"data_position":{json.dumps(position)},"recent_steps":{reports}}}'
 
-    def _tell(self, kind: str, message: str, step: int, **details: Any) -> None:
+    def _tell(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
         seat = self.runner.seat
         if seat.rank == 0:
             self.reporter.event(Event(kind, message, attempt=seat.attempt, step=step, details=details))

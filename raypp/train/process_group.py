@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from raypp.errors import Problem, UnreachableError
 from raypp.parallel.rank_groups import before_join, few_ctas
-from raypp.records import Event, Seat
+from raypp.records import Event, EventKind, Seat
 from raypp.torch_private import backends_on, restart_group_names, set_operation_timeout
 from raypp.train.abort import abort_groups, cut_since
 from raypp.train.network import prepare_network
@@ -246,7 +246,7 @@ def joined(
         store = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0, timeout_s=timeout_s)
     attempt_store = PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store)
 
-    def tell_here(kind: str, message: str) -> None:
+    def tell_here(kind: EventKind, message: str) -> None:
         tell(Event(kind, message, attempt=seat.attempt, rank=seat.rank, node=seat.node))
 
     if reports := check_links(seat, chosen, attempt_store, tell=partial(tell_here, "refused_connection")):

@@ -22,7 +22,7 @@ from raypp.hf.initial_weights import LoadedFromHf, load_from_hf
 from raypp.hf.model_files import HfFiles
 from raypp.memory.restore import load_from_memory
 from raypp.memory.tier import MemoryTier
-from raypp.records import Event, Reporter, Seat
+from raypp.records import Event, EventKind, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
 from raypp.train.build import draw_weights
@@ -53,7 +53,7 @@ class Restorable:
     reporter: Reporter
     recent: RecentReports
 
-    def tell(self, kind: str, message: str, step: int, **more: Any) -> None:
+    def tell(self, kind: EventKind, message: str, step: int, **more: Any) -> None:
         """Reports an event of this attempt."""
         self.reporter.event(Event(kind, message, attempt=self.seat.attempt, step=step, **more))
 

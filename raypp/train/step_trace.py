@@ -15,7 +15,7 @@ from raypp.errors import in_words
 from raypp.observe.trace import MOST_SPANS, MOST_STEPS, RankTrace, Span
 from raypp.pipeline.action_trace import ActionTrace, Recorded
 from raypp.pipeline.device_clock import Anchor
-from raypp.records import Event, Seat
+from raypp.records import Event, EventKind, Seat
 from raypp.storage import ObjectStore
 from raypp.train.step import StepRunner, Stopwatch
 
@@ -74,6 +74,7 @@ class StepTracer:
         seat = self._runner.seat
         steps = f"{trace.steps} steps from {trace.first_step} on"
         details = {"first_step": trace.first_step, "steps": trace.steps}
+        kind: EventKind
         try:
             self._store.put(trace.key(), trace.to_bytes())
             kind, message = "traced", f"{steps}: `raypp timeline` shows them"

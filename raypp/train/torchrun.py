@@ -28,7 +28,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.observe.tracking import Trackers
-from raypp.records import Event, Requests, RunState, Seat, StepReport
+from raypp.records import END_EVENTS, Event, Requests, RunState, Seat, StepReport
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, load_job
@@ -184,7 +184,7 @@ def _run(job: Job, seat: Seat) -> int:
         raise
     if seat.rank == 0:
         state = RunState.STOPPED if result.stopped else RunState.SUCCEEDED
-        last = Event(state.lower(), f"after step {result.step}", attempt=seat.attempt, step=result.step)
+        last = Event(END_EVENTS[state], f"after step {result.step}", attempt=seat.attempt, step=result.step)
         reporter.end(last, state)
     return 0
 

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 from annotated_types import Ge, Le, Lt
-from pydantic import TypeAdapter, ValidationError
+from pydantic import GetPydanticSchema, TypeAdapter, ValidationError
 
 from raypp.errors import CheckpointError, Problem, RayppError
 from raypp.untrusted.text import visible
@@ -28,6 +28,9 @@ Time = Annotated[float, Ge(0), Lt(253_402_300_800)]
 
 Seconds = Annotated[float, Ge(0), Le(1e10)]
 """A duration, of three centuries at most."""
+
+AnyText = GetPydanticSchema(lambda _, handler: handler(str))
+"""Annotates a `Literal` of which any text is read: another raypp may write words unknown here."""
 
 _SHOWN_PROBLEMS = 3
 _LONGEST_VALUE = 60

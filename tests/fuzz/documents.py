@@ -8,7 +8,7 @@ from raypp.checkpoint.announce import read_announcement
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.tensor_file import TensorEntry, encode_header
-from raypp.control import run_events
+from raypp.control.machine import Machine
 from raypp.control.run_record import RunRecord
 from raypp.errors import CheckpointError
 from raypp.memory.files import decode_control
@@ -55,7 +55,7 @@ def json(data: bytes) -> None:
 @target(documents()[COMMIT])
 def commit(data: bytes) -> None:
     with replaced(**{COMMIT: data}) as store:
-        _record(DirectoryStore(store)).recover_from_commits([])
+        _record(DirectoryStore(store)).recover_from_commits()
         run_commands(store, [*_READ, "checkpoints list RUN", "checkpoints export RUN OUT"])
 
 
@@ -81,7 +81,7 @@ def spec(data: bytes) -> None:
 @target(documents()[STATUS])
 def status(data: bytes) -> None:
     with replaced(**{STATUS: data}) as store:
-        _record(DirectoryStore(store)).earlier_status()
+        _record(DirectoryStore(store))._earlier_status(RunReader(DirectoryStore(store), NAME), Machine())
         run_commands(store, ["status RUN", "status RUN --json", "logs RUN"])
 
 
@@ -96,14 +96,7 @@ def events(data: bytes) -> None:
     with replaced(**{EVENTS: data}) as store:
         run_commands(store, ["events RUN", "events RUN --json", "report RUN --out OUT"])
         reader = RunReader(DirectoryStore(store), NAME)
-        found = reader.events()
         reader.evaluations()
-    run_events.recorded_end(found)
-    run_events.failed_attempts(found)
-    run_events.last_shape(found)
-    run_events.requested_stop(found)
-    run_events.last_device(found)
-    run_events.own_events(found, "job-1")
 
 
 @target(documents()[TRACE])
@@ -144,7 +137,6 @@ def _record(store: DirectoryStore) -> RunRecord:
 
         def __init__(self) -> None:
             self._store, self._job = store, parse_job({"name": NAME, "data": {"kind": "synthetic"}})
-            self._submission = "job-1"
 
         def event(self, event: object) -> None: ...
 

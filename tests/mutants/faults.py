@@ -123,10 +123,10 @@ FAULTS = [
         "status shows no restarts",
     ),
     Fault(
-        "machine-forgets-history-with-its-controller", _MACHINE,
-        "        history=event.history,\n",
-        "",
-        "restarts go on for ever when the controller dies as well",
+        "machine-counts-a-restart-again-with-its-controller", _MACHINE,
+        "restarts = machine.restarts if counted else machine.restarts + 1",
+        "restarts = machine.restarts + 1",
+        "status shows a restart that never was",
     ),
     Fault(
         "machine-no-room-is-a-plain-failure", _MACHINE,
@@ -136,8 +136,8 @@ FAULTS = [
     ),
     Fault(
         "machine-growth-outlives-a-stop", _MACHINE,
-        "return not machine.stop and (machine.reshaping or machine.adopted)",
-        "return machine.reshaping or machine.adopted",
+        "machine.reshaping and not machine.stop:",
+        "machine.reshaping:",
         "a run that was told to stop while it grew starts again",
     ),
     Fault(
@@ -148,14 +148,14 @@ FAULTS = [
     ),
     Fault(
         "machine-ends-an-attempt-twice", _MACHINE,
-        "    if machine.phase is RunPhase.ENDING:\n        return machine, ()\n    keep",
-        "    keep",
+        "    if machine.phase is RunPhase.ENDING:\n        return machine, ()\n    return",
+        "    return",
         "the second failure of an attempt ends processes that were to be kept",
     ),
     Fault(
         "machine-keeps-processes-of-another-mesh", _MACHINE,
-        "keep = not machine.stop and not machine.reshaping",
-        "keep = not machine.stop",
+        "return machine.finish is None and not machine.stop and not machine.reshaping",
+        "return machine.finish is None and not machine.stop",
         "a process of the old mesh is seated in the new one",
     ),
     Fault(

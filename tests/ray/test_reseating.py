@@ -107,6 +107,21 @@ def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_ru
 
 
 @pytest.mark.slow
+@pytest.mark.gate
+def test_restarts_that_were_used_up_under_a_killed_controller_count_under_the_next(start_run: StartRun) -> None:
+    run = start_run("budget", every=0, fault="exit:2:60:99", recovery={"max_restarts": 1})
+    run.wait(lambda: run.status().get("attempt") == 2 and run.status()["state"] == "RUNNING", "the last attempt")
+    _kill_controller(run)
+    status = run.wait_end()
+    assert (status["state"], status["attempt"], status["restarts"]) == ("FAILED", 2, 1)
+    assert "1 restarts in a row brought no newer checkpoint" in status["error"]
+    assert run.taken() == [(attempt, step) for attempt in (1, 2) for step in range(1, 61)]
+    assert run.kinds().count("rank_failed") >= 2 and "controller_restarted" in run.kinds()
+    assert run.exit_code() == 1
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
 def test_ranks_that_nobody_leads_any_more_save_and_leave_nothing(start_run: StartRun) -> None:
     run = start_run("orphans", steps=100_000, every=0, recovery={"orphan_timeout_s": 3})
     run.wait_step(8)

@@ -155,7 +155,7 @@ CLASSES = {
     "failure": ("rank_failed", "failed", "save_failed", "step_skipped", "trace_failed", "prune_failed"),
     "restart": ("restarting", "reshaped", "controller_restarted", "preemption_notice", "restored"),
     "checkpoint": ("committed",),
-    "sample": ("sample", "sampled"),
+    "sample": ("sampled",),
     "notice": ("loss_spike", "straggler", "lookahead", "node_left_out", "stop_requested", "stopped", "succeeded",
                "traced", "first_step", "save_waited", "save_skipped"),
 }  # fmt: skip

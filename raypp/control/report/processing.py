@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine import Committed
-from raypp.control.metrics import RunGauges
 from raypp.control.protocol import Heartbeat, RelayReport, ReportBatch
 from raypp.control.report.intake import ReportIntake
 from raypp.control.run_record import RunRecord
@@ -17,20 +15,7 @@ from raypp.control.seats import Rank
 from raypp.observe.status import ENDED
 from raypp.records import Requests
 
-
-@dataclass(frozen=True)
-class StepDone:
-    """The ranks have finished a step."""
-
-
-@dataclass(frozen=True)
-class Preempted:
-    """A rank's process received SIGTERM."""
-
-    rank: Rank
-
-
-Finding = StepDone | Preempted | Committed | Requests
+Finding = Committed | Requests
 
 
 class ReportProcessing:
@@ -38,19 +23,24 @@ class ReportProcessing:
 
     Attributes:
         watch: Gets the heartbeats of the running attempt; None without one.
+        stepped: The ranks have finished a step in this turn; the leader resets it.
+        preempted: A rank of the attempt whose process received SIGTERM.
     """
 
-    def __init__(self, intake: ReportIntake, record: RunRecord, gauges: RunGauges) -> None:
+    def __init__(self, intake: ReportIntake, record: RunRecord) -> None:
         self.watch: HangWatch | None = None
+        self.stepped = False
+        self.preempted: Rank | None = None
         self._intake = intake
         self._record = record
-        self._gauges = gauges
 
     def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Finding]:
         """Processes everything queued, waiting up to `wait_s` for the first report.
 
         Yields findings in the order of the reports. Reports of other attempts are ignored.
         """
+        if self.watch is not None:
+            self.watch.listen(time.monotonic())
         for item in self._intake.items(wait_s):
             if isinstance(item, Requests):
                 yield item
@@ -93,13 +83,12 @@ class ReportProcessing:
             if self._record.add_step(report, batch.attempt):
                 for rank in attempt.ranks:
                     rank.step = report.step
-                self._gauges.step(report)
-            yield StepDone()
+            self.stepped = True
         for event in batch.events:
             self._record.event(event)
             if event.kind == "committed" and event.step is not None:
                 yield Committed(event.step)
             elif event.kind == "preemption_notice" and attempt.ranks:
-                yield Preempted(attempt.ranks[batch.rank])
+                self.preempted = attempt.ranks[batch.rank]
         if batch.steps or batch.events:
             self._intake.recorded(batch, self._record.taken)

@@ -34,7 +34,7 @@ from raypp.control.protocol import (
     RelayReport,
     ReportBatch,
 )
-from raypp.control.report.route import HEARTBEAT_S
+from raypp.control.report.reporter import HEARTBEAT_S
 from raypp.records import Requests
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""The reporter of a rank under Ray: collects reports, and sends them from a thread a few times a
-second."""
+"""The reporter of a rank under Ray: sends reports from a thread a few times a second, and keeps
+them until the controller has written them to the store."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import ray
 
 from raypp.control.credentials import scrubbed
 from raypp.control.process_evidence import inside
 from raypp.control.process_log import flush, say
 from raypp.control.protocol import BatchAnswer, ReportBatch
-from raypp.control.report.buffer import ReportBuffer
-from raypp.control.report.route import report_route
 from raypp.observe.json_lines import LogLine
 from raypp.records import Event, Requests, Seat, StepReport
 
+HEARTBEAT_S = 1.0
+"""Seconds between two reports of a rank that has a relay, when it has only a heartbeat to
+report."""
+_RELAY_TIMEOUT_S = 3.0
+_FIRST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 300.0
 _INTERVAL_S = 0.25
 _INTERVAL_S_PER_RANK = 0.004  # 250 reports a second, of all ranks together
 _LONGEST_INTERVAL_S = 4.0  # a rank that reports nothing for 5 s beyond its limit counts as silent
@@ -29,6 +35,11 @@ _ANSWER_S = 30.0
 _IDLE_S = 2.0
 _LONGEST_TRAIL = 4096
 _RAY_PREFIXES = (":job_id:", ":actor_name:", ":task_name:")
+
+
+MOST_KEPT = 20_000
+"""Most steps, events and log lines (each) that are kept while the controller is away; the oldest
+are dropped."""
 
 
 class ControllerReporter:
@@ -252,3 +263,166 @@ class LogTail:
             for text in texts
             if text and not text.startswith(_RAY_PREFIXES)
         ]
+
+
+class ReportBuffer:
+    """Steps, events and log lines of one rank in one seat, sent in batches.
+
+    A controller that is killed loses what it had not written. Therefore the buffer keeps steps and
+    events until an answer says that they are in the store, and sends them again to a restarted
+    controller. It keeps log lines until they are sent.
+
+    Thread-safe; one thread at a time sends.
+    """
+
+    def __init__(self, seat: Seat, most: int = MOST_KEPT) -> None:
+        self._seat = seat
+        self._most = most
+        self._lock = threading.Lock()
+        self._steps: deque[StepReport] = deque(maxlen=most)
+        self._events: deque[Event] = deque(maxlen=most)
+        self._logs: deque[LogLine] = deque(maxlen=most)
+        self._sent: deque[ReportBatch] = deque(maxlen=most)
+        self._number = 0
+        self._incarnation = ""
+
+    def add_step(self, report: StepReport) -> None:
+        """Adds a finished step."""
+        with self._lock:
+            self._steps.append(report)
+
+    def add_event(self, event: Event) -> None:
+        """Adds an event."""
+        with self._lock:
+            self._events.append(event)
+
+    def add_logs(self, lines: Iterable[LogLine]) -> None:
+        """Adds lines of output."""
+        with self._lock:
+            self._logs.extend(lines)
+
+    def next_batch(self, phase: str, idle_s: float) -> ReportBatch:
+        """Takes everything that waits as the next batch; the caller then calls `sent` or
+        `requeue`."""
+        with self._lock:
+            self._number += 1
+            seat = self._seat
+            steps, events, logs = tuple(self._steps), tuple(self._events), tuple(self._logs)
+            for queue in (self._steps, self._events, self._logs):
+                queue.clear()
+        return ReportBatch(seat.attempt, seat.rank, self._number, phase, idle_s, steps, events, logs)
+
+    def requeue(self, batch: ReportBatch) -> None:
+        """Puts a batch that could not be sent before what is newer."""
+        with self._lock:
+            self._put_first(batch.steps, batch.events)
+            self._logs = deque((*batch.logs, *self._logs), self._most)
+
+    def sent(self, batch: ReportBatch, answer: BatchAnswer) -> None:
+        """Drops what the answer to a batch says is in the store; after a controller restart, queues
+        the rest again."""
+        with self._lock:
+            if answer.incarnation != self._incarnation:
+                self._put_first(*self._sent_unwritten())
+                self._sent.clear()
+                self._incarnation = answer.incarnation
+            while self._sent and self._sent[0].number <= answer.durable:
+                self._sent.popleft()
+            if batch.steps or batch.events:
+                self._sent.append(batch)
+
+    def unwritten(self) -> ReportBatch | None:
+        """Returns everything that is not known to be in the store, in order; None when there is
+        nothing."""
+        with self._lock:
+            steps, events = self._sent_unwritten()
+            steps, events, logs = (*steps, *self._steps), (*events, *self._events), tuple(self._logs)
+        if not (steps or events or logs):
+            return None
+        return ReportBatch(self._seat.attempt, self._seat.rank, self._number + 1, "", 0.0, steps, events, logs)
+
+    def _sent_unwritten(self) -> tuple[tuple[StepReport, ...], tuple[Event, ...]]:
+        steps = tuple(step for batch in self._sent for step in batch.steps)
+        return steps, tuple(event for batch in self._sent for event in batch.events)
+
+    def _put_first(self, steps: Iterable[StepReport], events: Iterable[Event]) -> None:
+        self._steps = deque((*steps, *self._steps), self._most)
+        self._events = deque((*events, *self._events), self._most)
+
+
+class ReportRoute:
+    """Sends batches through the relay; when that fails, directly, and leaves the relay alone for a
+    while.
+
+    The pause doubles with every failure, from 5 s to 5 min.
+
+    Args:
+        direct: Sends a batch to the controller; raises when the controller does not take it.
+        relayed: Sends it to the rank's relay, in the same manner; None without a relay.
+        direct_pace_s: Seconds between two direct reports.
+    """
+
+    def __init__(
+        self,
+        direct: Callable[[ReportBatch], BatchAnswer],
+        relayed: Callable[[ReportBatch], BatchAnswer] | None,
+        direct_pace_s: float,
+    ) -> None:
+        self._direct = direct
+        self._relayed = relayed
+        self._direct_pace_s = direct_pace_s
+        self._relay_again_at = 0.0
+        self._next_pause_s = _FIRST_PAUSE_S
+        self.pace_s = direct_pace_s
+        """Seconds until the next report, unless something happens before."""
+
+    def send(self, batch: ReportBatch) -> BatchAnswer:
+        """Sends a batch. When it arrives over both routes, the controller recognises the second one
+        by its number.
+
+        Raises:
+            Exception: Whatever the direct route raised; nobody is known to have taken the batch.
+        """
+        failure: Exception | None = None
+        if self._relayed is not None and time.monotonic() >= self._relay_again_at:
+            try:
+                answer = self._relayed(batch)
+            except Exception as error:  # noqa: BLE001  dead, frozen, cut off, or not started yet
+                failure = error
+            else:
+                self._next_pause_s = _FIRST_PAUSE_S
+                self.pace_s = HEARTBEAT_S
+                return answer
+        self.pace_s = self._direct_pace_s
+        answer = self._direct(batch)
+        if failure is not None:  # the controller is there, so it is the relay that failed
+            self._relay_again_at = time.monotonic() + self._next_pause_s
+            self._next_pause_s = min(2 * self._next_pause_s, _LONGEST_PAUSE_S)
+            say(f"reporting directly: the relay does not answer ({type(failure).__name__})")
+        return answer
+
+
+def report_route(controller: Any, relay: Any, rank: int, direct_pace_s: float, timeout_s: float) -> ReportRoute:
+    """Returns a rank's route through Ray.
+
+    Rank 0 reports the steps and receives save requests, so it always reports directly: a relay that
+    died could lose a save request.
+
+    Args:
+        relay: Handle of the rank's relay; None in a run without relays.
+        timeout_s: For the controller's answer.
+    """
+
+    def direct(batch: ReportBatch) -> BatchAnswer:
+        answer: BatchAnswer = ray.get(controller.report.remote(batch), timeout=timeout_s)
+        return answer
+
+    def relayed(batch: ReportBatch) -> BatchAnswer:
+        answer: BatchAnswer = ray.get(relay.report.remote(batch), timeout=_RELAY_TIMEOUT_S)
+        return answer
+
+    if relay is None:
+        return ReportRoute(direct, None, direct_pace_s)
+    if rank == 0:
+        return ReportRoute(direct, None, min(HEARTBEAT_S, direct_pace_s))
+    return ReportRoute(direct, relayed, direct_pace_s)

@@ -12,11 +12,11 @@ from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, RunPhase
 from raypp.control.placement import Placement
-from raypp.control.reshape import reshape_event, reshaped, shape_of
-from raypp.control.run_events import last_device, last_shape
+from raypp.control.reshape import reshaped, shape_of
+from raypp.control.watchers import Turn
 from raypp.failure_kinds import FailureKind
 from raypp.planning.check import check_plan
-from raypp.records import Coordinates, Event, RankFailure
+from raypp.records import Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
 from raypp.spec.job import Job
 from raypp.spec.load import load_job, parse_job
@@ -93,34 +93,19 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
     machine, placing = Machine(phase=RunPhase.LAUNCHING), SimpleNamespace(phase=AttemptPhase.PLACING)
     for _ in range(2):
         sizing._checked_at = 0.0
-        reshape = sizing.check(machine, cast(Attempt, placing), _Room("r", 4, {}))
+        nothing: Any = None
+        turn = Turn(machine, cast(Attempt, placing), nothing, _Room("r", 4, {}), nothing, nothing, nothing, 9.0)
+        reshape = sizing.check(turn)
         assert (reshape.shape.pp if reshape else None) == (None if gib == 20 else 3)
     assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
     why = "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20 GiB)"
     assert all(event.message == why for event in told)
 
 
-def test_a_mesh_found_at_work_is_that_of_the_event_that_told_it() -> None:
-    sizing = ElasticSizing(job_of(), lambda event: None)
-    half = sizing.best(2)
-    assert half is not None
-    assert sizing.shape_of_seat(Coordinates(2, 1, 1, 1)) == half
-    told = [Event("submitted", ""), reshape_event(sizing.wanted, half, "why", 2)]
-    assert last_shape(told) == half
-    assert last_shape([*told, Event("submitted", "")]) is None
-    assert "pp 2 × dp_replicate 2 (4 ranks" in told[1].message and "pp 2 (2 ranks, 8 microbatches)" in told[1].message
-
-
-def test_a_later_life_uses_the_device_that_the_first_one_chose() -> None:
-    told = [Event("device_chosen", "", details={"device": device}) for device in ("cpu", "cuda")]
-    assert last_device([told[0], Event("submitted", ""), told[1], Event("submitted", "")]) == "cuda"
-    assert last_device([Event("submitted", "")]) is None
-
-
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:
     def end(attempt: int, *kinds: str) -> AttemptEnd:
-        failures = tuple(RankFailure(n, "", "10.0.0.3", 1, FailureKind.read(kind), "") for n, kind in enumerate(kinds))
+        failures = tuple(RankFailure(n, "", "10.0.0.3", 1, FailureKind(kind), "") for n, kind in enumerate(kinds))
         return AttemptEnd(attempt, failures, None)
 
-    assert bad_nodes([end(1, "node_lost", "node_lost"), end(2, "killed"), end(3, "oom_host")]) == {}
+    assert bad_nodes([end(1, "node_lost", "node_lost"), end(2, "killed"), end(3, "out_of_memory")]) == {}
     assert bad_nodes([end(1, "node_lost"), end(2, "raylet_lost", "lost_peer")]) == {"10.0.0.3": 2}

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from raypp.checkpoint.commit import claim_attempt
 from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.control import leader as leader_module
 from raypp.control import placement
 from raypp.control.leader import Leader
-from raypp.control.machine import Finish
+from raypp.control.machine import Claimed, Machine, Seated, Start, step
+from raypp.control.machine_log import MachineLog
 from raypp.control.protocol import RunRequest
 from raypp.control.report import relay
-from raypp.control.run_events import end_event, with_submission
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
@@ -110,6 +111,7 @@ def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store comes back later than a retry usually lasts, but before the ranks would give up."""
+    _write_machine(tmp_path, 0)
     with RunRecorder(open_store(str(tmp_path)), "r", "c-first") as recorder:
         recorder.event(Event("submitted", "submitted", attempt=0))
         recorder.step(StepReport(7, 1.0, 1.0, 10, 10, 0.1, 100.0, 1))
@@ -124,7 +126,7 @@ def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
     leader.run()
     leader.record.close()
     assert leader.ended == []
-    assert all(store.asked[key] > _REFUSED for key in ("r/status.json", "r/events/", "r/history/"))
+    assert all(store.asked[key] > _REFUSED for key in ("r/status.json", "r/events/", "r/history/", "r/machine/0-"))
     outcome = leader.outcome
     assert outcome is not None and (outcome.state, outcome.step) == ("RUNNING", 7)
     told = [event.kind for event in RunReader(DirectoryStore(tmp_path), "r").events()]
@@ -143,19 +145,34 @@ class _SecondLife(Leader):
         pass
 
 
-def _write(folder: Path, submission: str, *, ended: bool) -> None:
-    """Writes the records of a submission that failed, or that has just begun."""
-    with RunRecorder(DirectoryStore(folder), "r", f"c-{submission or 'none'}") as recorder:
-        recorder.event(with_submission(Event("submitted", "", 100.0), submission))
-        if ended:
-            end = end_event(Finish(RunState.FAILED, "the data is all wrong", 2), 3, 40)
-            recorder.event(with_submission(end, submission))
-            recorder.status(RunStatus("r", RunState.FAILED, 40, error="the data is all wrong"))
+def _write_machine(folder: Path, number: int) -> None:
+    """Writes the machine of a submission whose ranks have seats."""
+    machine = Machine()
+    for event in (Start(0, None, device="cpu"), Claimed(1), Seated()):
+        machine, _ = step(machine, event)
+    log = MachineLog(DirectoryStore(folder), "r", "c-first")
+    log.open(number)
+    log.put(machine)
+    log.write()
+
+
+def _write_failed(folder: Path) -> None:
+    """Writes the records of a first submission that failed, as raypp wrote them when it had no
+    machine in the store."""
+    store = DirectoryStore(folder)
+    of_old = {"submission_id": "old"}
+    write_spec(store, "r", job_document(parse_job({"name": "r"})))
+    claim_attempt(store, "r", 1)
+    with RunRecorder(store, "r", "c-old") as recorder:
+        recorder.event(Event("submitted", "", 100.0, details=of_old))
+        recorder.event(Event("failed", "the data is all wrong", 200.0, 1, 40, details={**of_old, "exit_code": 2}))
+        recorder.step(StepReport(40, 1.0, 1.0, 10, 10, 0.1, 100.0, 1))
+        recorder.status(RunStatus("r", RunState.FAILED, 40, error="the data is all wrong"))
 
 
 def test_a_restarted_controller_returns_the_outcome_that_its_submission_had(tmp_path: Path) -> None:
-    _write(tmp_path, "old", ended=True)
-    write_spec(DirectoryStore(tmp_path), "r", {})
+    _write_failed(tmp_path)
+    _write_machine(tmp_path, 1)
     write_end(DirectoryStore(tmp_path), RunEnd("r", RunState.FAILED, 2, 40), 1)
     leader = _SecondLife(tmp_path, "old")
     leader._begin()
@@ -163,19 +180,22 @@ def test_a_restarted_controller_returns_the_outcome_that_its_submission_had(tmp_
     assert outcome is not None and (outcome.state, outcome.exit_code, outcome.step) == ("FAILED", 2, 40)
 
 
-@pytest.mark.parametrize("old", ["old", ""], ids=["of this raypp", "of an older raypp"])
-def test_a_run_whose_controller_was_killed_before_it_recorded_anything_begins(tmp_path: Path, old: str) -> None:
-    _write(tmp_path, old, ended=True)
-    write_spec(DirectoryStore(tmp_path), "r", job_document(parse_job({"name": "r"})))
+@pytest.mark.parametrize("older", [True, False], ids=["of an older raypp", "of this raypp"])
+def test_a_run_whose_controller_was_killed_before_it_recorded_anything_begins(tmp_path: Path, older: bool) -> None:
+    _write_failed(tmp_path)
+    if not older:
+        _write_machine(tmp_path, 1)
+    write_end(DirectoryStore(tmp_path), RunEnd("r", RunState.FAILED, 2, 40, attempt=1), 1)
+    write_spec(DirectoryStore(tmp_path), "r", job_document(parse_job({"name": "r"})), 2)
     leader = _SecondLife(tmp_path, "new")
     leader._begin()
     assert leader.outcome is None and leader.record.flush()
     reader = RunReader(DirectoryStore(tmp_path), "r")
     assert (reader.status() or {})["state"] == "PENDING"
-    assert [event.details.get("submission_id", "") for event in reader.events() if event.kind == "submitted"] == [
-        old,
-        "new",
-    ]
+    assert [event.kind for event in reader.events()] == ["submitted", "failed", "submitted"]
+    assert [row["step"] for row in reader.history()] == [40]
+    left = MachineLog(DirectoryStore(tmp_path), "r", "c-next").open(2)
+    assert left is not None and (left.attempt, left.device) == (1, "cpu")
     leader.record.close()
 
 
@@ -191,9 +211,12 @@ def test_a_directory_that_the_head_does_not_share_with_the_submitting_machine_en
 def test_the_status_of_an_earlier_submission_is_not_the_end_of_one_that_was_recorded(tmp_path: Path) -> None:
     """The controller was killed after it wrote the event of the submission and before it wrote its
     status."""
-    _write(tmp_path, "old", ended=True)
-    _write(tmp_path, "new", ended=False)
+    _write_failed(tmp_path)
+    write_spec(DirectoryStore(tmp_path), "r", {}, 2)
+    _write_machine(tmp_path, 2)
     record = _SecondLife(tmp_path, "new").record
-    assert record.is_begun() and record.earlier_status() is None
-    assert [event.kind for event in record.earlier_events()] == ["submitted"]
+    left = record.machines.open(2)
+    assert left is not None
+    record.resume(left, None)
+    assert (record.status().state, record.status().error) == (RunState.PENDING, None)
     record.close()

@@ -17,36 +17,37 @@ from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control import attempt as attempt_module
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
-from raypp.control import rank_ends
+from raypp.control import rank_ends, watchers
 from raypp.control.leader import Leader
+from raypp.control.machine_log import MachineLog
 from raypp.control.protocol import RunRequest, WorkerInfo, WorkerStatus
 from raypp.control.report import processing
-from raypp.control.run_events import end_event, stop_event, with_submission
+from raypp.control.run_events import end_event
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
+from raypp.mesh.shapes import Shape
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
-from raypp.records import Event, NodeFacts, RankResult, Requests, RunState, Seat, StepReport
+from raypp.observe.status import RankStatus, RunStatus
+from raypp.records import Event, NodeFacts, RankFailure, RankResult, RunState, Seat, StepReport
 from raypp.recovery.cause_of_death import Death
 from raypp.spec.load import job_document, parse_job
 from raypp.storage.directory import DirectoryStore
 
 RUN, STEPS, STEP, COMMITTED = "heir", 20, 7, 5
+SECTIONS: dict[str, Any] = {
+    "name": RUN,
+    "mesh": {"pp": 2, "fsdp": 2},
+    "train": {"steps": STEPS},
+    "resources": {"device": "cpu"},
+}
 
 
 class Heir(Leader):
     """The controller's second process. `found` are the workers that are alive, by rank."""
 
     def __init__(self, folder: Path, *found: int) -> None:
-        sections = {
-            "name": RUN,
-            "mesh": {"pp": 2, "fsdp": 2},
-            "train": {"steps": STEPS},
-            "checkpoint": {"url": str(folder)},
-            "resources": {"device": "cpu"},
-        }
-        self.job = parse_job(sections)
+        self.job = parse_job({**SECTIONS, "checkpoint": {"url": str(folder)}})
         super().__init__(RunRequest(RUN, job_document(self.job), "one"), None, restarted=True)
         self.reader = RunReader(DirectoryStore(folder), RUN)
         mesh = Mesh.of(self.job.mesh)
@@ -76,7 +77,7 @@ class Heir(Leader):
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     clock = StandInClock()
-    for module in (leader_module, attempt_module, rank_ends, processing):
+    for module in (leader_module, attempt_module, rank_ends, processing, watchers):
         monkeypatch.setattr(module, "time", clock)
     for module in (attempt_module, rank_ends):
         monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
@@ -96,14 +97,16 @@ def left(tmp_path: Path) -> Path:
     store = DirectoryStore(tmp_path)
     claim_attempt(store, RUN, 1)
     with RunRecorder(store, RUN, "c-first") as recorder:
-        recorder.event(with_submission(Event("submitted", "", 100.0), "one"))
-        for rank in range(4):
-            details = {"pid": 100 + rank, "label": f"rank {rank}"}
-            seated = Event("seated", "", 101.0, 1, rank=rank, node=f"10.0.0.{'12'[rank // 2]}", details=details)
-            recorder.event(seated)
+        recorder.event(Event("submitted", "", 100.0))
         for step in range(1, STEP + 1):
             recorder.step(_report(step))
-        recorder.status(RunStatus(RUN, RunState.RUNNING, STEPS, STEP, attempt=1))
+        mesh = Mesh.of(parse_job(SECTIONS).mesh)
+        ranks = [
+            RankStatus(rank, mesh.coordinates(rank), f"10.0.0.{'12'[rank // 2]}", 100 + rank, "step")
+            for rank in range(4)
+        ]
+        recorder.status(RunStatus(RUN, RunState.RUNNING, STEPS, STEP, attempt=1, ranks=tuple(ranks)))
+    _left_also(tmp_path)
     _commit(store, COMMITTED)
     return tmp_path
 
@@ -117,9 +120,17 @@ def _commit(store: DirectoryStore, step: int) -> None:
     write_commit(store, Commit(RUN, step, 1, {}, {}, extra, ()))
 
 
-def _left_also(folder: Path, event: Event) -> None:
-    with RunRecorder(DirectoryStore(folder), RUN, "c-more") as recorder:
-        recorder.event(with_submission(event, "one"))
+def _left_also(folder: Path, *events: m.MachineEvent) -> m.Machine:
+    """Writes the machine after more events."""
+    machine = m.Machine()
+    shape = Shape(2, 1, 2, 1, 1, parse_job(SECTIONS).pipeline.microbatches)
+    for event in (m.Start(0, None, shape, "cpu"), m.Claimed(1), m.Seated(), *events):
+        machine, _ = m.step(machine, event)
+    log = MachineLog(DirectoryStore(folder), RUN, "c-first")
+    log.open(0)
+    log.put(machine)
+    log.write()
+    return machine
 
 
 def take_over(monkeypatch: pytest.MonkeyPatch, folder: Path, *alive: int) -> Heir:
@@ -173,6 +184,79 @@ def test_without_any_rank_the_next_attempt_begins_as_a_restart(monkeypatch: pyte
     assert "controller_restarted" in heir.kinds()
 
 
+def _fail(*ranks: int, kind: FailureKind = FailureKind.KILLED) -> list[m.RankFailed]:
+    return [m.RankFailed(RankFailure(rank, f"rank {rank}", "10.0.0.2", 100 + rank, kind, "gone")) for rank in ranks]
+
+
+def test_an_attempt_that_was_ending_goes_on_ending_and_a_known_failure_is_recorded_once(
+    monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    _left_also(left, *_fail(3))
+    heir = take_over(monkeypatch, left, 0, 1, 2)
+    heir._turn()
+    assert heir.machine.phase is m.RunPhase.ENDING and len(heir.machine.failures) == 1
+    assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome", "leave"]] * 3
+    assert heir.kinds().count("rank_failed") == 0, "the first process recorded it"
+
+
+def test_the_pause_before_a_restart_and_the_budget_of_restarts_outlive_the_controller(
+    monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    """The processes of the attempt that is over are not taken for ranks."""
+    again = (m.AttemptEnded(), m.DelayOver(), m.Claimed(1), m.Seated())
+    _left_also(left, m.Committed(COMMITTED), *_fail(3), *again, *_fail(3), *again, *_fail(3), m.AttemptEnded())
+    ended: list[Any] = []
+    monkeypatch.setattr(leader_module, "end_actor", ended.append)
+    heir = take_over(monkeypatch, left, 0, 1, 2)
+    assert len(ended) == 3 and (heir.machine.restarts, len(heir.machine.history)) == (3, 3)
+    heir._turn()
+    assert (heir.machine.attempt, heir.machine.phase) == (2, m.RunPhase.LAUNCHING)
+    heir._process_event(_fail(3)[0])
+    assert attempt_of(heir).phase is attempt_module.AttemptPhase.ENDING
+    heir._process_event(m.AttemptEnded())
+    assert heir.outcome is not None and "3 restarts in a row brought no newer checkpoint" in heir.outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text.replace('"version": 1', '"version": 9'), "is of version 9, by a newer raypp"),
+        (lambda text: text[:-9], "is not JSON"),
+    ],
+)
+def test_a_machine_that_cannot_be_read_leaves_the_ranks_alone_and_says_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, left: Path, damage: Any, words: str
+) -> None:
+    newest = left / RUN / "machine" / "0-000001.json"
+    newest.write_text(damage(newest.read_text()))
+    heir = Heir(left, 0, 1, 2, 3)
+    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.found)
+    heir.run()
+    assert heir.outcome is not None and heir.outcome.state is RunState.FAILED
+    for text in (words, str(newest), "raypp submit JOB --resume", "attempt 1", "step-00000005", "4 processes"):
+        assert text in heir.outcome.reason
+    assert heir.ended_by_name == 0 and not any(actor.calls for actor, _ in heir.found)
+    reader = RunReader(DirectoryStore(left), RUN)
+    assert [event.kind for event in reader.events()] == ["submitted", "takeover_refused"]
+    assert (reader.status() or {})["state"] == "RUNNING" and not (left / RUN / "end.json").exists()
+
+
+def test_a_process_that_was_taken_for_dead_gives_no_command_any_more(
+    monkeypatch: pytest.MonkeyPatch, left: Path
+) -> None:
+    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+    heir.record.flush()
+    other = MachineLog(DirectoryStore(left), RUN, "c-other")
+    machine = other.open(0)
+    assert machine is not None
+    other.put(m.step(machine, m.Committed(STEP))[0])
+    other.write()
+    heir.intake.request_stop(save=False)
+    heir._turn()
+    assert heir.record.machines.overtaken and heir.outcome is None
+    assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome"]] * 4
+
+
 @pytest.mark.parametrize("alive", [(), (1, 2)], ids=["no rank", "some ranks"])
 def test_a_run_whose_last_step_is_committed_is_over_even_if_some_ranks_are_left(
     monkeypatch: pytest.MonkeyPatch, left: Path, alive: tuple[int, ...]
@@ -185,7 +269,7 @@ def test_a_run_whose_last_step_is_committed_is_over_even_if_some_ranks_are_left(
 
 
 def test_a_stop_that_was_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
-    _left_also(left, stop_event(Requests(stop=True, save_before_stop=True), 1))
+    _left_also(left, m.StopAsked(True))
     heir = take_over(monkeypatch, left, 0, 1, 2, 3)
     assert heir.machine.state is RunState.STOPPING
     assert heir.intake.stop is not None and heir.intake.stop.save_before_stop
@@ -194,25 +278,23 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPa
     heir._turn()
     heir._turn()
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("STOPPED", 0)
-    assert heir.kinds().count("stop_requested") == 1
+    assert heir.kinds().count("stop_requested") == 0, "the first process recorded it"
 
 
-def test_a_stop_whose_ranks_are_gone_with_their_last_steps_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, left: Path
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_end_that_was_decided_is_carried_out_and_told_once(
+    monkeypatch: pytest.MonkeyPatch, left: Path, recorded: bool
 ) -> None:
-    _left_also(left, stop_event(Requests(stop=True, save_before_stop=True), 1))
-    heir = take_over(monkeypatch, left)
-    assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("STOPPED", 1)
-    assert heir.outcome.reason == "no rank was left to save the last checkpoint"
-
-
-def test_an_end_that_was_decided_is_carried_out_and_told_once(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
-    _left_also(left, end_event(m.Finish(RunState.FAILED, "the data is all wrong", 2), 1, STEP))
+    over = _left_also(left, *_fail(1, kind=FailureKind.USER_ERROR), m.AttemptEnded())
+    assert over.finish is not None
+    if recorded:
+        with RunRecorder(DirectoryStore(left), RUN, "c-more") as recorder:
+            recorder.event(end_event(over.finish, 1, STEP))
     heir = take_over(monkeypatch, left, 0, 1, 2, 3)
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("FAILED", 2)
     assert heir.ended_by_name > 0 and heir.kinds().count("failed") == 1
     status = heir.reader.status() or {}
-    assert (status["state"], status["error"]) == ("FAILED", "the data is all wrong")
+    assert (status["state"], status["error"]) == ("FAILED", over.finish.reason)
 
 
 def test_a_rank_that_dies_after_it_was_adopted_is_found(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:

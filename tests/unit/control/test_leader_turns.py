@@ -4,7 +4,6 @@ clock stands still, and the workers are stand-ins."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from stand_in_workers import NODES, Devices, StandIns, Workers
 from raypp.control import attempt as attempt_module
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
-from raypp.control import preemption, rank_ends
+from raypp.control import rank_ends, watchers
 from raypp.control.leader import Leader
 from raypp.control.protocol import ReportBatch, RunRequest
 from raypp.control.report import processing
@@ -49,7 +48,7 @@ class Led(Leader):
         self.reader = RunReader(DirectoryStore(folder), RUN)
         self._numbers = [0] * 4
         self.record.begin(None)
-        self.machine = replace(self.machine, policy=policy_of(self._job.recovery))
+        self._policy = policy_of(self._job.recovery)
         self._apply(m.Start(0, None, shape=self._sizing.largest()))
 
     def _new_attempt(self, number: int) -> StandIns:
@@ -109,12 +108,12 @@ class Led(Leader):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     clock = StandInClock()
-    for module in (leader_module, attempt_module, rank_ends, processing, preemption):
+    for module in (leader_module, attempt_module, rank_ends, processing, watchers):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
-    monkeypatch.setattr(preemption, "draining_nodes", dict)
+    monkeypatch.setattr(watchers, "draining_nodes", dict)
     monkeypatch.setattr(leader_module, "remove_snapshots", lambda life: None)
-    monkeypatch.setattr(leader_module, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
+    monkeypatch.setattr(watchers, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
     for module in (attempt_module, rank_ends):
         monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
     clock.advance(1e6)  # what was made before the clock took the real time
@@ -230,7 +229,7 @@ def test_a_drained_node_is_left_after_a_save_with_new_devices_and_processes(
     leader: Led, clock: StandInClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader.seat()
-    monkeypatch.setattr(preemption, "draining_nodes", lambda: {"2": 0})
+    monkeypatch.setattr(watchers, "draining_nodes", lambda: {"2": 0})
     clock.advance(3)
     leader._turn()
     (notice,) = leader.events("preemption_notice")

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control import machine as m
+from raypp.control.machine_log import MachineLog
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.shapes import Shape
 from raypp.records import RankFailure, Requests, RunState
 from raypp.recovery.policies.default import DefaultPolicy
-from raypp.recovery.policy import AttemptEnd
+from raypp.recovery.policy import Policy
+from raypp.storage.directory import DirectoryStore
 
 
 def failure(kind: str = "killed", step: int = 3) -> RankFailure:
     return RankFailure(1, "pp1", "10.0.0.1", 7, FailureKind(kind), "gone", step)
 
 
-def play(machine: m.Machine, *events: m.MachineEvent) -> tuple[m.Machine, list[m.Command]]:
+USUAL = DefaultPolicy()
+
+
+def play(machine: m.Machine, *events: m.MachineEvent, policy: Policy = USUAL) -> tuple[m.Machine, list[m.Command]]:
     commands: list[m.Command] = []
     for event in events:
-        machine, more = m.step(machine, event)
+        machine, more = m.step(machine, event, policy)
         commands += more
     return machine, commands
 
@@ -38,7 +48,7 @@ def test_a_failed_rank_ends_the_attempt_and_starts_the_next_once_nothing_of_it_i
     machine, commands = play(m.Machine(), *RUNNING, m.RankFailed(failure()))
     assert machine.state is RunState.RECOVERING and commands[-1] == m.EndAttempt(keep=True)
     machine, commands = play(machine, m.RankFailed(failure("lost_peer")), m.AttemptEnded())
-    assert commands == [m.Delay(0.0)] and len(machine.history[0].failures) == 2
+    assert commands == [m.Delay(0.0)] and [one.kind for one in machine.history[0].failures] == ["killed"]
     machine, commands = play(machine, m.DelayOver())
     assert commands == [m.Launch()] and machine.restarts == 1
 
@@ -48,24 +58,6 @@ def test_a_stop_with_a_save_is_handed_to_the_ranks_and_ends_as_stopped() -> None
     assert machine.state is RunState.STOPPING and isinstance(commands[-1], m.SendRequests)
     machine, commands = play(machine, m.Finished(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED
-
-
-def test_ranks_that_an_earlier_life_asked_to_stop_go_on_unless_the_operator_wants_the_end() -> None:
-    adopted = m.Start(3, 10, adopted=True)
-    machine, commands = play(m.Machine(), adopted, m.Finished(True), m.AttemptEnded())
-    assert (machine.phase, machine.restarts, commands[-1]) == (m.RunPhase.LAUNCHING, 0, m.Launch())
-    machine, _ = play(machine, m.Claimed(4), m.Seated(), m.Finished(True), m.AttemptEnded())
-    assert machine.state is RunState.STOPPED
-    machine, _ = play(m.Machine(), adopted, m.StopAsked(True), m.Finished(True), m.AttemptEnded())
-    assert machine.state is RunState.STOPPED
-
-
-def test_a_run_that_is_over_when_it_is_found_keeps_its_attempt_and_its_checkpoint() -> None:
-    finish = m.Finish(RunState.FAILED, "the sun is too bright", 2)
-    machine, commands = play(m.Machine(), m.Start(3, 10, interrupted=True, finish=finish))
-    assert commands == [finish] and machine.phase is m.RunPhase.DONE
-    assert (machine.attempt, machine.committed_step, machine.restarts) == (3, 10, 0)
-    assert (machine.state, machine.error) == (RunState.FAILED, "the sun is too bright")
 
 
 def test_a_rank_that_dies_while_the_run_stops_does_not_start_it_again() -> None:
@@ -106,15 +98,16 @@ def test_a_stop_whose_save_fails_is_tried_again_and_ends_as_stopped_once_it_is_s
 
 
 def test_a_stop_whose_save_never_succeeds_fails_the_run_and_names_the_newest_checkpoint() -> None:
-    machine, _ = play(m.Machine(policy=DefaultPolicy(1)), *RUNNING, m.Committed(5), m.StopAsked(True), UNSAVED, *AGAIN)
+    once = DefaultPolicy(1)
+    machine, _ = play(m.Machine(), *RUNNING, m.Committed(5), m.StopAsked(True), UNSAVED, *AGAIN, policy=once)
     # An attempt that fails in another way is also one that did not save.
     for failed in (UNSAVED, m.RankFailed(failure("killed"))):
-        _, commands = play(machine, failed, m.AttemptEnded())
+        _, commands = play(machine, failed, m.AttemptEnded(), policy=once)
         finish = commands[-1]
         assert isinstance(finish, m.Finish) and (finish.state, finish.exit_code) == (RunState.FAILED, 1)
         assert finish.reason.startswith("stopped without its last checkpoint (the newest is of step 5): rank 1 (pp1)")
-    none, _ = play(m.Machine(policy=DefaultPolicy(0)), *RUNNING, m.StopAsked(True), UNSAVED)
-    assert "(there is none)" in play(none, m.AttemptEnded())[1][-1].reason  # type: ignore[union-attr]
+    _, commands = play(m.Machine(), *RUNNING, m.StopAsked(True), UNSAVED, m.AttemptEnded(), policy=DefaultPolicy(0))
+    assert "(there is none)" in commands[-1].reason  # type: ignore[union-attr]
 
 
 def test_a_stop_whose_state_is_lost_with_its_ranks_has_failed() -> None:
@@ -163,23 +156,101 @@ def test_a_mesh_the_cluster_cannot_hold_fails_the_run_with_the_exit_code_of_miss
     assert commands[-1] == m.Finish(RunState.FAILED, "too small", 4)
 
 
-def test_a_later_life_of_the_controller_counts_as_a_restart() -> None:
-    machine, commands = play(m.Machine(), m.Start(attempt=2, committed_step=20, interrupted=True))
+ALIVE = m.TakenOver(1, 10, alive=True)
+GONE = m.TakenOver(1, 10, step=12)
+
+
+def test_a_run_whose_ranks_are_gone_with_the_controller_is_started_again() -> None:
+    running, _ = play(m.Machine(), *RUNNING)
+    machine, commands = play(running, GONE)
     assert (machine.state, machine.restarts, commands) == (RunState.RECOVERING, 1, [m.Launch()])
 
 
-def test_a_later_life_that_finds_its_ranks_alive_leads_them_on_and_counts_no_restart() -> None:
-    machine, commands = play(m.Machine(), m.Start(attempt=2, committed_step=20, adopted=True))
-    assert (machine.state, machine.restarts, machine.attempt, commands) == (RunState.RUNNING, 0, 2, [])
+def test_ranks_that_lived_on_are_led_on_and_no_restart_counts() -> None:
+    for events in (RUNNING, RUNNING[:2], RUNNING[:1]):  # the newest of it may not have been written any more
+        before, _ = play(m.Machine(), *events)
+        machine, commands = play(before, ALIVE)
+        assert (machine.state, machine.restarts, machine.attempt, commands) == (RunState.RUNNING, 0, 1, [])
     machine, commands = play(machine, m.RankFailed(failure()), m.AttemptEnded(), m.DelayOver())
     assert commands == [m.EndAttempt(keep=True), m.Delay(0.0), m.Launch()] and machine.restarts == 1
 
 
+@pytest.mark.parametrize(
+    ("events", "command"),
+    [
+        ((m.StopAsked(True),), m.SendRequests(Requests(stop=True, save_before_stop=True))),
+        ((m.StopAsked(False),), m.EndAttempt(False)),
+        ((m.RankFailed(failure()),), m.EndAttempt(True)),
+        ((m.RankFailed(failure("user_error")),), m.EndAttempt(True)),
+        ((m.Reshape(Shape(2, 4, 1, 1, 1, 2), 4),), m.SendRequests(Requests(stop=True, save_before_stop=True))),
+        ((m.Finished(False),), m.EndAttempt(False)),
+    ],
+)
+def test_what_the_ranks_may_not_have_been_told_any_more_is_told_again(
+    events: tuple[m.MachineEvent, ...], command: m.Command
+) -> None:
+    before, commands = play(m.Machine(), *RUNNING, *events)
+    assert commands[-1] == command
+    machine, again = play(before, ALIVE)
+    assert (again, machine.phase) == ([command], before.phase)
+    after = (m.AttemptEnded(),) if before.phase is m.RunPhase.ENDING else (m.Finished(True, 11), m.AttemptEnded())
+    assert play(machine, *after)[1][-1] == play(before, m.Committed(10), *after)[1][-1]
+
+
+def test_an_attempt_that_was_ending_has_ended_when_no_rank_is_left() -> None:
+    for events in ((m.RankFailed(failure()),), (m.RankFailed(failure("user_error")),), (m.Finished(False),)):
+        ending, _ = play(m.Machine(), *RUNNING, m.Committed(10), *events)
+        assert play(ending, GONE) == play(ending, m.AttemptEnded())
+
+
+def test_a_run_that_was_over_ends_the_same_way() -> None:
+    over, commands = play(m.Machine(), *RUNNING, m.RankFailed(failure("user_error")), m.AttemptEnded())
+    assert play(over, GONE) == (over, commands[-1:])
+
+
+@pytest.mark.parametrize(
+    ("stop", "newest", "step", "finish"),
+    [
+        (False, 20, 20, m.Finish(RunState.SUCCEEDED)),
+        (True, 20, 20, m.Finish(RunState.SUCCEEDED)),
+        (False, 10, 12, None),
+        (True, 12, 12, m.Finish(RunState.STOPPED)),
+        (True, 10, 12, m.Finish(RunState.STOPPED, "no rank was left to save the last checkpoint", 1)),
+        (True, None, 12, m.Finish(RunState.STOPPED, "no rank was left to save the last checkpoint", 1)),
+    ],
+)
+def test_a_stop_without_its_checkpoint_is_no_success(
+    stop: bool, newest: int | None, step: int, finish: m.Finish | None
+) -> None:
+    running, _ = play(m.Machine(), *RUNNING, *[m.StopAsked(True)] * stop)
+    _, commands = play(running, m.TakenOver(1, newest, complete=newest == 20, step=step))
+    assert commands == [finish or m.Launch()]
+
+
+def test_a_stop_whose_save_is_to_be_repeated_is_not_given_up_with_the_controller() -> None:
+    waiting, _ = play(m.Machine(), *RUNNING, m.Committed(5), m.StopAsked(True), UNSAVED, m.AttemptEnded())
+    machine, commands = play(waiting, GONE)
+    assert (machine.state, machine.saving_again, commands) == (RunState.STOPPING, True, [m.Launch()])
+
+
 def test_what_earlier_lives_of_the_controller_saw_fail_counts() -> None:
-    history = tuple(AttemptEnd(attempt, (failure(),), 10) for attempt in (1, 2))
-    machine, _ = play(m.Machine(policy=DefaultPolicy(2)), m.Start(3, 10, adopted=True, history=history))
-    machine, commands = play(machine, m.RankFailed(failure()), m.AttemptEnded())
+    twice = DefaultPolicy(2)
+    machine, _ = play(m.Machine(), *RUNNING, m.Committed(10))
+    for attempt in (1, 2):
+        failed = (m.RankFailed(failure(step=attempt)), m.AttemptEnded(), m.DelayOver(), m.Claimed(attempt + 1))
+        machine, _ = play(machine, *failed, m.Seated(), policy=twice)
+        machine, _ = play(machine, m.TakenOver(attempt + 1, 10, alive=True), policy=twice)
+    assert machine.restarts == 2
+    machine, commands = play(machine, m.RankFailed(failure(step=9)), m.AttemptEnded(), policy=twice)
     assert machine.state is RunState.FAILED and "2 restarts in a row" in commands[-1].reason  # type: ignore[union-attr]
+
+
+def test_a_restart_that_was_counted_is_not_counted_again() -> None:
+    launching, _ = play(m.Machine(), *RUNNING, m.RankFailed(failure()), m.AttemptEnded(), m.DelayOver())
+    assert launching.restarts == 1 and launching.attempt_is_over
+    assert play(launching, m.TakenOver(1))[0].restarts == 1
+    claimed, _ = play(launching, m.Claimed(2))
+    assert not claimed.attempt_is_over and play(claimed, m.TakenOver(2))[0].restarts == 2
 
 
 def test_processes_are_kept_only_where_another_attempt_may_follow() -> None:
@@ -260,7 +331,8 @@ _SHAPES = st.sampled_from([WHOLE, HALF, Shape(1, 1, 1, 1, 1, 8)])
 _FAILURES = ["killed", "raised", "lost_peer", "save_failed"]
 _EVENTS = st.one_of(
     st.builds(m.Reshape, _SHAPES, st.sampled_from([1, 2, 4])),
-    st.builds(m.Start, adopted=st.booleans()),
+    st.just(m.Start()),
+    st.builds(m.TakenOver, st.integers(1, 9), st.integers(0, 50), alive=st.booleans(), complete=st.booleans()),
     st.builds(m.Claimed, st.integers(1, 9)),
     st.just(m.Seated()),
     st.builds(m.Committed, st.integers(1, 50)),
@@ -278,7 +350,7 @@ _EVENTS = st.one_of(
 def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_end(
     events: list[m.MachineEvent], max_restarts: int
 ) -> None:
-    machine = m.Machine(policy=DefaultPolicy(max_restarts))
+    machine = m.Machine()
     alive = finished = False
     for event in events:
         before = machine
@@ -286,10 +358,12 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
             if before.phase is not m.RunPhase.ENDING:
                 continue  # what carries out commands says so only after EndAttempt
             alive = False
-        machine, commands = m.step(machine, event)
-        if isinstance(event, m.Start) and event.adopted and before.phase is m.RunPhase.IDLE:
-            assert not commands
-            alive = True
+        if isinstance(event, m.TakenOver):
+            if before.phase in (m.RunPhase.IDLE, m.RunPhase.DONE):
+                continue  # nothing was written, or it is over
+            alive = alive and event.alive and not before.attempt_is_over
+            event = replace(event, alive=alive, attempt=before.attempt)
+        machine, commands = m.step(machine, event, DefaultPolicy(max_restarts))
         for command in commands:
             assert not finished, "a command after the end"
             if isinstance(command, m.Launch):
@@ -313,7 +387,8 @@ def test_whatever_happens_two_attempts_never_live_and_nothing_starts_after_the_e
 def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_often_than_allowed(
     attempts: list[tuple[str, bool]], max_restarts: int
 ) -> None:
-    machine, _ = play(m.Machine(policy=DefaultPolicy(max_restarts)), m.Start())
+    machine, _ = play(m.Machine(), m.Start())
+    policy = DefaultPolicy(max_restarts)
     step = in_vain = 0
     for kind, progress in [*attempts, *[("killed", False)] * (max_restarts + 2)]:
         machine, _ = play(machine, m.Claimed(machine.attempt + 1), m.Seated())
@@ -321,7 +396,7 @@ def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_ofte
             step += 1
             machine, _ = play(machine, m.Committed(step))
         # Different steps: the rule against the same exception twice must not end it sooner.
-        machine, _ = play(machine, m.RankFailed(failure(kind, machine.attempt)), m.AttemptEnded())
+        machine, _ = play(machine, m.RankFailed(failure(kind, machine.attempt)), m.AttemptEnded(), policy=policy)
         first = len(machine.history) == 1
         in_vain = 0 if first or progress else in_vain + 1
         if machine.phase is m.RunPhase.DONE:
@@ -359,3 +434,16 @@ def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[t
         launches += commands.count(m.Launch())
     grown = step + 2
     assert launches <= 1 + grown + 2 * (grown + 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(_EVENTS, max_size=40), st.text(max_size=20))
+def test_a_machine_is_read_as_it_was_written(events: list[m.MachineEvent], cause: str) -> None:
+    torn = m.RankFailed(replace(failure(), cause=cause, details="is left out"))
+    machine, _ = play(m.Machine(), m.Start(shape=WHOLE, device="cuda"), m.Claimed(1), torn, *events)
+    with TemporaryDirectory() as folder:
+        log = MachineLog(DirectoryStore(Path(folder)), "r", "c-1")
+        assert log.open(1) is None
+        log.put(machine)
+        log.write()
+        assert MachineLog(DirectoryStore(Path(folder)), "r", "c-2").open(1) == machine

@@ -10,12 +10,13 @@ import pytest
 from stand_in_clock import StandInClock
 from stand_in_workers import Actor
 
-from raypp.control import elastic, placement, ray_nodes, worker_group
+from raypp.control import placement, ray_nodes, watchers, worker_group
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, RunPhase
 from raypp.control.placement import Placement
 from raypp.control.protocol import RunRequest
 from raypp.control.ray_nodes import LostNodes
+from raypp.control.watchers import Turn
 from raypp.control.worker_group import Member, WorkerGroup
 from raypp.spec.load import job_document, parse_job
 
@@ -30,7 +31,7 @@ NODES = [
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     """Two nodes that live and answer; `ANSWERS` says which do not."""
     clock = StandInClock()
-    for module in (placement, ray_nodes, elastic):
+    for module in (placement, ray_nodes, watchers):
         monkeypatch.setattr(module, "time", clock)
     for module in (placement, ray_nodes):
         monkeypatch.setattr(module, "all_nodes", lambda: NODES)
@@ -133,7 +134,9 @@ def test_a_run_grows_when_there_has_been_room_for_seconds(clock: StandInClock, m
 
     def grows() -> bool:
         clock.advance(1.1)
-        return sizing.check(machine, cast(Any, None), found) is not None
+        nothing: Any = None
+        turn = Turn(machine, nothing, nothing, found, nothing, nothing, nothing)
+        return sizing.check(turn) is not None
 
     assert not grows() and not grows()
     room = 3

@@ -10,11 +10,8 @@ import pytest
 
 from raypp.control import process_evidence
 from raypp.control.classify import kind_and_cause
-from raypp.control.preemption import PreemptionNotices
-from raypp.control.seats import Rank
 from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError
 from raypp.failure_kinds import FailureKind
-from raypp.records import Coordinates
 from raypp.storage import StoreError
 from raypp.storage.store import AccessRefused
 from raypp.train.device_memory import DeviceMemoryError
@@ -123,17 +120,3 @@ def test_a_host_that_refuses_is_there_and_its_process_is_not() -> None:
         listening.listen()
         assert process_evidence.host_answers("127.0.0.1", port) is True
     assert process_evidence.host_answers("127.0.0.1", port) is None
-
-
-def test_a_rank_that_is_told_to_go_leaves_after_the_save_or_when_its_time_is_over() -> None:
-    rank = Rank(1, "pp1", Coordinates(1), 1, "node", "10.0.0.1", 7)
-    notices = PreemptionNotices()
-    assert notices.due_failure(0.0, 10) is None
-    notices.add(rank, "it received SIGTERM", 25.0, 10)
-    assert notices.due_failure(5.0, 10) is None
-    failure = notices.due_failure(6.0, 13)
-    assert failure is not None and (failure.kind, failure.rank) == ("preempted", 1)
-    assert "after a checkpoint at step 13" in failure.cause
-    late = notices.due_failure(26.0, 10)
-    assert late is not None and "without a new checkpoint" in late.cause
-    assert notices.reset() is False and notices.due_failure(30.0, 14) is None

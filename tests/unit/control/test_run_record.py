@@ -8,14 +8,13 @@ from pathlib import Path
 from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control.machine import Machine
 from raypp.control.protocol import BatchAnswer
-from raypp.control.report.buffer import ReportBuffer
+from raypp.control.report.reporter import ReportBuffer
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Coordinates, Event, Requests, RunState, Seat, StepReport
-from raypp.recovery.policies.default import DefaultPolicy
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 
@@ -41,8 +40,7 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
     assert first.close() and first.durable == 3
 
     later = _record(store, "c-2")
-    told = later.resume(2, RunStatus("told", first.status().state, step=2, restarts=1))
-    assert [one.kind for one in told] == ["committed"]
+    later.resume(Machine(), 2)
     later.event(event)
     later.add_step(_report(2))
     later.add_step(_report(3))
@@ -69,7 +67,7 @@ def test_steps_that_are_told_again_after_newer_ones_do_not_take_the_status_back(
     assert left is not None
 
     record = _record(DirectoryStore(tmp_path), "c-2")
-    record.resume(40, RunStatus("told", RunState.RUNNING, step=10, attempt=1))
+    record.resume(Machine(), 40)
     assert [record.add_step(report, 1) for report in last.steps] == [True] * 30
     assert {report.step for report in left.steps} == set(range(1, 41))
     for report in left.steps:
@@ -105,9 +103,7 @@ def test_a_later_life_begins_with_the_history_where_the_status_is_older(tmp_path
     store.put("told/status.json", document(older.as_dict()))
 
     later = _record(store, "c-2")
-    read = later.earlier_status()
-    assert read == older
-    later.resume(15, read)
+    later.resume(Machine(), 15)
     status = later.status()
     assert (status.step, status.loss, status.tokens_per_s) == (20, 1.0 / 20, 100.0)
     assert status.checkpoint == f"{store.url}/told/step-00000015"
@@ -131,7 +127,8 @@ def test_what_only_a_checkpoint_knows_is_told_from_it(tmp_path: Path) -> None:
         write_commit(store, Commit("told", step, 1, {}, {}, {"recent_steps": steps}, ()))
 
     later = _record(store, "c-2")
-    later.recover_from_commits(later.resume(10, later.earlier_status()))
+    later.resume(Machine(), 10)
+    later.recover_from_commits()
     assert later.step == 10 and later.close()
     reader = RunReader(store, "told")
     assert [row["step"] for row in reader.history()] == list(range(1, 11))
@@ -143,7 +140,7 @@ def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
     record = _record(DirectoryStore(tmp_path), "c-1")
     record.begin(None)
     ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", "10.0.0.1", 100 + n, "step") for n in range(3)]
-    machine = Machine(policy=DefaultPolicy(3))
+    machine = Machine()
     record.update_status(machine, ranks)
     ranks[1].state, ranks[2].pid, ranks[2].node = "save", 77, "10.0.0.2"
     record.update_status(machine, ranks)

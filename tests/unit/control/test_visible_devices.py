@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.control.visible_devices import device_position
+from raypp.control.rank_process import device_position
 from raypp.errors import ResourcesError
 
 ONE, OTHER = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-1a2b3c4d-0000-1111-2222-333344445555"

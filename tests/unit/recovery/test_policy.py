@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from raypp.control.run_events import failed_attempts
 from raypp.failure_kinds import FailureKind
-from raypp.records import Event, RankFailure
+from raypp.records import RankFailure
 from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import AttemptEnd, GiveUp, Restart, restarts_without_progress, root_cause
 
@@ -70,26 +69,6 @@ def test_preemptions_are_not_counted_and_need_no_pause() -> None:
     assert DefaultPolicy(0).decide(taken) == Restart(0.0)
     assert restarts_without_progress([*ends(10, 10), *taken]) == 1
     assert DefaultPolicy(3).decide([*ends(10), *taken, *ends(10)]) == Restart(1.0)
-
-
-def test_what_failed_before_is_read_back_from_the_events_of_the_last_submission() -> None:
-    def failed(attempt: int, kind: str, step: int) -> Event:
-        details = {"kind": kind, "label": "pp1", "pid": 101, "cause": "gone"}
-        return Event("rank_failed", "", attempt=attempt, step=step, rank=1, node="10.0.0.1", details=details)
-
-    events = [
-        Event("submitted", ""),
-        failed(1, "killed", 3),
-        Event("submitted", ""),
-        Event("committed", "", attempt=2, step=10),
-        failed(2, "lost_peer", 12),
-        failed(2, "killed", 12),
-        failed(3, "killed", 11),
-    ]
-    assert failed_attempts(events) == (
-        AttemptEnd(2, (failure("lost_peer", step=12), failure("killed", step=12)), 10),
-        AttemptEnd(3, (failure("killed", step=11),), 10),
-    )
 
 
 def test_what_differs_between_two_lives_does_not_make_the_same_error_another_one() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control.protocol import BatchAnswer
-from raypp.control.report.buffer import ReportBuffer
+from raypp.control.report.reporter import ReportBuffer
 from raypp.records import Coordinates, Event, Requests, Seat
 
 SEAT = Seat("run", 2, 1, 2, Coordinates(pp=1), Coordinates(2, 1, 1, 1))

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from raypp.control import hang_watch
 from raypp.control.cleanup import is_relay
 from raypp.control.protocol import BatchAnswer, RelayAnswer, RelayReport, ReportBatch
-from raypp.control.report.buffer import ReportBuffer
 from raypp.control.report.relay import RelayQueue, Relays, relay_pace_s
-from raypp.control.report.route import HEARTBEAT_S, ReportRoute
+from raypp.control.report.reporter import HEARTBEAT_S, ReportBuffer, ReportRoute
 from raypp.records import Coordinates, Event, Requests, Seat
 
 SEAT = Seat("run", 2, 1, 2, Coordinates(pp=1), Coordinates(2, 1, 1, 1))

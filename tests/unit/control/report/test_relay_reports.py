@@ -61,6 +61,7 @@ def test_heartbeats_count_from_when_they_were_sent_and_older_ones_change_nothing
     clock.advance(time.monotonic() + 100)
     monkeypatch.setattr(processing, "time", clock)
     assert leader._reports.watch is not None and leader._attempt is not None
+    leader._reports.watch._listened_at = clock.now  # no pause
     leader.intake.report(ReportBatch(3, 1, 5, "step 9", 0.5))
     leader.intake.relay_report(RelayReport(3, (Heartbeat(0, "step 2F1", 1.0, 10.0), Heartbeat(1, "step 8", 0.0, 4.0))))
     leader._process_reports(wait_s=0.0)

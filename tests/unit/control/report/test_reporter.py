@@ -13,8 +13,7 @@ from stand_in_clock import StandInClock
 
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report import reporter as reporter_module
-from raypp.control.report.reporter import ControllerReporter
-from raypp.control.report.route import ReportRoute
+from raypp.control.report.reporter import ControllerReporter, ReportRoute
 from raypp.records import Coordinates, Event, Requests, Seat
 
 SEAT = Seat("run", 1, 1, 2, Coordinates(), Coordinates(1, 1, 1, 1))
