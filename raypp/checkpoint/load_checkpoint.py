@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from raypp.checkpoint.boxes import Box, cover_once, volume
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.dtypes import DTYPES
 from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, fetch_ranges, open_files
 from raypp.checkpoint.state import OPTIMIZER, SavedResiduals, Slice, model_slices, optimizer_slices, residual_slices
 from raypp.checkpoint.tensor_file import TensorEntry
 from raypp.errors import CheckpointError, Problem
+from raypp.models.dtypes import DTYPES
 from raypp.storage import ObjectStore
 
 _PROBLEMS_SHOWN = 8

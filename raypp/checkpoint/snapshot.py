@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from raypp.checkpoint.dtypes import DTYPES, dtype_name
 from raypp.checkpoint.state import Slice
 from raypp.checkpoint.tensor_file import BlockSums, HeaderWriter, TensorEntry
+from raypp.models.dtypes import DTYPES, dtype_name
 from raypp.parallel.failed_groups import check_groups
 from raypp.parallel.host_copies import HostMemory
 from raypp.pipeline.device_clock import DeviceClock, Span

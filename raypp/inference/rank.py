@@ -25,6 +25,7 @@ from raypp.parallel.rank_groups import make_groups
 from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.pipeline.next_token import Choice
 from raypp.records import Seat
+from raypp.spec.precision import whole_precision
 from raypp.train.cuda_settings import prepare_driver, set_product_precision
 from raypp.train.lost_peer import explained, lost_peer
 from raypp.train.own_seat import local_seat
@@ -89,9 +90,9 @@ def open_decoder(source: Source, seat: Seat) -> Iterator[PipelineDecoder]:
         CheckpointError: See `load_stages`.
     """
     rank, pp = seat.rank, seat.world_size
-    # CPUs have no fast products in bf16, and fp32 holds every number of it.
-    half = seat.device == "cuda" and source.precision == "bf16"
-    job = source.job(pp, precision="bf16_pure" if half else "fp32")
+    # CPUs have no fast products in narrower dtypes, and fp32 holds every number of theirs.
+    dtype = source.precision if seat.device == "cuda" else "fp32"
+    job = source.job(pp, precision=whole_precision(dtype).name)
     device = pick_device(seat)
     if seat.device == "cuda":
         set_product_precision(job)

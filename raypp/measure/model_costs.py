@@ -199,7 +199,7 @@ def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
 
 def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, last: int) -> nn.Module:
     stage = build_stage(job.model, range(_LAYERS), first=bool(first), last=bool(last))
-    mesh = groups.mesh["fsdp"] if job.train.precision == "bf16" else None
+    mesh = groups.mesh["fsdp"] if job.train.dtypes.copies_weights else None
     stage = prepare_stage(stage, job, mesh, device, groups).module
     initialise(stage, job.model, job.train.seed, write_whole)
     return stage

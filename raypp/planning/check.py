@@ -39,7 +39,7 @@ def check_plan(job: Job) -> list[Problem]:
     problems += _blocks(job)
     if job.train.activation_checkpointing == "selective" and not job.train.compile:
         problems += _selective(job)
-    if job.train.reduce_dtype == "bf16" and job.train.precision == "fp32":
+    if job.train.dtypes.reduce.bytes < job.train.dtypes.compute.bytes:
         fix = "use train.precision bf16, or leave train.reduce_dtype at fp32"
         problems.append(Problem("train.reduce_dtype", "bf16 sums would lose the precision of fp32 gradients", fix))
     return problems
@@ -238,7 +238,7 @@ def _near(value: int, allowed: Iterable[int]) -> str:
 
 def wire_problems(job: Job) -> Iterator[Problem]:
     """Finds settings of `pipeline.wire` that are contradictory or have no effect."""
-    wire, precision = job.pipeline.wire, job.train.computes_in
+    wire, precision = job.pipeline.wire, job.train.dtypes.compute.name
     asked = {wire.of("activations"), wire.of("gradients")}
     if wire.dtype == "fp32" and precision == "bf16":
         what = "fp32 would double the size of messages that are computed in bf16, without gaining precision"

@@ -176,7 +176,7 @@ class Costs:
 
 def computed_costs(job: Job, device: Device) -> Costs:
     """Computes costs from the job's FLOPs and the device's data sheet."""
-    products: str = job.train.computes_in
+    products: str = job.train.dtypes.compute.name
     if products == "fp32" and job.train.tf32 and "tf32" in device.tflops:
         products = "tf32"
     rate = device.tflops[products] * device.share * 1e12

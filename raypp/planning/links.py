@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from raypp.planning.activations import microbatch_tokens
-from raypp.planning.choices import wire_of
+from raypp.planning.choices import wire_bytes, wire_of
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.spec.job import Job
-
-_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,10 @@ def message_bytes(job: Job) -> int:
     """Returns the bytes of the larger message between two ranks, activations or gradients.
 
     A message has micro_batch_size · seq_len · hidden_size values, divided over cp ranks. Rows are
-    assumed to be data.seq_len long; negotiated lengths are shorter. int8 also sends an fp32 scale
-    per token.
+    assumed to be data.seq_len long; negotiated lengths are shorter.
     """
-    wire, tokens, width = wire_of(job), microbatch_tokens(job), job.model.hidden_size
-    rows = [width + 4 if kind == "int8" else width * _BYTES[kind] for kind in (wire.activations, wire.gradients)]
-    return tokens * max(rows)
+    wire = wire_of(job)
+    return max(wire_bytes(job, wire.activations), wire_bytes(job, wire.gradients))
 
 
 def boundaries(job: Job, pipeline: ResolvedPipeline) -> list[Boundary]:

@@ -9,8 +9,8 @@ from raypp.planning.end_weights import activation_bytes
 from raypp.planning.loss_chunks import chunk_size
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 
-_FP32 = 4
 _LARGE = 16 * 2**20
 """Bytes from which glibc's heap finds holes for few blocks (`kept_by_heap`). Fitted."""
 
@@ -54,14 +54,14 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     if chunk == tokens or family_of(model) is None:
         values = tokens * model.vocab_size
         return LossMemory(
-            kept=values * (compute + _FP32 + (compute if capped else 0)),
-            forward=values * _FP32 if compute < _FP32 else 0,
-            backward=values * 2 * _FP32,
+            kept=values * (compute + FP32.bytes + (compute if capped else 0)),
+            forward=values * FP32.bytes if compute < FP32.bytes else 0,
+            backward=values * 2 * FP32.bytes,
         )
-    narrow = compute if compute < _FP32 else 0
-    logits = ((3 if capped else 2) * _FP32 + narrow) * chunk * model.vocab_size
+    narrow = compute if compute < FP32.bytes else 0
+    logits = ((3 if capped else 2) * FP32.bytes + narrow) * chunk * model.vocab_size
     projection = 0 if model.lora is not None else model.vocab_size * model.hidden_size
-    working = projection * _FP32 + max(logits, projection * narrow)
+    working = projection * FP32.bytes + max(logits, projection * narrow)
     backward = working if projection else 0  # of the projection, from logits that it computes again
     return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=backward)
 
@@ -79,7 +79,7 @@ def kept_by_heap(job: Job, tokens: int) -> int:
         tokens: Tokens of a microbatch on one rank.
     """
     vocabulary = job.model.vocab_size
-    if chunk_size(tokens, vocabulary, "cpu") != tokens or tokens * vocabulary * _FP32 <= _LARGE:
+    if chunk_size(tokens, vocabulary, "cpu") != tokens or tokens * vocabulary * FP32.bytes <= _LARGE:
         return 0
     loss = loss_memory(job, tokens, "cpu")
     return loss.kept + loss.forward + loss.backward

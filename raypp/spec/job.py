@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from raypp.spec import limits
 from raypp.spec.families import ModelSection
 from raypp.spec.models import DecoderOptions
+from raypp.spec.precision import DTYPES, FP32, DtypeName, Precision, PrecisionName, precision_of
 from raypp.spec.section import Section
 
 RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
@@ -154,10 +155,13 @@ class DirectionsSection(Section):
     """Compression of the gradients that backwards send: none | bf16 | int8."""
 
 
+_NARROW = [name for name, dtype in DTYPES.items() if dtype is not FP32]
+
+
 class WireOptions(Section):
     """How activations and gradients travel between stages."""
 
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", DtypeName] = "auto"
     """Dtype of messages that are not compressed. auto: the dtype of the computation | bf16: rounds
     fp32 values."""
     compression: Compression | DirectionsSection = "none"
@@ -167,7 +171,7 @@ class WireOptions(Section):
     @property
     def compresses(self) -> bool:
         """Whether any message may be smaller than the computed tensor."""
-        return self.dtype == "bf16" or any(self.of(what) != "none" for what in ("activations", "gradients"))
+        return self.dtype in _NARROW or any(self.of(what) != "none" for what in ("activations", "gradients"))
 
     def of(self, what: Literal["activations", "gradients"]) -> Compression:
         """Returns the compression of activations or of gradients."""
@@ -279,14 +283,14 @@ class TrainSection(Section):
     """The learning rate over the steps."""
     clip_norm: float | None = Field(default=1.0, gt=0, le=limits.REAL)
     """Clip gradients to this global norm. null: no clipping."""
-    precision: Literal["fp32", "bf16", "bf16_pure"] = "fp32"
+    precision: PrecisionName = "fp32"
     """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32 | bf16_pure: weights
     in bf16 only, updated by stochastic rounding; gradients are summed in reduce_dtype. fp32 on
     CUDA: see tf32."""
     tf32: bool = True
     """On CUDA with precision: fp32, matrix products round their factors to TF32 (10 bits) and add
     in fp32. false: products in fp32, several times slower. No effect on CPUs or on bf16."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: DtypeName = "fp32"
     """Dtype in which gradients are reduced over data-parallel ranks, and with precision: bf16_pure
     summed over microbatches. bf16 halves the traffic and needs precision: bf16 or bf16_pure."""
     sync: SyncOptions = Field(default_factory=SyncOptions)
@@ -309,9 +313,9 @@ class TrainSection(Section):
     """Optional samples: {prompts: ["In the beginning"], every_steps: 100, max_new_tokens: 32}."""
 
     @property
-    def computes_in(self) -> Literal["fp32", "bf16"]:
-        """The dtype of activations and products."""
-        return "fp32" if self.precision == "fp32" else "bf16"
+    def dtypes(self) -> Precision:
+        """The dtypes of weights, products and sums."""
+        return precision_of(self.precision, self.reduce_dtype)
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step (1-based).
@@ -477,7 +481,7 @@ class Job(Section):
         """Decides `model.lora.base: auto`, so that a run's job says what its adapters belong to."""
         lora = self.model.lora
         if lora is not None and lora.base == "auto":
-            decided = lora.model_copy(update={"base": self.train.computes_in})
+            decided = lora.model_copy(update={"base": self.train.dtypes.compute.name})
             self.__dict__["model"] = self.model.model_copy(update={"lora": decided})
         return self
 

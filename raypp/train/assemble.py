@@ -124,7 +124,9 @@ def assemble(
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
             if job.train.optimizer.offload:
-                optimizer = OffloadedOptimizer(optimizer, built.modules, device, masters=job.train.precision == "bf16")
+                optimizer = OffloadedOptimizer(
+                    optimizer, built.modules, device, masters=job.train.dtypes.copies_weights
+                )
                 stack.callback(optimizer.close)
             if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):
                 tell(Event("offload", words, attempt=seat.attempt, rank=seat.rank, node=seat.node))

@@ -27,8 +27,6 @@ from raypp.train.device_memory import DeviceTakenError, card_uuid, changes_that_
 
 log = logging.getLogger(__name__)
 
-BF16_SINCE = (8, 0)
-"""Compute capability of the first cards with bf16 matrix units and attention kernels (A100)."""
 _FREED_S = 60.0
 """How long the driver may take to free the memory of a process that was killed."""
 _ASK_EVERY_S = 0.5
@@ -210,8 +208,8 @@ def device_problems(
         what = f"{has}; torch {torch.__version__} has kernels for {', '.join(built_for)} only"
         fix = "install a torch that is built for this card (an older CUDA supports older cards), or use other cards"
         problems.append(Problem("resources.device", what, fix))
-    if job.train.computes_in == "bf16" and card.capability < BF16_SINCE:
-        what = f"{has}; bf16 needs 8.0 (A100) or newer"
+    if card.capability < (compute := job.train.dtypes.compute).since:
+        what = f"{has}; {compute.name} needs {compute.since[0]}.{compute.since[1]} or newer"
         problems.append(Problem("train.precision", what, "use train.precision fp32, or other cards"))
     if job.train.compile and compiler is None:
         what = f"{where}: torch.compile needs a C compiler, and neither $CC nor cc, gcc or clang is there"
