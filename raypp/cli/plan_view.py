@@ -42,7 +42,7 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
         ("Mesh", _mesh(plan), _rank_map(plan)),
         ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
         ("Bubble", "", _bubble(plan)),
-        ("Precision", "", _precision(job)),
+        ("Precision", "", _precision(job, plan.memory_device)),
         ("Memory per rank", moment, _memory(plan)),
         ("Host memory per node", "", _host(plan)),
         ("Links", "", _links(plan)),
@@ -105,8 +105,10 @@ def _schedule(job: Job, plan: Plan) -> str:
     return f"{plan.schedule}, {plan.microbatches} microbatches of {rows}{ahead}"
 
 
-def _precision(job: Job) -> str:
-    dtypes = job.train.dtypes
+def _precision(job: Job, kind: str) -> str:
+    dtypes = job.for_device(kind).train.dtypes
+    if job.train.precision == "auto":
+        return f"auto: {dtypes.summary}" + (", on CUDA; fp32 on CPUs" if job.resources.device == "auto" else "")
     if dtypes.narrow_weights:
         return f"{dtypes.summary}; gradients summed in {dtypes.gradients.name}"
     if dtypes.compute is not FP32 or job.resources.device == "cpu":

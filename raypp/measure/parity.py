@@ -230,6 +230,7 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
         RunFailedError: A rank failed.
     """
     started = time.monotonic()
+    job = job.for_device("cpu")
     limit = job.train.dtypes.compute.tolerance if tolerance is None else tolerance
     with TemporaryDirectory(prefix="raypp-parity-") as folder:
         found, reference = Path(folder, "mesh"), Path(folder, "one")

@@ -85,7 +85,7 @@ def prepare_stage(
         for block in moe_blocks(stage):
             block.microbatch_group = groups.context[0]
     extent, within = job.train.activation_checkpointing, False
-    if job.train.compile:
+    if job.train.compiles:
         within = extent == "selective"
         if within:
             recompute_within_compiled_blocks(stage)

@@ -37,7 +37,7 @@ def check_plan(job: Job) -> list[Problem]:
     problems += _axes(job)
     problems += wire_problems(job)
     problems += _blocks(job)
-    if job.train.activation_checkpointing == "selective" and not job.train.compile:
+    if job.train.activation_checkpointing == "selective" and not job.train.compiles:
         problems += _selective(job)
     if job.train.dtypes.reduce.bytes < job.train.dtypes.compute.bytes:
         fix = "use train.precision bf16, or leave train.reduce_dtype at fp32"

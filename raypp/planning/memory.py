@@ -33,7 +33,7 @@ from raypp.schedules.waiting import Waiting
 from raypp.spec.families import counted_family, family_of
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
-from raypp.spec.precision import BF16, DTYPES, FP32
+from raypp.spec.precision import BF16, DTYPES, FP32, Dtype
 from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
 _MB = 10**6
@@ -224,8 +224,13 @@ def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     if quantised_base(job.model) is not None:
         return -(-sum(_base(job, stage, cut, activation_bytes(job)) for stage in stages) // shards)
     frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
-    each = DTYPES[job.model.lora.base].bytes if job.model.lora is not None else weight_bytes(job)
-    return each * -(-frozen // shards)
+    return _frozen_dtype(job).bytes * -(-frozen // shards)
+
+
+def _frozen_dtype(job: Job) -> Dtype:
+    """Returns the dtype of frozen weights that are not quantised."""
+    compute = job.train.dtypes.compute
+    return DTYPES.get(job.model.lora.base, compute) if job.model.lora is not None else compute
 
 
 def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = True, **gathered: Any) -> int:
@@ -237,7 +242,7 @@ def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = T
 def _frozen_as_used(job: Job) -> bool:
     """Whether a rank holds its frozen weights whole and products take them as they are."""
     shards, lora = job.mesh.fsdp * job.mesh.cp, job.model.lora
-    return shards == 1 and lora is not None and (lora.base != "fp32" or job.train.dtypes.compute is FP32)
+    return shards == 1 and lora is not None and _frozen_dtype(job) is job.train.dtypes.compute
 
 
 def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:

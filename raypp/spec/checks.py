@@ -308,7 +308,7 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
     refused = [
         (job.mesh.cp > 1, f"mesh.cp {job.mesh.cp} cuts rows over ranks, and decoding needs them whole"),
         (job.mesh.ep > 1, f"mesh.ep {job.mesh.ep} spreads experts over ranks, which decoding does not support"),
-        (job.train.compile, "train.compile compiles blocks for training only"),
+        (job.train.compiles, "train.compile compiles blocks for training only"),
     ]
     never = [
         (":" in job.model.kind, f"{job.model.kind} is a model of your own, whose attention has no cache"),
