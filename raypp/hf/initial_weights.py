@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from raypp.checkpoint.state import Slice, model_slices
+from raypp.checkpoint.state import DTYPES, Slice, model_slices
 from raypp.errors import CheckpointError, Problem
 from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts
 from raypp.hf.tensor import HfTensor
-from raypp.models.dtypes import DTYPES
 from raypp.models.quantised import Format, stored_formats
 
 _READ_BYTES = 16 << 20

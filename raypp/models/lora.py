@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from raypp.models.adapter_dropout import AdapterDropout, CurrentTokens
 from raypp.models.documents import PackedDocuments
-from raypp.models.dtypes import torch_dtype
-from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer, store_rest
+from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer, store_rest, torch_dtype
 from raypp.spec.families import family_of
 from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions, LoraOptions

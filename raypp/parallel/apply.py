@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from raypp.models.dtypes import torch_dtype
-from raypp.models.quantised import store_rest, stored_formats
+from raypp.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raypp.kinds import OptimizerKind
-from raypp.models.dtypes import torch_dtype
+from raypp.models.quantised import torch_dtype
 from raypp.parallel.shard import local_part
 from raypp.parallel.whole_tensors import apply_to_whole
 from raypp.spec.job import OptimizerOptions

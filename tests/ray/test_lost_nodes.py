@@ -89,6 +89,17 @@ def _trains_on(run: Started, mesh: dict[str, int]) -> None:
     run.wait(trains, f"training on {mesh}")
 
 
+def _assert_no_step_twice_or_left_out(run: Started) -> None:
+    """Asserts that the current attempt began where the one before ended. Waits for its first step:
+    a rank reports the step that it begins, and writes the step that it has taken."""
+    grown = run.status()["attempt"]
+    run.wait(lambda: run.taken()[-1][0] == grown, f"a step of attempt {grown}")
+    taken = run.taken()
+    before = max(attempt for attempt, _ in taken if attempt < grown)
+    last = max(step for attempt, step in taken if attempt == before)
+    assert min(step for attempt, step in taken if attempt == grown) == last + 1
+
+
 @pytest.mark.slow
 @pytest.mark.gate
 def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
@@ -109,13 +120,8 @@ def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
 
     (third,) = nodes.add(43)
     _trains_on(run, {"pp": 2, "fsdp": 2})
-    status = run.status()
-    assert third.address in _places(run) and status["restarts"] == restarts
-    grown = status["attempt"]
-    taken = run.taken()
-    last = max(step for attempt, step in taken if attempt == grown - 1)
-    first = min(step for attempt, step in taken if attempt == grown)
-    assert first == last + 1, "growing redid or left out steps"
+    assert third.address in _places(run) and run.status()["restarts"] == restarts
+    _assert_no_step_twice_or_left_out(run)
     assert run.stop()["state"] == "STOPPED"
     run.assert_nothing_left()
 
@@ -130,10 +136,9 @@ def test_a_run_begins_small_where_others_hold_the_devices_and_grows_when_they_go
     _trains_on(run, {"pp": 2})
     assert other.command("stop-now")["state"] == "STOPPED"
     _trains_on(run, {"pp": 2, "fsdp": 2})
-    status, taken = run.status(), run.taken()
+    status = run.status()
     assert (len(status["ranks"]), status["restarts"]) == (4, 0)
-    last = max(step for attempt, step in taken if attempt < status["attempt"])
-    assert min(step for attempt, step in taken if attempt == status["attempt"]) == last + 1, "not where it stopped"
+    _assert_no_step_twice_or_left_out(run)
     assert run.stop()["state"] == "STOPPED"
     run.assert_nothing_left()
 
