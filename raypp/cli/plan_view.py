@@ -108,7 +108,8 @@ def _schedule(job: Job, plan: Plan) -> str:
 def _precision(job: Job, kind: str) -> str:
     dtypes = job.for_device(kind).train.dtypes
     if job.train.precision == "auto":
-        return f"auto: {dtypes.summary}" + (", on CUDA; fp32 on CPUs" if job.resources.device == "auto" else "")
+        both = kind == "cuda" and job.resources.device == "auto"
+        return f"auto: {dtypes.name} on CUDA, fp32 on CPUs" if both else f"auto: {dtypes.summary}"
     if dtypes.narrow_weights:
         return f"{dtypes.summary}; gradients summed in {dtypes.gradients.name}"
     if dtypes.compute is not FP32 or job.resources.device == "cpu":

@@ -148,7 +148,7 @@ def test_the_plan_says_everything_within_the_terminals_width(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([], "auto: bf16: weights and gradients in fp32, compute in bf16, on CUDA; fp32 on CPUs"),
+        ([], "auto: bf16 on CUDA, fp32 on CPUs"),
         (["train.precision=fp32"], "fp32; on CUDA, matrix products in TF32 (train.tf32: false for fp32)"),
         (["train.precision=fp32", "train.tf32=false"], "fp32; on CUDA, matrix products in fp32 (train.tf32: false)"),
         (["train.precision=bf16"], "bf16: weights and gradients in fp32, compute in bf16"),
