@@ -88,6 +88,7 @@ class Variant:
             "train.micro_batch_size": rows,
             "pipeline.microbatches": microbatches,
             "train.precision": precision,
+            "train.compile": False,
             "checkpoint.memory_tier": False,  # its first snapshots would fall into the timed steps
             **LESS_MEMORY.get(self.model, {}),
             **self.settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from raypp.api.torch_process import ask
@@ -59,17 +60,36 @@ def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
         if not problems and not isinstance(error, JobError):
             raise
         raise JobError(in_order([*map(file.locate, problems), *error.problems])) from error
-    problems += _spec_problems(file, problems)
-    reported = {problem.key for problem in problems}
-    # Report each problem once: skip plan problems that follow from one (a schedule that cannot be
-    # imported).
-    problems += [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
+    problems += _job_problems(file, problems)
     problems = problems or _row_problems(file.job)
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
     for remark in file.remarks:
         _log.warning("note: %s", remark)
     return file
+
+
+def _job_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:
+    """Returns the problems of the job, each once: without plan problems that follow from others, as
+    of a schedule that cannot be imported.
+
+    Without `resources.device`, they are those of a device that the job may run on, with
+    `train.precision: auto` also of the other. Submission knows the device, and checks again.
+    """
+    asked = file.job
+    if asked.resources.device != "auto":
+        return _problems_on(asked.resources.device, file, before)
+    problems = _problems_on("cuda", file, before)
+    on_cpus = _problems_on("cpu", file, before) if problems and asked.train.precision == "auto" else problems
+    return min(problems, on_cpus, key=len)
+
+
+def _problems_on(device: str, file: JobFile, before: Sequence[Problem]) -> list[Problem]:
+    file = replace(file, job=file.job.for_device(device))
+    problems = _spec_problems(file, before)
+    reported = {problem.key for problem in (*before, *problems)}
+    plan = [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
+    return problems + plan
 
 
 def _spec_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raypp.api.find_run import ended_status, runs_below
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.compatibility import check_resume, check_steps, rate_jump
+from raypp.checkpoint.compatibility import check_resume, check_steps, rate_jump, recorded_precision
 from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
@@ -19,6 +19,8 @@ from raypp.control import client
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, UnreachableError
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
+from raypp.planning.check import check_plan
+from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile, job_document
 from raypp.storage import AlreadyExists, ObjectStore, open_store
@@ -85,12 +87,15 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
     store.probe()
     for limit in store.limitations():
         say(f"warning: {limit}")
-    _check_name(file, store, resume, say)
+    file = _check_name(file, store, resume, say)
     _check_not_running(file.job, store, cluster)
-    device = client.check_resources(file.job, cluster)
-    if remark := client.precision_remark(file.job, device):
-        say(f"warning: {remark}")
-    return Prepared(file, store, cluster, resume, device, versions)
+    device, job = client.check_resources(file.job, cluster)
+    if remark := client.precision_remark(file.job, job, device):
+        say(remark)
+        # What was checked may have been the job on another device.
+        if problems := [*check_training(job), *check_plan(job)]:
+            raise JobError(map(file.locate, problems))
+    return Prepared(replace(file, job=job), store, cluster, resume, device, versions)
 
 
 def start(prepared: Prepared, say: Say) -> RunPlace:
@@ -140,8 +145,12 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
     return place
 
 
-def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> None:
-    """Checks that a new run's name is free, or that a resumed run's checkpoints fit the job."""
+def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> JobFile:
+    """Checks that a new run's name is free, or that a resumed run's checkpoints fit the job.
+
+    Returns:
+        The job; with checkpoints, `train.precision: auto` is what they were trained in.
+    """
     name = file.job.name
     exists = store.head(f"{name}/spec.json") is not None
     if exists and not resume:
@@ -155,11 +164,15 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> No
     # be corrected.
     if resume and (saved := list_checkpoints(store, name)):
         before = read_spec(store, name)
+        if file.job.train.precision == "auto" and (recorded := recorded_precision(before)):
+            say(f"train.precision: auto is {recorded}, as before")
+            file = replace(file, job=file.job.with_precision(recorded))
         problems = check_resume(before, file.job) + check_steps(saved[-1].step, file.job.train.steps)
         if problems:
             raise JobError(map(file.locate, problems))
         if jump := rate_jump(before, file.job, saved[-1].step):
             say(f"warning: {jump}")
+    return file
 
 
 def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:

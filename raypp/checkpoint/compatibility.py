@@ -15,6 +15,7 @@ from raypp.errors import JobError, Problem, RayppError
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.spec.mixture import known_source
+from raypp.spec.precision import PRECISIONS
 from raypp.untrusted.text import visible
 
 _ABSENT = object()
@@ -73,6 +74,21 @@ def check_steps(newest: int, steps: int) -> list[Problem]:
         return []
     fix = f"use more than {newest} to train longer; `raypp eval` and `raypp generate` take a step with --step"
     return [Problem("train.steps", f"is {steps}, but the run is at step {newest}, which has a checkpoint", fix)]
+
+
+def recorded_precision(old_job: Mapping[str, Any]) -> str | None:
+    """Returns what `train.precision: auto` means for a run that resumes, on whatever device.
+
+    Another precision would change what its weights are rounded to, and the base of its adapters.
+
+    Args:
+        old_job: The resolved job of the run.
+
+    Returns:
+        The precision that the run has; None if its job names none.
+    """
+    found = str(_at(old_job, ("train", "precision")))
+    return found if found in PRECISIONS else None
 
 
 def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:

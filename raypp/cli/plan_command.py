@@ -186,8 +186,10 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
     from raypp.cli.console import Console
     from raypp.planning.costs import DEVICES
     from raypp.planning.fit_search import changes_that_fit
+    from raypp.planning.predict import kind_of
 
     device = grounds.devices_for(job)[-1]
+    job = job.for_device(kind_of(device))
     if not device.memory:
         names = ", ".join(name for name, known in DEVICES.items() if known.memory)
         raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
@@ -209,6 +211,7 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
     from raypp.planning.sizes import sizes_remark
 
     device = grounds.devices_for(job)[-1]
+    job = job.for_device(kind_of(device))
     costs = grounds.costs or computed_costs(job, device)
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
         found = search(

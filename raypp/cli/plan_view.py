@@ -19,6 +19,7 @@ from raypp.planning.stored_bytes import size_text, three_digits
 from raypp.schedules.picture import most_digits
 from raypp.schedules.simulate import Slot
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 from raypp.untrusted.text import shell_word
 
 MOST_RANKS = 16
@@ -41,7 +42,7 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
         ("Mesh", _mesh(plan), _rank_map(plan)),
         ("Schedule", _schedule(job, plan), schedule_picture(plan.timeline, min(width - 2, 140))),
         ("Bubble", "", _bubble(plan)),
-        ("Precision", "", _precision(job)),
+        ("Precision", "", _precision(job, plan.memory_device)),
         ("Memory per rank", moment, _memory(plan)),
         ("Host memory per node", "", _host(plan)),
         ("Links", "", _links(plan)),
@@ -104,15 +105,17 @@ def _schedule(job: Job, plan: Plan) -> str:
     return f"{plan.schedule}, {plan.microbatches} microbatches of {rows}{ahead}"
 
 
-def _precision(job: Job) -> str:
-    if job.train.precision == "bf16_pure":
-        return f"bf16_pure: weights in bf16 only, stochastic rounding; gradients summed in {job.train.reduce_dtype}"
-    if job.train.precision == "bf16":
-        return "bf16: weights and gradients in fp32, compute in bf16"
-    if job.resources.device == "cpu":
-        return "fp32"
+def _precision(job: Job, kind: str) -> str:
+    dtypes = job.for_device(kind).train.dtypes
+    if job.train.precision == "auto":
+        both = kind == "cuda" and job.resources.device == "auto"
+        return f"auto: {dtypes.name} on CUDA, fp32 on CPUs" if both else f"auto: {dtypes.summary}"
+    if dtypes.narrow_weights:
+        return f"{dtypes.summary}; gradients summed in {dtypes.gradients.name}"
+    if dtypes.compute is not FP32 or job.resources.device == "cpu":
+        return dtypes.summary
     products = "TF32 (train.tf32: false for fp32)" if job.train.tf32 else "fp32 (train.tf32: false)"
-    return f"fp32; on CUDA, matrix products in {products}"
+    return f"{dtypes.summary}; on CUDA, matrix products in {products}"
 
 
 def _bubble(plan: Plan) -> RenderableType:

@@ -59,6 +59,7 @@ class NodeResources:
         gpu_bytes: Memory of its largest GPU; 0 if the node's agent does not tell.
         free_bytes: Host memory that is available; 0 if the node's agent does not tell.
         head: Whether it is the head, where Ray runs the drivers of jobs.
+        gpu_names: The kinds of its GPUs, as far as the node's agent tells: `Tesla T4`.
     """
 
     node_id: str
@@ -71,6 +72,7 @@ class NodeResources:
     gpu_bytes: int = 0
     free_bytes: int = 0
     head: bool = False
+    gpu_names: tuple[str, ...] = ()
 
 
 def dashboard_url(address: str) -> str:
@@ -316,6 +318,7 @@ class Dashboard:
                     max((int(gpu.get("memoryTotal") or 0) << 20 for gpu in entry.get("gpus") or ()), default=0),
                     int((entry.get("mem") or (0, 0))[1]),  # all, available, …
                     bool(raylet.get("isHeadNode")),
+                    tuple(str(gpu.get("name")) for gpu in entry.get("gpus") or ()),
                 )
             )
         return sorted(nodes, key=lambda node: node.ip)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shlex
 import socket
@@ -42,6 +43,10 @@ from raypp.storage import ObjectStore
 from raypp.untrusted.text import shell_word
 
 _COMMAND_PATIENCE_S = 180.0
+_BEFORE_AMPERE = re.compile(
+    r"Tesla|Quadro|TITAN|GTX|MX\d|RTX 20[678]0|\b([KMP]\d0|P4|P100|V100S?|T4G?|T[46]00|T1[02]00)\b"
+)
+"""Names of NVIDIA's cards of compute capability below 8.0, which have no bf16."""
 
 Waiting = Callable[[], None]
 """Called once if an answer takes longer than a minute."""
@@ -55,8 +60,8 @@ class Submission:
     address: str
 
 
-def check_resources(job: Job, cluster: Cluster) -> str:
-    """Returns the device the ranks will use, when enough are free.
+def check_resources(job: Job, cluster: Cluster) -> tuple[str, Job]:
+    """Returns the device the ranks will use, when enough are free, and the job as they run it.
 
     Raises:
         UnreachableError: The cluster does not answer.
@@ -64,7 +69,18 @@ def check_resources(job: Job, cluster: Cluster) -> str:
             fits. Or a rank needs more memory than the largest GPU has; names changes that fit. Or
             the nodes' memory is too small for what the job offloads.
     """
-    return device_for(job, cluster.dashboard.nodes(), embedded=cluster.embedded is not None)
+    nodes = cluster.dashboard.nodes()
+    device = device_for(job, nodes, embedded=cluster.embedded is not None)
+    return device, on_nodes(job, device, nodes)
+
+
+def on_nodes(job: Job, device: str, nodes: Sequence[NodeResources]) -> Job:
+    """Returns the job as ranks on these nodes run it: `auto` is bf16 if all their cards have it.
+
+    A card with an unknown name is taken to have it; if it has not, its rank refuses the job.
+    """
+    old = any(_BEFORE_AMPERE.search(name) for node in nodes if node.gpus for name in node.gpu_names)
+    return job.for_device(device, bf16=not old)
 
 
 def check_trackers(job: Job, cluster: Cluster) -> None:
@@ -80,7 +96,7 @@ def check_trackers(job: Job, cluster: Cluster) -> None:
 
 
 def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = False, training: bool = True) -> str:
-    """Does what `check_resources` does, for the nodes of a cluster.
+    """Returns the device of `check_resources`, for the nodes of a cluster.
 
     Args:
         job: The job.
@@ -93,6 +109,7 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     if device == "auto":
         least = elastic.min_ranks if elastic else world
         device = "cuda" if sum(node.gpus for node in nodes) >= least else "cpu"
+    job = on_nodes(job, device, nodes)
     free = {node.node_id: _places(node, device, cpus) for node in nodes}
     total = sum(free.values())
     if total >= world and not training:
@@ -125,12 +142,13 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     )
 
 
-def precision_remark(job: Job, device: str) -> str | None:
-    """Returns what to know of a job that computes in fp32 on GPUs; None of any other."""
-    if device != "cuda" or job.train.precision != "fp32":
+def precision_remark(asked: Job, job: Job, device: str) -> str | None:
+    """Returns what `train.precision: auto` is on the ranks' devices; None if it is not auto."""
+    if asked.train.precision != "auto":
         return None
-    products = "TF32, at half the rate of bf16" if job.train.tf32 else "fp32, at a small part of the rate of bf16"
-    return f"train.precision is fp32: the GPUs multiply in {products}, and activations take twice the memory; set bf16"
+    where = "on CPUs" if device == "cpu" else "on these GPUs"
+    lacks = "" if device == "cpu" or job.train.precision != "fp32" else ", of which some have no bf16"
+    return f"train.precision: auto is {job.train.precision} {where}{lacks}"
 
 
 def _smallest_gpu(nodes: Sequence[NodeResources]) -> int:

@@ -11,14 +11,13 @@ from typing import Any
 from raypp.environment import OLDEST, too_old
 from raypp.errors import Problem
 from raypp.kinds import data_urls, shared_forms
+from raypp.spec.precision import BF16
 
 SKEW_BREAKS_S = 300.0
 SKEW_REPORTED_S = 1.0
 LOOKUP_REPORTED_S = 1.0
 SHM_BYTES = 1 << 30
 DISK_BYTES = 2 << 30
-BF16_SINCE = (8, 0)
-"""Compute capability of the first cards with bf16, as in `raypp.train.device_check`."""
 _INSTALL = "install `raypp[node]` there, into the Python that runs Ray"
 _SAME = ("python", "torch", "ray", "cuda", "nccl")
 
@@ -329,8 +328,8 @@ def _cards(report: dict[str, Any]) -> Iterator[Finding]:
             fix = "start Ray with CUDA_VISIBLE_DEVICES set to those of one kind; a stage waits for its slowest card"
             yield _found(Severity.SLOWS, fault, fix)
         for card in cards:
-            major, minor = card.get("capability", BF16_SINCE)
-            if (major, minor) < BF16_SINCE and node["ip"] not in old[f"{card['kind']} ({major}.{minor})"]:
+            major, minor = card.get("capability", BF16.since)
+            if (major, minor) < BF16.since and node["ip"] not in old[f"{card['kind']} ({major}.{minor})"]:
                 old[f"{card['kind']} ({major}.{minor})"].append(node["ip"])
         places = [card["bus"] for card in cards if card.get("bus")]
         if len(set(places)) < len(places):

@@ -19,6 +19,7 @@ from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.lora import Adapter, adapter_names, model_adapters
 from raypp.spec.models import DecoderOptions
+from raypp.spec.precision import DTYPES, FP32
 from raypp.spec.quantised import BLOCK, NF4, Base, quantised_base, quantised_names
 
 _WIDE = "F32"
@@ -105,7 +106,8 @@ class MergedTensors:
         if base is not None and name in self._quantised:
             return rounded(rows, base)
         assert self._options.lora is not None
-        return convert(convert(rows, _WIDE, "BF16"), "BF16", _WIDE) if self._options.lora.base == "bf16" else rows
+        kept = DTYPES.get(self._options.lora.base, FP32).saved
+        return convert(convert(rows, _WIDE, kept), kept, _WIDE)
 
 
 # What quantising does to weights, without torch.

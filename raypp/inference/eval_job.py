@@ -87,7 +87,7 @@ def task_job(source: Source, pp: int, overrides: Sequence[str] = ()) -> Job:
     document = _document(source, pp)
     document["data"] = {"kind": "synthetic", "num_documents": 1, "document_len": [2, 2], "seq_len": source.context}
     document["pipeline"]["microbatches"] = max(1, 2 * pp - 1)
-    document["train"].pop("compile", None)  # texts have another length with every token
+    document["train"]["compile"] = False  # texts have another length with every token
     job = _checked(document, overrides)
     if problems := check_plan(job):
         raise JobError(problems)
@@ -106,7 +106,8 @@ def _document(source: Source, pp: int) -> dict[str, Any]:
         "model": dict(source.model),
         "mesh": {"pp": pp, **_ONE_RANK},
         "pipeline": {"microbatches": count, "lookahead": 0} | kept,
-        "train": {"optimizer": {"kind": "sgd"}} | {key: train[key] for key in _TRAIN if key in train},
+        "train": {"optimizer": {"kind": "sgd"}, "precision": "fp32", "compile": False}
+        | {key: train[key] for key in _TRAIN if key in train},
         "checkpoint": {"memory_tier": False},
     }
 

@@ -33,6 +33,7 @@ from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, length_that_c
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Seat
 from raypp.spec.job import Job
+from raypp.spec.precision import whole_precision
 from raypp.storage import open_store
 from raypp.train.build import draw_weights
 from raypp.train.cuda_settings import prepare_driver, set_product_precision
@@ -101,9 +102,9 @@ def open_decoder(source: Source, seat: Seat) -> Iterator[PipelineDecoder]:
         CheckpointError: See `load_stages`.
     """
     rank, pp = seat.rank, seat.world_size
-    # CPUs have no fast products in bf16, and fp32 holds every number of it.
-    half = seat.device == "cuda" and source.precision == "bf16"
-    job = source.job(pp, precision="bf16_pure" if half else "fp32")
+    # CPUs have no fast products in narrower dtypes, and fp32 holds every number of theirs.
+    dtype = source.precision if seat.device == "cuda" else "fp32"
+    job = source.job(pp, precision=whole_precision(dtype).name)
     device = pick_device(seat)
     if seat.device == "cuda":
         set_product_precision(job)

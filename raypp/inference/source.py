@@ -29,6 +29,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
+from raypp.spec.precision import DTYPES, FP32, PRECISIONS
 from raypp.spec.tokenizer_file import BESIDE, BOUNDS
 from raypp.storage import NotFound, ObjectStore, open_store
 from raypp.untrusted.files import expand_home
@@ -46,7 +47,7 @@ class Source:
         place: Where it is, for messages.
         model: The `model:` section, with all sizes.
         context: Longest sequence, in tokens.
-        precision: `fp32` or `bf16`: the dtype that it was trained or stored in.
+        precision: The dtype that it was trained or stored in, by its name in a job.
         tokenizer: `bytes`, or the path or URL of a tokenizer.json; None: there is none.
         add_bos: `data.add_bos` of the run. False for runs that are older than the key.
         eos_ids: The ids that end a text, as generation_config.json says. Empty: the tokenizer's.
@@ -75,7 +76,7 @@ class Source:
 
         Args:
             pp: Pipeline ranks.
-            precision: `fp32`, or `bf16_pure` for weights in bf16.
+            precision: One whose weights have the dtype of its products.
 
         Raises:
             JobError: The model has fewer layers than there are ranks, or is one of the user's own.
@@ -254,7 +255,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
         place=place,
         model=options.model_dump(mode="json"),
         context=model_context(options, trained_length(document)),
-        precision="fp32" if train.get("precision", "fp32") == "fp32" else "bf16",
+        precision=PRECISIONS.get(str(train.get("precision")), PRECISIONS["fp32"]).compute.name,
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,
         eos_ids=original_ends(options) or (_ids_beside(tokenizer) if isinstance(tokenizer, str) else ()),
         store=store.url,
@@ -277,7 +278,7 @@ def _of_folder(argument: str) -> Source:
         place=url,
         model=options.model_dump(mode="json"),
         context=model_context(options),
-        precision="bf16" if dtype == "bfloat16" else "fp32",
+        precision=next((known.name for known in DTYPES.values() if known.torch == dtype), FP32.name),
         tokenizer=files.place(_TOKENIZER) if there else None,
         eos_ids=original_ends(options) or end_ids(None, config),
     )

@@ -72,6 +72,7 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
         job: The job; its mesh and schedule do not matter.
         device_kind: cpu or cuda.
     """
+    job = job.for_device(device_kind)
     copies = copying_seconds(job) if device_kind == "cpu" else dict.fromkeys(COPIES, 0.0)
     document = job_document(one_process_job(job))
     document["model"]["num_layers"] = _LAYERS
@@ -87,7 +88,7 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
             runner, sum(p.numel() for m in rank.built.modules for p in m.parameters() if p.requires_grad)
         )
         read = runner.read(Requests(), Stopwatch())
-        yield Meter(small, rank.groups, rank.device, runner.batches(read, 1), outside | copies)
+        yield Meter(rank.job, rank.groups, rank.device, runner.batches(read, 1), outside | copies)
 
 
 class Meter:
@@ -158,7 +159,7 @@ class Meter:
         """
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
         train = self._job.train
-        if not train.compile and train.activation_checkpointing != "selective":
+        if not train.compiles and train.activation_checkpointing != "selective":
             ways.append(partial(_halves, self._stages[0]))
         taken: list[list[tuple[float, float]]] = [[] for _ in ways]
         own = passed = 0.0
@@ -198,7 +199,7 @@ def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
 
 def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, last: int) -> nn.Module:
     stage = build_stage(job.model, range(_LAYERS), first=bool(first), last=bool(last))
-    mesh = groups.mesh["fsdp"] if job.train.precision == "bf16" else None
+    mesh = groups.mesh["fsdp"] if job.train.dtypes.copies_weights else None
     stage = prepare_stage(stage, job, mesh, device, groups).module
     initialise(stage, job.model, job.train.seed, write_whole)
     return stage

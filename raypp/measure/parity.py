@@ -34,10 +34,6 @@ from raypp.train.assemble import assemble
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2, "bf16_pure": 5e-2}
-"""Largest relative error by precision. bf16 keeps 8 bits (4e-3); two steps of rounding changed a
-small gradient by up to 2e-2, as measured."""
-
 Tensors = dict[str, Tensor]
 
 
@@ -225,7 +221,7 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
     Args:
         job: The job; its mesh may have one rank.
         steps: Number of steps of each run.
-        tolerance: Largest relative error; None: `TOLERANCE` of the job's precision.
+        tolerance: Largest relative error; None: that of the dtype it computes in.
 
     Returns:
         The result of `compare`, and `world`, `tolerance`, `seconds`, `passed`.
@@ -234,7 +230,8 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
         RunFailedError: A rank failed.
     """
     started = time.monotonic()
-    limit = TOLERANCE[job.train.precision] if tolerance is None else tolerance
+    job = job.for_device("cpu")
+    limit = job.train.dtypes.compute.tolerance if tolerance is None else tolerance
     with TemporaryDirectory(prefix="raypp-parity-") as folder:
         found, reference = Path(folder, "mesh"), Path(folder, "one")
         _run_ranks(job, steps, found)

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from raypp.models.adapter_dropout import AdapterDropout, CurrentTokens
 from raypp.models.documents import PackedDocuments
-from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer, store_rest
+from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer, store_rest, torch_dtype
 from raypp.spec.families import family_of
 from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions, LoraOptions
+from raypp.spec.precision import DTYPES
 from raypp.spec.quantised import quantised_base
 
 
@@ -42,8 +43,8 @@ def add_adapters(stage: nn.Module, options: DecoderOptions, layers: range) -> No
     if lora is None:
         return
     stage.requires_grad_(False)
-    if lora.base == "bf16":
-        store_rest(stage, torch.bfloat16)
+    if lora.base in DTYPES:
+        store_rest(stage, torch_dtype(DTYPES[lora.base]))
     base, family = quantised_base(options), family_of(options)
     for index in layers:
         layer = stage.get_submodule(f"model.layers.{index}")

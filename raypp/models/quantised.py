@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.spec.family import Weight
+from raypp.spec.precision import FP32, Dtype
 from raypp.spec.quantised import Base, is_quantised, row_bytes
 
 
@@ -272,6 +273,15 @@ def quantise_layer(layer: nn.Module, weights: Iterable[Weight], base: Base) -> N
             form = Format(base, weight.shape[-1], weight.transposed)
             setattr(parent, name, form.empty(weight.shape))
             parent.formats = {**getattr(parent, "formats", {}), name: form}  # type: ignore[assignment]
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """Returns the dtype of a job in torch; fp32 is torch's default dtype.
+
+    Tests set that default to fp64, where rounding cannot hide a wrong sum.
+    """
+    found: torch.dtype = torch.get_default_dtype() if dtype is FP32 else getattr(torch, dtype.torch)
+    return found
 
 
 def store_rest(stage: nn.Module, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from raypp.models.quantised import store_rest, stored_formats
+from raypp.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
@@ -29,6 +29,7 @@ from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.wide_gradients import sum_in_fp32
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 from raypp.spec.quantised import quantised_base
 from raypp.torch_private import integer_weights
 
@@ -50,12 +51,8 @@ class PreparedStage:
 
 
 def compute_dtype(job: Job) -> torch.dtype:
-    """The dtype of activations, including those sent between stages.
-
-    For a job with precision fp32 this is torch's default dtype. Tests set that default to fp64,
-    where rounding cannot hide a wrong sum.
-    """
-    return torch.bfloat16 if job.train.computes_in == "bf16" else torch.get_default_dtype()
+    """The dtype of activations, including those sent between stages."""
+    return torch_dtype(job.train.dtypes.compute)
 
 
 def prepare_stage(
@@ -75,11 +72,11 @@ def prepare_stage(
     """
     if quantised_base(job.model) is not None:
         store_rest(stage, compute_dtype(job))
-    pure = job.train.precision == "bf16_pure"
-    if pure:
+    dtypes = job.train.dtypes
+    if dtypes.narrow_weights:
         for parameter in stage.parameters():
             if parameter.is_floating_point():  # not the bytes of a quantised base
-                parameter.data = parameter.data.to(torch.bfloat16)
+                parameter.data = parameter.data.to(torch_dtype(dtypes.weights))
     expert_mesh = groups.experts if groups is not None else None
     if expert_mesh is not None:
         spread_experts(stage, expert_mesh)
@@ -87,7 +84,7 @@ def prepare_stage(
         for block in moe_blocks(stage):
             block.microbatch_group = groups.context[0]
     extent, within = job.train.activation_checkpointing, False
-    if job.train.compile:
+    if job.train.compiles:
         within = extent == "selective"
         if within:
             recompute_within_compiled_blocks(stage)
@@ -101,7 +98,7 @@ def prepare_stage(
     stage = stage.to_empty(device=device)
     if replica_sums is not None:
         replica_sums.allocate(stage)
-    if pure and data_mesh is None and job.train.reduce_dtype == "fp32":
+    if data_mesh is None and dtypes.gradients is not dtypes.weights:
         sum_in_fp32(stage)
     return PreparedStage(stage, late_sums, replica_sums)
 
@@ -150,10 +147,9 @@ def _held_whole(stage: nn.Module, job: Job) -> set[nn.Parameter]:
 
 def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:
     """Shards experts, blocks and the stage with FSDP2; on CPU, replaces the reduce-scatter."""
-    policy = MixedPrecisionPolicy()
-    if job.train.computes_in == "bf16":
-        reduce_dtype = torch.bfloat16 if job.train.reduce_dtype == "bf16" else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    policy, dtypes = MixedPrecisionPolicy(), job.train.dtypes
+    if dtypes.compute is not FP32:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype(job), reduce_dtype=torch_dtype(dtypes.reduce))
     settings: dict[str, Any] = {
         "mesh": data_mesh,
         "mp_policy": policy,
@@ -177,12 +173,7 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
         if job.mesh.reshard_after_forward:
             _prefetch_next_block(stage)
         return None
-    return sum_by_parts(stage, late=data_mesh.ndim == 1 and _sums_in_place(job))
-
-
-def _sums_in_place(job: Job) -> bool:
-    """Whether a reduced gradient is the weight's gradient itself, not a copy in another dtype."""
-    return job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure"
+    return sum_by_parts(stage, late=data_mesh.ndim == 1 and dtypes.sums_in_place)
 
 
 def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaSums | None:
@@ -193,6 +184,6 @@ def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaS
     if data_mesh.ndim == 1:
         return None
     int8, late = job.train.sync.kind == "int8", data_mesh.device_type == "cpu"
-    if not _sums_in_place(job) or not (int8 or late):
+    if not job.train.dtypes.sums_in_place or not (int8 or late):
         return None
     return ReplicaSums(stage, int8=int8, late=late)

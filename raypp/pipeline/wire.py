@@ -27,8 +27,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raypp.models.quantised import torch_dtype
 from raypp.parallel.int8_sums import scales_and_numbers
 from raypp.planning.choices import WireKind
+from raypp.spec.precision import DTYPES
 from raypp.torch_private import Computation, LoweredAction
 
 _STEPS = 127
@@ -130,13 +132,8 @@ def _rows(shape: tuple[int, ...]) -> int:
 
 
 def wire_format(kind: WireKind) -> WireFormat:
-    """Returns the wire format of that name; a job's are in its `ResolvedPipeline.wire`.
-
-    A job's fp32 is torch's default dtype, as in `parallel.apply.compute_dtype`.
-    """
-    if kind == "int8":
-        return Int8()
-    return AsIs(torch.bfloat16 if kind == "bf16" else torch.get_default_dtype())
+    """Returns the wire format of that name; a job's are in its `ResolvedPipeline.wire`."""
+    return Int8() if kind == "int8" else AsIs(torch_dtype(DTYPES[kind]))
 
 
 def message_seed(*facts: int | str) -> int:

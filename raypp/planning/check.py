@@ -18,6 +18,7 @@ from raypp.spec.job import Job
 from raypp.spec.limits import RANKS
 from raypp.spec.lora import layer_adapters
 from raypp.spec.models import MoeOptions
+from raypp.spec.precision import DTYPES
 from raypp.spec.quantised import quantised_base
 
 _LISTED = 64
@@ -37,11 +38,13 @@ def check_plan(job: Job) -> list[Problem]:
     problems += _axes(job)
     problems += wire_problems(job)
     problems += _blocks(job)
-    if job.train.activation_checkpointing == "selective" and not job.train.compile:
+    if job.train.activation_checkpointing == "selective" and not job.train.compiles:
         problems += _selective(job)
-    if job.train.reduce_dtype == "bf16" and job.train.precision == "fp32":
-        fix = "use train.precision bf16, or leave train.reduce_dtype at fp32"
-        problems.append(Problem("train.reduce_dtype", "bf16 sums would lose the precision of fp32 gradients", fix))
+    reduce, compute = job.train.dtypes.reduce, job.train.dtypes.compute
+    if reduce.bytes < compute.bytes:
+        what = f"{reduce.name} sums would lose the precision of {compute.name} gradients"
+        fix = f"use train.precision {reduce.name}, or leave train.reduce_dtype at {compute.name}"
+        problems.append(Problem("train.reduce_dtype", what, fix))
     return problems
 
 
@@ -238,16 +241,17 @@ def _near(value: int, allowed: Iterable[int]) -> str:
 
 def wire_problems(job: Job) -> Iterator[Problem]:
     """Finds settings of `pipeline.wire` that are contradictory or have no effect."""
-    wire, precision = job.pipeline.wire, job.train.computes_in
+    wire, compute = job.pipeline.wire, job.train.dtypes.compute
     asked = {wire.of("activations"), wire.of("gradients")}
-    if wire.dtype == "fp32" and precision == "bf16":
-        what = "fp32 would double the size of messages that are computed in bf16, without gaining precision"
+    if DTYPES.get(wire.dtype, compute).bytes > compute.bytes:
+        what = f"{wire.dtype} would double the size of messages that are computed in {compute.name}, "
+        what += "without gaining precision"
         yield Problem("pipeline.wire.dtype", what, "use auto")
     if wire.dtype != "auto" and "none" not in asked:
         what = f"{wire.dtype} applies to messages that are not compressed, but all are ({' and '.join(sorted(asked))})"
         yield Problem("pipeline.wire.dtype", what, "use auto, or pipeline.wire.compression none")
-    if "bf16" in asked and precision == "bf16":
-        what = "messages already travel in bf16, because they are computed in bf16 (train.precision)"
+    if compute.name in asked:
+        what = f"messages already travel in {compute.name}, because they are computed in it (train.precision)"
         yield Problem("pipeline.wire.compression", what, "use none or int8")
     if "bf16" in asked and wire.dtype == "fp32":
         what = "bf16 contradicts pipeline.wire.dtype fp32"

@@ -13,13 +13,15 @@ from typing import Literal
 from raypp.errors import JobError
 from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
 from raypp.mesh.seating import Placement, place_stages
+from raypp.planning.activations import microbatch_tokens
 from raypp.planning.end_weights import end_weights
 from raypp.planning.flops import recompute_factor
 from raypp.schedules.catalogue import schedule_named
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
+from raypp.spec.precision import DTYPES, FP32, DtypeName
 
-WireKind = Literal["fp32", "bf16", "int8"]
+WireKind = Literal[DtypeName, "int8"]
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,18 @@ def _placement(job: Job) -> Placement:
 def wire_of(job: Job) -> Wire:
     """Returns the formats of a job's messages, the compute dtype by default."""
     wire = job.pipeline.wire
-    plain: WireKind = "bf16" if "bf16" in (wire.dtype, job.train.computes_in) else "fp32"
+    compute = job.train.dtypes.compute
+    plain = min(compute, DTYPES.get(wire.dtype, compute), key=lambda dtype: dtype.bytes).name
 
     def kind(what: Literal["activations", "gradients"]) -> WireKind:
         compression = wire.of(what)
         return plain if compression == "none" else compression
 
     return Wire(kind("activations"), kind("gradients"))
+
+
+def wire_bytes(job: Job, form: WireKind) -> int:
+    """Returns the bytes of a message in a wire format; int8 also sends an fp32 scale per token."""
+    width = job.model.hidden_size
+    each = width + FP32.bytes if form == "int8" else width * DTYPES[form].bytes
+    return microbatch_tokens(job) * each

@@ -176,7 +176,7 @@ class Costs:
 
 def computed_costs(job: Job, device: Device) -> Costs:
     """Computes costs from the job's FLOPs and the device's data sheet."""
-    products: str = job.train.computes_in
+    products: str = job.train.dtypes.compute.name
     if products == "fp32" and job.train.tf32 and "tf32" in device.tflops:
         products = "tf32"
     rate = device.tflops[products] * device.share * 1e12
@@ -215,12 +215,16 @@ def dequantise_seconds(job: Job, device: Device) -> float:
     return _DEQUANTISE_S[base]["cpu" if device.name == "cpu" else "cuda"] * weights / len(layers)
 
 
-def cost_identity(job: Job) -> dict[str, Any]:
+def cost_identity(job: Job, kind: Kind) -> dict[str, Any]:
     """Returns what a job's measured costs depend on.
 
     That excludes the number of layers and the mesh.
+
+    Args:
+        job: The job.
+        kind: The kind of device that is measured.
     """
-    document = job_document(job)
+    document = job_document(job.for_device(kind))
     without = ("num_layers", "from_hf", "original", "max_context")
     model = {key: value for key, value in document["model"].items() if key not in without}
     if model["lora"] is None:
@@ -243,7 +247,8 @@ def read_costs(path: Path, job: Job) -> Costs:
     found = parse_as(
         _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
     )
-    identity, wanted = found["identity"], cost_identity(job)
+    kind = found.get("kind", "cpu")
+    identity, wanted = found["identity"], cost_identity(job, kind)
     if identity != wanted:
         differs = sorted(_differences(identity, wanted))
         shown = visible(", ".join(differs[:_SHOWN])) + (" and others" if len(differs) > _SHOWN else "")
@@ -254,7 +259,7 @@ def read_costs(path: Path, job: Job) -> Costs:
     numbers: dict[str, Any] = {name: document[name] for name in NUMBERS if name in document}
     where = f"{visible(found.get('measured', ''))} on {visible(found.get('device', 'a device'))}"
     source = f"costs measured {where}{''.join(lacks)}"
-    return Costs(**parts, **numbers, kind=found.get("kind", "cpu"), measured=True, source=source)
+    return Costs(**parts, **numbers, kind=kind, measured=True, source=source)
 
 
 def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
@@ -268,7 +273,7 @@ def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) 
         "measured": measured,
         "device": device,
         "kind": costs.kind,
-        "identity": cost_identity(job),
+        "identity": cost_identity(job, costs.kind),
         **{name: vars(getattr(costs, name)) for name in ("layer", "first", "last")},
         **{name: getattr(costs, name) for name in NUMBERS},
     }

@@ -11,12 +11,12 @@ from __future__ import annotations
 from raypp.planning.flops import head_backward, head_flops, layer_flops, recompute_factor
 from raypp.planning.sizes import declared_sizes
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 
 FLOPS_PER_BYTE = 10.0
 """FLOPs that a processor computes in the time it moves a byte: about 5 on a CPU core, about 15 on a
 GPU in fp32. Constant, because the cut must not depend on the machine that reads the job."""
 
-_FP32 = 4
 # Tensor reads and writes of elementwise work, forward and backward together.
 _PASSES_OVER_RESIDUAL = 26  # two norms, two residual additions
 _PASSES_OVER_QKV = 12  # rotary encoding, layout changes
@@ -51,7 +51,7 @@ def input_weight(job: Job) -> float:
     """
     model, tokens = job.model, job.train.micro_batch_size * job.data.seq_len
     lookup = _PASSES_OVER_EMBEDDING * model.hidden_size * activation_bytes(job)
-    dense = _PASSES_OVER_DENSE_GRADIENT * model.vocab_size * model.hidden_size * _FP32 / tokens
+    dense = _PASSES_OVER_DENSE_GRADIENT * model.vocab_size * model.hidden_size * FP32.bytes / tokens
     if model.lora is not None:
         dense = 0.0
     return round((lookup + dense) * FLOPS_PER_BYTE / layer_cost(job), 4)
@@ -63,15 +63,15 @@ def output_weight(job: Job) -> float:
     Counts the projection's FLOPs and the bytes of the softmax (fp32).
     """
     flops = head_flops(job.model) * (1 + head_backward(job.model))
-    moved = _PASSES_OVER_LOGITS * job.model.vocab_size * _FP32
+    moved = _PASSES_OVER_LOGITS * job.model.vocab_size * FP32.bytes
     return round((flops + moved * FLOPS_PER_BYTE) / layer_cost(job), 4)
 
 
 def activation_bytes(job: Job) -> int:
     """Returns the bytes of one value of the activations."""
-    return 2 if job.train.computes_in == "bf16" else _FP32
+    return job.train.dtypes.compute.bytes
 
 
 def sum_bytes(job: Job) -> int:
     """Returns the bytes of one value of a gradient that sharded stages reduce."""
-    return 2 if job.train.reduce_dtype == "bf16" else _FP32
+    return job.train.dtypes.reduce.bytes

@@ -40,8 +40,7 @@ from raypp.planning.traffic import (
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
-
-_FP32 = 4
+from raypp.spec.precision import FP32
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequen
         return 0.0, 0.0
     each = 2 * costs.copy_s  # a rank sends as much as it receives
     local = costs.gather_s / activation_bytes(job)
-    replicas = each * 2 * (copies - 1) / copies / shards * _FP32
+    replicas = each * 2 * (copies - 1) / copies / shards * FP32.bytes
 
     def gather(one: Sharded) -> float:
         return local * one.held + each * (one.rest_sent + one.experts_sent)

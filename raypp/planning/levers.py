@@ -131,8 +131,7 @@ def _shorter(job: Job) -> Sequence[Changes]:
 def _adapters(job: Job) -> Sequence[Changes]:
     if job.model.lora is not None or family_of(job.model) is None:
         return []
-    whole = "fp32" if job.train.precision == "fp32" else "bf16"
-    return [{"model.lora.rank": 16, "model.lora.base": whole}]
+    return [{"model.lora.rank": 16, "model.lora.base": job.train.dtypes.compute.name}]
 
 
 def _quantised(job: Job) -> Sequence[Changes]:

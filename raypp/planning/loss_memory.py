@@ -13,6 +13,7 @@ from raypp.planning.activations import Kind
 from raypp.planning.end_weights import activation_bytes
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 
 MIB = 2**20
 CPU_BYTES, CUDA_BYTES = 128 * MIB, 1024 * MIB
@@ -21,7 +22,7 @@ CPU_BYTES, CUDA_BYTES = 128 * MIB, 1024 * MIB
 Each chunk adds to the whole gradient of the projection once, so small chunks are slow: much slower
 on CUDA, which computes faster relative to its memory.
 """
-_MULTIPLE, _FP32 = 16, 4
+_MULTIPLE = 16
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
@@ -33,7 +34,7 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
         vocab_size: Columns of the logits.
         device_type: cpu or cuda.
     """
-    fit = (CPU_BYTES if device_type == "cpu" else CUDA_BYTES) // (_FP32 * vocab_size)
+    fit = (CPU_BYTES if device_type == "cpu" else CUDA_BYTES) // (FP32.bytes * vocab_size)
     return max(_MULTIPLE, fit // _MULTIPLE * _MULTIPLE)
 
 
@@ -94,14 +95,14 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     if chunk == tokens or family_of(model) is None:
         values = tokens * model.vocab_size
         return LossMemory(
-            kept=values * (compute + _FP32 + (compute if capped else 0)),
-            forward=values * _FP32 if compute < _FP32 else 0,
-            backward=values * 2 * _FP32,
+            kept=values * (compute + FP32.bytes + (compute if capped else 0)),
+            forward=values * FP32.bytes if compute < FP32.bytes else 0,
+            backward=values * 2 * FP32.bytes,
         )
-    narrow = compute if compute < _FP32 else 0
-    logits = ((3 if capped else 2) * _FP32 + narrow) * chunk * model.vocab_size
+    narrow = compute if compute < FP32.bytes else 0
+    logits = ((3 if capped else 2) * FP32.bytes + narrow) * chunk * model.vocab_size
     projection = 0 if model.lora is not None else model.vocab_size * model.hidden_size
-    working = projection * _FP32 + max(logits, projection * narrow)
+    working = projection * FP32.bytes + max(logits, projection * narrow)
     backward = working if projection else 0  # of the projection, from logits that it computes again
     return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=backward)
 
@@ -119,7 +120,7 @@ def kept_by_heap(job: Job, tokens: int) -> int:
         tokens: Tokens of a microbatch on one rank.
     """
     vocabulary = job.model.vocab_size
-    if chunk_size(tokens, vocabulary, "cpu") != tokens or tokens * vocabulary * _FP32 <= _LARGE:
+    if chunk_size(tokens, vocabulary, "cpu") != tokens or tokens * vocabulary * FP32.bytes <= _LARGE:
         return 0
     loss = loss_memory(job, tokens, "cpu")
     return loss.kept + loss.forward + loss.backward

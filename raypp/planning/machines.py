@@ -16,8 +16,7 @@ from typing_extensions import TypedDict
 from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import arrange
-from raypp.planning.activations import microbatch_tokens
-from raypp.planning.choices import wire_of
+from raypp.planning.choices import wire_bytes, wire_of
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.spec.job import Job
 from raypp.untrusted.documents import Bounds, Count, parse_as
@@ -213,9 +212,6 @@ def _node(name: str, speeds: Sequence[float], memory: int) -> Node:
     return Node(name, max(1, len(speeds)), min(speeds, default=1.0), memory)
 
 
-_BYTES = {"fp32": 4, "bf16": 2}
-
-
 @dataclass(frozen=True)
 class Boundary:
     """The boundary between two neighbouring stages.
@@ -242,12 +238,10 @@ def message_bytes(job: Job) -> int:
     """Returns the bytes of the larger message between two ranks, activations or gradients.
 
     A message has micro_batch_size · seq_len · hidden_size values, divided over cp ranks. Rows are
-    assumed to be data.seq_len long; negotiated lengths are shorter. int8 also sends an fp32 scale
-    per token.
+    assumed to be data.seq_len long; negotiated lengths are shorter.
     """
-    wire, tokens, width = wire_of(job), microbatch_tokens(job), job.model.hidden_size
-    rows = [width + 4 if kind == "int8" else width * _BYTES[kind] for kind in (wire.activations, wire.gradients)]
-    return tokens * max(rows)
+    wire = wire_of(job)
+    return max(wire_bytes(job, wire.activations), wire_bytes(job, wire.gradients))
 
 
 def boundaries(job: Job, pipeline: ResolvedPipeline) -> list[Boundary]:

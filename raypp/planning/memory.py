@@ -21,7 +21,7 @@ from raypp.planning.activations import (
     split_backward_bytes,
     stage_activation_bytes,
 )
-from raypp.planning.choices import WireKind, wire_of
+from raypp.planning.choices import wire_bytes, wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, kept_by_heap, loss_memory
 from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
@@ -33,9 +33,9 @@ from raypp.schedules.waiting import Waiting
 from raypp.spec.families import counted_family, family_of
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
+from raypp.spec.precision import BF16, DTYPES, FP32, Dtype
 from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
-_FP32 = 4
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)
 
@@ -186,7 +186,9 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
 def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of a rank's residuals of int8 sums over replicas, for its stages."""
     return (
-        _FP32 * _trained_share(job, stages, cut) if job.train.sync.kind == "int8" and job.mesh.dp_replicate > 1 else 0
+        FP32.bytes * _trained_share(job, stages, cut)
+        if job.train.sync.kind == "int8" and job.mesh.dp_replicate > 1
+        else 0
     )
 
 
@@ -222,8 +224,13 @@ def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     if quantised_base(job.model) is not None:
         return -(-sum(_base(job, stage, cut, activation_bytes(job)) for stage in stages) // shards)
     frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
-    each = 2 if job.model.lora is not None and job.model.lora.base == "bf16" else _FP32
-    return each * -(-frozen // shards)
+    return _frozen_dtype(job).bytes * -(-frozen // shards)
+
+
+def _frozen_dtype(job: Job) -> Dtype:
+    """Returns the dtype of frozen weights that are not quantised."""
+    compute = job.train.dtypes.compute
+    return DTYPES.get(job.model.lora.base, compute) if job.model.lora is not None else compute
 
 
 def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = True, **gathered: Any) -> int:
@@ -235,7 +242,7 @@ def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = T
 def _frozen_as_used(job: Job) -> bool:
     """Whether a rank holds its frozen weights whole and products take them as they are."""
     shards, lora = job.mesh.fsdp * job.mesh.cp, job.model.lora
-    return shards == 1 and lora is not None and (lora.base != "fp32" or job.train.computes_in == "fp32")
+    return shards == 1 and lora is not None and _frozen_dtype(job) is job.train.dtypes.compute
 
 
 def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
@@ -277,7 +284,7 @@ def _moments(
     kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
-    together = kind == "cuda" and job.train.computes_in == "bf16"
+    together = kind == "cuda" and job.train.dtypes.compute is BF16
     product = product_bytes(job.model, activation_bytes(job), ep=job.mesh.ep, together=together)
     product += tokens * mask_bytes(job)
     within = tokens * backward_bytes(job, kind) + product
@@ -358,7 +365,7 @@ class Gathered:
         replicas' messages and the next residuals.
         """
         replicas = job.mesh.fsdp * job.mesh.cp * job.mesh.dp_replicate
-        replaces = replicas > 1 or job.train.precision == "bf16"
+        replaces = replicas > 1 or job.train.dtypes.copies_weights
 
         def here(whole: int, experts: int) -> int:
             """Returns what of a stage's weights comes here: tokens go to experts elsewhere."""
@@ -386,8 +393,8 @@ class Gathered:
         share = weight_bytes(job) * _trained_share(job, stages, cut)
         buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
         residuals = residual_bytes(job, stages, cut)
-        messages = residuals // _FP32 * job.mesh.dp_replicate
-        if kind == "cuda" or job.train.reduce_dtype == "bf16" or job.train.precision == "bf16_pure":
+        messages = residuals // FP32.bytes * job.mesh.dp_replicate
+        if kind == "cuda" or not job.train.dtypes.sums_in_place:
             largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
             buffers = (buffers + messages) * largest // max(1, total)  # one group after the other
             beside = gradient_bytes(job) * total + residuals
@@ -416,13 +423,7 @@ def _received(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequ
     ahead = min(RECEIVES_AHEAD, job.pipeline.microbatches) if kind == "cpu" else _most_in_flight(actions)
     backward = {action.stage for action in actions if action.kind != "F"}
     down, up = any(stage > 0 for stage in stages), any(stage < len(cut) - 1 for stage in backward)
-    return ahead * (down * _message(job, wire.activations) + up * _message(job, wire.gradients))
-
-
-def _message(job: Job, form: WireKind) -> int:
-    """Returns the bytes of a message in a wire format."""
-    width = job.model.hidden_size
-    return microbatch_tokens(job) * (width + 4 if form == "int8" else width * (2 if form == "bf16" else _FP32))
+    return ahead * (down * wire_bytes(job, wire.activations) + up * wire_bytes(job, wire.gradients))
 
 
 def _sends(job: Job) -> Waiting:
@@ -432,9 +433,9 @@ def _sends(job: Job) -> Waiting:
     its backward. Other formats are copies.
     """
     wire = wire_of(job)
-    same = wire.activations == ("bf16" if job.train.computes_in == "bf16" else "fp32")
-    activations = _message(job, wire.activations)
-    return Waiting(0 if same else activations, activations, _message(job, wire.gradients))
+    same = wire.activations == job.train.dtypes.compute.name
+    activations = wire_bytes(job, wire.activations)
+    return Waiting(0 if same else activations, activations, wire_bytes(job, wire.gradients))
 
 
 def _most_in_flight(actions: Sequence[Action]) -> int:

@@ -48,7 +48,7 @@ def offload_in_words(job: Job, cpu: bool) -> str:
     """
     parts = []
     if job.train.optimizer.offload:
-        masters = " and fp32 weights" if job.train.precision == "bf16" else ""
+        masters = " and fp32 weights" if job.train.dtypes.copies_weights else ""
         parts.append(f"optimizer state{masters} in host memory, on the device block by block in the update")
     if job.train.activation_checkpointing == "offload":
         parts.append("inputs of layers in host memory between forward and backward")
@@ -101,7 +101,7 @@ def held_state(job: Job, parameters: int, largest: int, weights: int, optimizer:
     """
     if not job.train.optimizer.offload:
         return HeldState(weights, optimizer, weights + optimizer)
-    masters = job.train.precision == "bf16"
+    masters = job.train.dtypes.copies_weights
     moved = optimizer + (weights if masters else 0)
     each = -(-moved // max(1, parameters))
     passing, gathered = min(moved, each * max(BLOCKS_ON_DEVICE * BLOCK, largest)), 2 * parameters if masters else 0

@@ -167,6 +167,9 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         ResourcesError: The given machines have fewer devices than the job has ranks, or too little
             host memory for what it offloads.
     """
+    grounds = grounds or Grounds(link_gbps=link_gbps)
+    kind = kind_of(grounds.devices_for(job)[-1])
+    asked, job = job, job.for_device(kind)
     mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
     crossing = boundaries(job, pipeline)
     drawn = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages))
@@ -174,8 +177,6 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
     tokens = job.rows_per_step * job.data.seq_len
     per_token = flops_per_token(job)
-    grounds = grounds or Grounds(link_gbps=link_gbps)
-    kind = kind_of(grounds.devices_for(job)[-1])
     remarks = (sizes_remark(job.model), _backwards_remark(pipeline), offload_in_words(job, kind == "cpu"))
     machines = grounds.machines_for(job)
     if problems := offload_problems(job, {node.name: node.memory for node in machines.nodes}, kind):
@@ -216,7 +217,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         tokens_per_step=tokens,
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,
-        predictions=tuple(predict(job, pipeline, grounds)),
+        predictions=tuple(predict(asked, pipeline, grounds)),
         remarks=tuple(remark for remark in remarks if remark),
     )
 

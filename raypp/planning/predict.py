@@ -10,7 +10,7 @@ from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
 from raypp.planning.replica_sum_costs import ReplicaSums
-from raypp.planning.resolve import ResolvedPipeline
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.search import advice
 from raypp.planning.traffic import LinkUse
 from raypp.schedules.simulate import StageTimes
@@ -118,12 +118,19 @@ def stage_times(
 def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Prediction]:
     """Returns one prediction per device that the job may run on.
 
-    These are both if resources.device is auto and costs are unknown.
+    These are both if resources.device is auto and costs are unknown. `pipeline` is that of the last
+    one's job.
 
     Raises:
         ResourcesError: The given machines have fewer devices than the job has ranks.
     """
-    return [_predict(job, pipeline, grounds, device) for device in grounds.devices_for(job)]
+    devices, found = grounds.devices_for(job), []
+    last = job.for_device(kind_of(devices[-1]))
+    for device in devices:
+        own = job.for_device(kind_of(device))
+        cut = pipeline if own.train.precision == last.train.precision else resolve_pipeline(own)
+        found.append(_predict(own, cut, grounds, device))
+    return found
 
 
 def _is_small(job: Job, pipeline: ResolvedPipeline) -> bool:

@@ -82,7 +82,7 @@ def replica_sums(
     shards, form = job.mesh.fsdp * job.mesh.cp, job.train.sync.kind
     held = {stage: stage_trained(job, stage, pipeline.cut)[0] / shards for stage in range(pipeline.num_stages)}
     # On CPUs, a sum whose result is cast is awaited at once.
-    beside = kind == "cuda" or (job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure")
+    beside = kind == "cuda" or job.train.dtypes.sums_in_place
     seconds = late = most = 0.0
     for rank, stages in enumerate(pipeline.stages_of_rank):
         most = max(most, sum(held[stage] for stage in stages))

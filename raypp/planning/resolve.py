@@ -121,7 +121,7 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
     layers_of_stage = tuple(range(a, b) for a, b in pairwise([0, *accumulate(cut)]))
     trained = tuple(trains(job.model, layers) for layers in layers_of_stage)
     sizes = pp, pipeline.stages_per_rank, pipeline.microbatches
-    program = build_program(name, *sizes, lookahead, whole_backwards=job.train.compile)
+    program = build_program(name, *sizes, lookahead, whole_backwards=job.train.compiles)
     program = without_idle_backwards(program, trained)
     placement = schedule_named(name).placement
     stages_of_rank = place_stages(pp, job.num_stages, placement)
@@ -138,7 +138,7 @@ def resolve_pipeline(job: Job) -> ResolvedPipeline:
         placement=placement,
         stages_of_rank=tuple(map(tuple, stages_of_rank)),
         rank_of_stage=tuple(holder[stage] for stage in range(job.num_stages)),
-        whole_backwards=job.train.compile,
+        whole_backwards=job.train.compiles,
         trained=trained,
         program=_fixed(program),
         wire=wire_of(job),

@@ -28,6 +28,7 @@ from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.spec.precision import DTYPES
 
 _MOST_STAGES_PER_RANK = 4
 _WORTH = 0.995
@@ -151,7 +152,8 @@ def advice(
         if pipeline.lookahead != "auto":
             single.append(("pipeline.lookahead auto", {"pipeline.lookahead": "auto"}))
         if pipeline.wire.compression == "none":
-            for form in ("bf16", "int8") if job.train.computes_in == "fp32" else ("int8",):
+            narrower = [name for name, dtype in DTYPES.items() if dtype.bytes < job.train.dtypes.compute.bytes]
+            for form in (*narrower, "int8"):
                 text = f"pipeline.wire.compression {form} (changes the numbers)"
                 single.append((text, {"pipeline.wire.compression": form}))
         if job.train.micro_batch_size % 2 == 0:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from raypp.kinds import OPTIMIZERS
 from raypp.planning.sizes import sizes_of
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 
-_FP32, _BF16 = 4, 2
 BLOCK = 256
 """Values that share a scale, as in `raypp.train.quantised_moments`."""
 _AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -31,12 +31,12 @@ def three_digits(value: float) -> str:
 
 def weight_bytes(job: Job) -> int:
     """Returns the bytes of a weight."""
-    return _BF16 if job.train.precision == "bf16_pure" else _FP32
+    return job.train.dtypes.weights.bytes
 
 
 def gradient_bytes(job: Job) -> int:
     """Returns the bytes of a gradient while it is summed over microbatches."""
-    return _BF16 if job.train.precision == "bf16_pure" and job.train.reduce_dtype == "bf16" else _FP32
+    return job.train.dtypes.gradients.bytes
 
 
 def state_bytes(job: Job, parameters: int) -> int:
@@ -47,9 +47,9 @@ def state_bytes(job: Job, parameters: int) -> int:
     """
     kind, options = OPTIMIZERS.get(job.train.optimizer.kind), job.train.optimizer
     if options.state == "fp32":
-        return _FP32 * kind.states * parameters
+        return FP32.bytes * kind.states * parameters
     columns = job.model.hidden_size
-    return round(kind.states * parameters * (1 + _FP32 * -(-columns // BLOCK) / columns))
+    return round(kind.states * parameters * (1 + FP32.bytes * -(-columns // BLOCK) / columns))
 
 
 def update_bytes(job: Job, kind: str) -> int:
@@ -59,7 +59,7 @@ def update_bytes(job: Job, kind: str) -> int:
         job: The job.
         kind: cpu or cuda.
     """
-    if job.train.precision != "bf16_pure" and job.train.optimizer.state == "fp32":
+    if not job.train.dtypes.narrow_weights and job.train.optimizer.state == "fp32":
         return 0
     largest = max(layer.largest for layer in sizes_of(job.model).kinds)
     return _TURN_BYTES * min(_AT_A_TIME[kind], max(largest, job.model.vocab_size * job.model.hidden_size))

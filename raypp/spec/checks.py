@@ -23,6 +23,7 @@ from raypp.spec.lora import adapted_stacks, check_targets
 from raypp.spec.mixture import check_mixture, known_source
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
+from raypp.spec.precision import DTYPES
 from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
@@ -160,11 +161,13 @@ def _sync(job: Job) -> Iterator[Problem]:
     elif replicas > MOST_INT8_REPLICAS:
         what = f"int8 saves nothing with {replicas} replicas: each sends its gradients to the {replicas - 1} others"
         yield Problem(key, what, f"use exact, or mesh.dp_replicate of 2 to {MOST_INT8_REPLICAS} and more mesh.fsdp")
-    if train.precision == "bf16_pure":
-        what = "int8 needs fp32 gradients, but train.precision: bf16_pure has them in bf16"
+    if train.dtypes.narrow_weights:
+        what = (
+            f"int8 needs fp32 gradients, but train.precision: {train.precision} has them in {train.dtypes.weights.name}"
+        )
         yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
-    elif train.reduce_dtype == "bf16":
-        what = "int8 needs gradients that are summed in fp32, but train.reduce_dtype is bf16"
+    elif train.reduce_dtype != "fp32":
+        what = f"int8 needs gradients that are summed in fp32, but train.reduce_dtype is {train.reduce_dtype}"
         yield Problem(key, what, "use train.reduce_dtype: fp32 (the messages are int8 in any case), or exact")
     if job.mesh.ep > 1:
         what = f"int8 is not available with mesh.ep {job.mesh.ep}: experts are cut along other dims than their first"
@@ -177,7 +180,7 @@ def _optimizer(job: Job) -> Iterator[Problem]:
     if job.train.optimizer.state == "8bit" and not kind.states_in_8bit:
         fix = f"use state: fp32, or kind: {_one_of([one.name for one in OPTIMIZERS.usable() if one.states_in_8bit])}"
         yield Problem("train.optimizer.state", f"{name} cannot keep its state in 8 bits", fix)
-    if job.train.precision == "bf16_pure" and not kind.bf16_weights:
+    if job.train.dtypes.narrow_weights and not kind.bf16_weights:
         what = f"{name} does not say that it updates weights that exist in bf16 only (OptimizerKind.bf16_weights)"
         usable = _one_of([one.name for one in OPTIMIZERS.usable() if one.bf16_weights])
         yield Problem("train.precision", what, f"use bf16, or train.optimizer.kind {usable}")
@@ -229,12 +232,16 @@ def _lora(job: Job) -> Iterator[Problem]:
         yield Problem("model.lora.dropout", what, "use 0, or targets without them, as [q_proj, v_proj]")
     if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else the sizes are unknown
         yield from width_problems(job.model)
-    if lora.base == "bf16" and job.train.precision == "fp32":
-        what = "bf16 weights cannot be used with train.precision: fp32"
-        yield Problem("model.lora.base", what, "use train.precision: bf16, or base: fp32")
-    if lora.base == "fp32" and job.train.precision == "bf16_pure":
-        what = "fp32 weights cannot be used with train.precision: bf16_pure, which keeps all weights in bf16"
-        yield Problem("model.lora.base", what, "use base: bf16, int8 or nf4, or train.precision: bf16")
+    base, dtypes = DTYPES.get(lora.base), job.train.dtypes
+    if base is not None and base.bytes < dtypes.compute.bytes:
+        what = f"{base.name} weights cannot be used with train.precision: {dtypes.name}"
+        yield Problem("model.lora.base", what, f"use train.precision: {base.name}, or base: {dtypes.compute.name}")
+    if base is not None and base.bytes > dtypes.weights.bytes:
+        kept = dtypes.weights.name
+        what = (
+            f"{base.name} weights cannot be used with train.precision: {dtypes.name}, which keeps all weights in {kept}"
+        )
+        yield Problem("model.lora.base", what, f"use base: {kept}, int8 or nf4, or train.precision: {kept}")
 
 
 def _rope(model: DecoderOptions) -> Iterator[Problem]:
@@ -299,7 +306,7 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
     refused = [
         (job.mesh.cp > 1, f"mesh.cp {job.mesh.cp} cuts rows over ranks, and decoding needs them whole"),
         (job.mesh.ep > 1, f"mesh.ep {job.mesh.ep} spreads experts over ranks, which decoding does not support"),
-        (job.train.compile, "train.compile compiles blocks for training only"),
+        (job.train.compiles, "train.compile compiles blocks for training only"),
     ]
     never = [
         (":" in job.model.kind, f"{job.model.kind} is a model of your own, whose attention has no cache"),

@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raypp.spec import limits
 from raypp.spec.families import ModelSection
-from raypp.spec.models import DecoderOptions
+from raypp.spec.models import DecoderOptions, LoraOptions
+from raypp.spec.precision import DTYPES, FP32, DtypeName, Precision, PrecisionName, precision_of
 from raypp.spec.section import Section
 
 RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
@@ -154,10 +155,13 @@ class DirectionsSection(Section):
     """Compression of the gradients that backwards send: none | bf16 | int8."""
 
 
+_NARROW = [name for name, dtype in DTYPES.items() if dtype is not FP32]
+
+
 class WireOptions(Section):
     """How activations and gradients travel between stages."""
 
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", DtypeName] = "auto"
     """Dtype of messages that are not compressed. auto: the dtype of the computation | bf16: rounds
     fp32 values."""
     compression: Compression | DirectionsSection = "none"
@@ -167,7 +171,7 @@ class WireOptions(Section):
     @property
     def compresses(self) -> bool:
         """Whether any message may be smaller than the computed tensor."""
-        return self.dtype == "bf16" or any(self.of(what) != "none" for what in ("activations", "gradients"))
+        return self.dtype in _NARROW or any(self.of(what) != "none" for what in ("activations", "gradients"))
 
     def of(self, what: Literal["activations", "gradients"]) -> Compression:
         """Returns the compression of activations or of gradients."""
@@ -279,14 +283,15 @@ class TrainSection(Section):
     """The learning rate over the steps."""
     clip_norm: float | None = Field(default=1.0, gt=0, le=limits.REAL)
     """Clip gradients to this global norm. null: no clipping."""
-    precision: Literal["fp32", "bf16", "bf16_pure"] = "fp32"
-    """bf16: weights and gradients in fp32, compute in bf16, reductions in fp32 | bf16_pure: weights
-    in bf16 only, updated by stochastic rounding; gradients are summed in reduce_dtype. fp32 on
-    CUDA: see tf32."""
+    precision: Literal["auto", PrecisionName] = "auto"
+    """auto: bf16 on CUDA that has it, else fp32; submission prints the choice, a resume keeps it |
+    bf16: weights and gradients in fp32, compute in bf16, reductions in fp32 | bf16_pure: weights in
+    bf16 only, updated by stochastic rounding; gradients are summed in reduce_dtype. fp32 on CUDA:
+    see tf32."""
     tf32: bool = True
     """On CUDA with precision: fp32, matrix products round their factors to TF32 (10 bits) and add
     in fp32. false: products in fp32, several times slower. No effect on CPUs or on bf16."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: DtypeName = "fp32"
     """Dtype in which gradients are reduced over data-parallel ranks, and with precision: bf16_pure
     summed over microbatches. bf16 halves the traffic and needs precision: bf16 or bf16_pure."""
     sync: SyncOptions = Field(default_factory=SyncOptions)
@@ -296,8 +301,9 @@ class TrainSection(Section):
     matrix products and attention | full: everything but the inputs of layers | offload: like full,
     and the inputs of layers wait for their backward in host memory. On a CPU, offload saves nothing
     over full."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block with torch.compile. auto: on CUDA with a C compiler, unless the schedule
+    splits backwards, the run samples, or the model is your own; the run reports it."""
     attention: Literal["auto", "flash3", "varlen", "flex", "plain"] = "auto"
     """Attention kernel. auto: the first that suits the device, the dtype and the head width, in the
     order given; the run reports it | flash3: FlashAttention 3 | varlen: torch's variable-length
@@ -309,9 +315,14 @@ class TrainSection(Section):
     """Optional samples: {prompts: ["In the beginning"], every_steps: 100, max_new_tokens: 32}."""
 
     @property
-    def computes_in(self) -> Literal["fp32", "bf16"]:
-        """The dtype of activations and products."""
-        return "fp32" if self.precision == "fp32" else "bf16"
+    def dtypes(self) -> Precision:
+        """The dtypes of weights, products and sums. Of auto, before `for_device`: those of fp32."""
+        return precision_of("fp32" if self.precision == "auto" else self.precision, self.reduce_dtype)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled; a rank decides auto when it assembles."""
+        return self.compile is True
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step (1-based).
@@ -473,13 +484,37 @@ class Job(Section):
     """Where the run's figures go, beside its own records."""
 
     @model_validator(mode="after")
-    def _frozen_dtype(self) -> Self:
+    def _decide_base(self) -> Self:
         """Decides `model.lora.base: auto`, so that a run's job says what its adapters belong to."""
         lora = self.model.lora
-        if lora is not None and lora.base == "auto":
-            decided = lora.model_copy(update={"base": self.train.computes_in})
-            self.__dict__["model"] = self.model.model_copy(update={"lora": decided})
+        if lora is not None and lora.base == "auto" and self.train.precision != "auto":
+            self.__dict__["model"] = self._model_with_base(lora)
         return self
+
+    def for_device(self, device: str, *, bf16: bool = True) -> Self:
+        """Returns the job with what `auto` of train.precision and train.compile means on a device.
+
+        On cuda, train.compile stays auto: it depends on the node (`train.assemble`).
+
+        Args:
+            device: cpu or cuda.
+            bf16: Whether the cards have bf16.
+        """
+        job = self.with_precision("bf16" if device == "cuda" and bf16 else "fp32")
+        if device == "cuda" or job.train.compile != "auto":
+            return job
+        return job.model_copy(update={"train": job.train.model_copy(update={"compile": False})})
+
+    def with_precision(self, name: str) -> Self:
+        """Returns the job with a precision in place of auto; itself where it is not auto."""
+        if self.train.precision != "auto":
+            return self
+        job = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})
+        lora = self.model.lora
+        return job.model_copy(update={"model": job._model_with_base(lora)}) if lora and lora.base == "auto" else job
+
+    def _model_with_base(self, lora: LoraOptions) -> ModelSection:
+        return self.model.model_copy(update={"lora": lora.model_copy(update={"base": self.train.dtypes.compute.name})})
 
     @property
     def num_stages(self) -> int:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from raypp.spec import limits
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
+from raypp.spec.precision import DtypeName
 from raypp.spec.rope import RopeOptions
 from raypp.spec.section import Section
 
@@ -56,7 +57,7 @@ class LoraOptions(Section):
     )
     """Matrices that get adapters, by the end of their names: [q_proj, v_proj]. all-linear: every
     matrix of attention, feed-forward blocks and experts, without routers."""
-    base: Literal["auto", "fp32", "bf16", "int8", "nf4"] = "auto"
+    base: Literal["auto", DtypeName, "int8", "nf4"] = "auto"
     """How the frozen weights are stored. auto: in what train.precision computes in. bf16 needs
     train.precision: bf16. int8, nf4: the matrices of layers in 8 or 4.13 bits per weight (QLoRA,
     arXiv:2305.14314), the rest in train.precision."""

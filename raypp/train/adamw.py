@@ -9,6 +9,7 @@ from torch import nn
 
 from raypp.kinds import OptimizerKind
 from raypp.spec.job import OptimizerOptions
+from raypp.spec.precision import PRECISIONS
 from raypp.train.adamw_by_rows import AdamWByRows
 from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.optimizer import decay_groups
@@ -19,7 +20,7 @@ KIND = OptimizerKind("adamw", "Adam with decoupled weight decay", position=1, st
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> torch.optim.Optimizer:
     """Builds AdamW over named parameters."""
     groups = decay_groups(named, options.weight_decay)
-    if precision != "bf16_pure" and options.state == "fp32":
+    if not PRECISIONS[precision].narrow_weights and options.state == "fp32":
         return adamw_of(groups, options)
     return adamw_by_rows(groups, options, Bf16Weights(named))
 

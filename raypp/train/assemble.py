@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.data.loader import Loader, open_loader
+from raypp.environment import c_compiler
 from raypp.mesh.geometry import Mesh
 from raypp.models import fused
 from raypp.models.attention_kernel import AttentionKernel
@@ -21,6 +22,7 @@ from raypp.parallel.rank_groups import RankGroups, make_groups
 from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
+from raypp.schedules.action import splits_backward
 from raypp.spec.job import Job
 from raypp.train.build import BuiltStages, build_stages
 from raypp.train.cuda_settings import (
@@ -102,6 +104,7 @@ def assemble(
         DeviceTakenError: Other processes hold the device's memory.
         RayppError: The data or the sizes do not fit; the user can fix it.
     """
+    job = job.for_device(seat.device)
     if seat.device == "cuda":  # both before CUDA is used
         prepare_driver()
     allocator = prepare_allocator() if seat.device == "cuda" else None
@@ -121,10 +124,13 @@ def assemble(
         with part("build"):
             attention = _attention(job, seat, device, tell)
             pipeline = resolve_pipeline(job)
+            job = with_compile(job, seat, pipeline, tell)
             built = build_stages(job, pipeline, groups, device, mark, draw=draw)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
             if job.train.optimizer.offload:
-                optimizer = OffloadedOptimizer(optimizer, built.modules, device, masters=job.train.precision == "bf16")
+                optimizer = OffloadedOptimizer(
+                    optimizer, built.modules, device, masters=job.train.dtypes.copies_weights
+                )
                 stack.callback(optimizer.close)
             if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):
                 tell(Event("offload", words, attempt=seat.attempt, rank=seat.rank, node=seat.node))
@@ -142,6 +148,23 @@ def assemble(
                 tell(Event("data", remark, attempt=seat.attempt, rank=seat.rank, node=seat.node))
         stack.callback(loader.close)
         yield AssembledRank(job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention)
+
+
+def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callable[[Event], None]) -> Job:
+    """Decides `train.compile: auto`; rank 0 reports it."""
+    if job.train.compile != "auto":
+        return job
+    against = {
+        "there is no C compiler": c_compiler() is None,
+        f"{pipeline.schedule} splits backwards": splits_backward(pipeline.program),
+        "train.sample decodes with the same blocks": job.train.sample is not None,
+        "the model is your own": ":" in job.model.kind,
+    }
+    why = ", ".join(reason for reason, holds in against.items() if holds)
+    if seat.rank == 0:
+        words = f"blocks are not compiled: {why}" if why else "blocks are compiled"
+        tell(Event("compile", f"train.compile: auto: {words}", attempt=seat.attempt, rank=0, node=seat.node))
+    return job.model_copy(update={"train": job.train.model_copy(update={"compile": not why})})
 
 
 def _attention(job: Job, seat: Seat, device: torch.device, tell: Callable[[Event], None]) -> AttentionKernel:

@@ -9,6 +9,7 @@ import torch
 
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 from raypp.torch_private import inductor_config
 
 # torch 2.11 and 2.13 read both; the second is the older name.
@@ -81,7 +82,8 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str |
         unfused: Why the kernels of `models.triton_kernels` do not run; None: they do.
     """
     precision = job.train.precision
-    products = "bf16" if job.train.computes_in == "bf16" else ("tf32" if job.train.tf32 else "fp32")
+    compute = job.train.dtypes.compute
+    products = "tf32" if compute is FP32 and job.train.tf32 else compute.name
     details = {
         "device": device,
         "torch": torch.__version__,

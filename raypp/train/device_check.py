@@ -23,12 +23,12 @@ from raypp.planning.peak import CERTAIN, memory_of_ranks, too_little
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event, Seat
 from raypp.spec.job import Job
+from raypp.spec.precision import BF16
+from raypp.train.cuda_settings import prepare_allocator, prepare_driver
 from raypp.train.device_memory import DeviceTakenError, card_uuid, changes_that_fit, free_cache, holders
 
 log = logging.getLogger(__name__)
 
-BF16_SINCE = (8, 0)
-"""Compute capability of the first cards with bf16 matrix units and attention kernels (A100)."""
 _FREED_S = 60.0
 """How long the driver may take to free the memory of a process that was killed."""
 _ASK_EVERY_S = 0.5
@@ -74,6 +74,17 @@ def check_device(job: Job, seat: Seat) -> Card | None:
     if card is not None:
         _wait_for_memory(job, seat, card, needs[seat.coordinates.pp])
     return card
+
+
+def has_bf16(seat: Seat) -> bool:
+    """Whether a seat's device has fast products in bf16; `check_device` reports one that is not
+    there."""
+    if seat.device != "cuda":
+        return False
+    prepare_driver()
+    prepare_allocator()
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return seat.device_index < there and card_of(seat.device_index).capability >= BF16.since
 
 
 def card_of(index: int) -> Card:
@@ -210,10 +221,10 @@ def device_problems(
         what = f"{has}; torch {torch.__version__} has kernels for {', '.join(built_for)} only"
         fix = "install a torch that is built for this card (an older CUDA supports older cards), or use other cards"
         problems.append(Problem("resources.device", what, fix))
-    if job.train.computes_in == "bf16" and card.capability < BF16_SINCE:
-        what = f"{has}; bf16 needs 8.0 (A100) or newer"
+    if card.capability < (compute := job.train.dtypes.compute).since:
+        what = f"{has}; {compute.name} needs {compute.since[0]}.{compute.since[1]} or newer"
         problems.append(Problem("train.precision", what, "use train.precision fp32, or other cards"))
-    if job.train.compile and compiler is None:
+    if job.train.compiles and compiler is None:
         what = f"{where}: torch.compile needs a C compiler, and neither $CC nor cc, gcc or clang is there"
         fix = "install one on that node (apt-get install gcc libc6-dev), or set train.compile false"
         problems.append(Problem("train.compile", what, fix))

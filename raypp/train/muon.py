@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from raypp.kinds import OptimizerKind
+from raypp.models.quantised import torch_dtype
 from raypp.parallel.shard import local_part
 from raypp.parallel.whole_tensors import apply_to_whole
 from raypp.spec.job import OptimizerOptions
+from raypp.spec.precision import PRECISIONS
 from raypp.train.adamw import adamw_by_rows, adamw_of
 from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.optimizer import decay_groups, is_matrix
@@ -34,16 +36,16 @@ _RMS = 0.2
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Muon:
     """Builds Muon over named parameters; hidden matrices are those below `model.layers`."""
     weights = Bf16Weights(named)
-    pure = precision == "bf16_pure"
+    dtypes = PRECISIONS[precision]
     hidden = {id(p) for name, p in named if name.startswith("model.layers.") and is_matrix(name, p)}
     return Muon(
         [p for _, p in named if id(p) in hidden],
         decay_groups([(name, p) for name, p in named if id(p) not in hidden], options.weight_decay),
-        lambda groups: adamw_by_rows(groups, options, weights) if pure else adamw_of(groups, options),
+        lambda groups: adamw_by_rows(groups, options, weights) if dtypes.narrow_weights else adamw_of(groups, options),
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
-        dtype=torch.bfloat16 if precision != "fp32" else torch.get_default_dtype(),
+        dtype=torch_dtype(dtypes.compute),
         weights=weights,
     )
 

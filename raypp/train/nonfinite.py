@@ -135,7 +135,7 @@ class FiniteGuard:
         return " and ".join(found) or "the gradient norm is not finite"
 
     def _describe_origin(self, again: Callable[[], None]) -> str:
-        if self._job.train.compile:
+        if self._job.train.compiles:
             return "its origin cannot be found in compiled blocks (train.compile)"
         with _watched(self._stages, self._runtime, self._seat) as seen:
             again()

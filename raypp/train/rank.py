@@ -47,7 +47,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
     Collective over the attempt: every rank of the mesh must call it with its own seat.
 
     Args:
-        job: The job, resolved.
+        job: The job. Submission has decided `train.precision: auto`; else it is bf16 on every card.
         seat: This rank's place in the mesh and the rendezvous address.
         reporter: Takes steps and events, and returns the operator's requests.
         rendezvous: The store the ranks meet at. None: rank 0 serves one at the seat's address.
@@ -60,6 +60,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
         NotSavedError: The checkpoint after the last step, or before a stop, could not be saved.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
+    job = job.for_device(seat.device)
     try:
         with ExitStack() as stack:
             return _run_attempt(job, seat, reporter, stack, rendezvous)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
-from raypp.checkpoint.compatibility import check_resume, check_steps
+from raypp.checkpoint.compatibility import check_resume, check_steps, recorded_precision
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_end, write_spec
 from raypp.environment import NCCL_OF_TORCH
@@ -34,6 +34,7 @@ from raypp.spec.job import Job
 from raypp.spec.load import job_document, load_job
 from raypp.spec.trackers import missing_for_trackers
 from raypp.storage import AlreadyExists, ObjectStore, open_store
+from raypp.train.device_check import has_bf16
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.process_group import connect
 from raypp.train.rank import run_rank
@@ -120,8 +121,16 @@ class ConsoleReporter:
             self._recorder.close()
 
 
-def begin_run(store: ObjectStore, job: Job) -> int:
+def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     """Writes the job to the store, or checks it against the existing run; claims the next attempt.
+
+    Args:
+        store: The store.
+        job: The job.
+        seat: Rank 0's, whose device decides `train.precision: auto` of a new run.
+
+    Returns:
+        The attempt's number, and the job with that decided.
 
     Raises:
         JobError: The run of that name cannot be continued by this job; names each field. Or a
@@ -129,17 +138,21 @@ def begin_run(store: ObjectStore, job: Job) -> int:
     """
     if lacking := missing_for_trackers(job, os.environ, here=True):
         raise JobError(lacking)
-    document = job_document(job)
+    bf16, asked = has_bf16(seat), job
+    job = asked.for_device(seat.device, bf16=bf16)
     try:
-        write_spec(store, job.name, document)
+        write_spec(store, job.name, job_document(job))
     except AlreadyExists:
-        problems = check_resume(read_spec(store, job.name), job)
+        before = read_spec(store, job.name)
+        if recorded := recorded_precision(before):
+            job = asked.with_precision(recorded).for_device(seat.device)
+        problems = check_resume(before, job)
         if saved := list_checkpoints(store, job.name):
             problems += check_steps(saved[-1].step, job.train.steps)
         if problems:
             raise JobError(problems) from None
-        write_spec(store, job.name, document, newest_number(store, job.name) + 1)
-    return claim_next_attempt(store, job.name)
+        write_spec(store, job.name, job_document(job), newest_number(store, job.name) + 1)
+    return claim_next_attempt(store, job.name), job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -172,7 +185,8 @@ def _run(job: Job, seat: Seat) -> int:
         os.environ.setdefault(name, setting)
     rendezvous = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0)
     store = open_store(job.checkpoint.url) if seat.rank == 0 else None
-    seat = replace(seat, attempt=_agree_on_attempt(job, rendezvous, store))
+    attempt, job = _agree_on_attempt(job, seat, rendezvous, store)
+    seat = replace(seat, attempt=attempt)
     reporter = ConsoleReporter(job, seat, store)
     reporter.stop_on_sigterm()
     try:
@@ -189,8 +203,8 @@ def _run(job: Job, seat: Seat) -> int:
     return 0
 
 
-def _agree_on_attempt(job: Job, rendezvous: TCPStore, store: ObjectStore | None) -> int:
-    """Claims the attempt on rank 0 and sends the others its number, or that it was refused.
+def _agree_on_attempt(job: Job, seat: Seat, rendezvous: TCPStore, store: ObjectStore | None) -> tuple[int, Job]:
+    """Begins the run on rank 0 and sends the others attempt and precision, or that it was refused.
 
     Uses one key per restart by torchrun's agent.
     """
@@ -199,11 +213,12 @@ def _agree_on_attempt(job: Job, rendezvous: TCPStore, store: ObjectStore | None)
         answer = rendezvous.get(key).decode()
         if answer == "refused":
             raise JobError("rank 0 refused the job", "see rank 0's error message")
-        return int(answer)
+        attempt, precision = answer.split()
+        return int(attempt), job.with_precision(precision)
     try:
-        attempt = begin_run(store, job)
+        number, job = begin_run(store, job, seat)
     except BaseException:
         rendezvous.set(key, "refused")
         raise
-    rendezvous.set(key, str(attempt))
-    return attempt
+    rendezvous.set(key, f"{number} {job.train.precision}")
+    return number, job

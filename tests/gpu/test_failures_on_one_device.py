@@ -37,7 +37,7 @@ def document(root: Path, **sections: Any) -> dict[str, Any]:
         "data": {"kind": "synthetic", "num_documents": 50, "seq_len": 32},
         "mesh": {"pp": 2},
         "pipeline": {"microbatches": 4},
-        "train": {"steps": STEPS, "precision": "fp32"},
+        "train": {"steps": STEPS, "precision": "fp32", "compile": False},
         "checkpoint": {"url": str(root), "every_steps": 2},
         **sections,
     }
@@ -103,7 +103,7 @@ def test_a_device_that_is_really_full_says_what_held_it(tmp_path: Path) -> None:
         tmp_path,
         model={"kind": "llama", "num_layers": 4, "hidden_size": 512, "num_heads": 8, "vocab_size": 32000},
         data={"kind": "synthetic", "num_documents": 2000, "seq_len": 1024},
-        train={"steps": STEPS, "precision": "fp32", "micro_batch_size": 16},
+        train={"steps": STEPS, "precision": "fp32", "compile": False, "micro_batch_size": 16},
     )
     results = run_on_one_device(2, _with_little_memory, str(tmp_path), job, free_ports(1))
     told = results[1]["ends"][0]

@@ -44,7 +44,8 @@ def document(name: str, root: Path, **sections: Any) -> dict[str, Any]:
         "mesh": {"pp": 2},
         "pipeline": {"microbatches": 4, "lookahead": 0},
         "train": {
-            "steps": STEPS, "micro_batch_size": 2, "seed": 3, "precision": "fp32", "tf32": False, "eval_every_steps": 3,
+            "steps": STEPS, "micro_batch_size": 2, "seed": 3, "precision": "fp32", "tf32": False, "compile": False,
+            "eval_every_steps": 3,
         },
         "checkpoint": {"url": str(root), "every_steps": 2, "keep": 9, "memory_tier": False},
     }  # fmt: skip

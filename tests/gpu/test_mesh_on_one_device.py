@@ -48,7 +48,7 @@ def document(
     train: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     mesh = mesh or {}
-    base = {"steps": 1, "micro_batch_size": 2, "seed": 3, "precision": "fp32", "clip_norm": 0.05}
+    base = {"steps": 1, "micro_batch_size": 2, "seed": 3, "precision": "fp32", "compile": False, "clip_norm": 0.05}
     replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
     return {
         "name": "one-device",

@@ -28,7 +28,7 @@ def document(*, pp: int = 1, fsdp: int = 1, precision: str = "fp32", head_dim: i
         "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 90], "seq_len": 128},
         "mesh": {"pp": pp, "fsdp": fsdp},
         "pipeline": {"microbatches": 8 // fsdp},
-        "train": {"steps": STEPS, "seed": 3, "clip_norm": 0.05, "precision": precision},
+        "train": {"steps": STEPS, "seed": 3, "clip_norm": 0.05, "precision": precision, "compile": False},
     }  # fmt: skip
 
 

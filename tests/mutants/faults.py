@@ -541,8 +541,8 @@ FAULTS = [
     ),
     Fault(
         "apply-sums-rounded-to-bf16", _APPLY,
-        'torch.bfloat16 if job.train.reduce_dtype == "bf16" else torch.float32',
-        "torch.bfloat16",
+        "reduce_dtype=torch_dtype(dtypes.reduce)",
+        "reduce_dtype=torch.bfloat16",
         "reduce_dtype: fp32 has no effect with bf16",
     ),
     Fault(
@@ -577,8 +577,8 @@ FAULTS = [
     ),
     Fault(
         "apply-copies-summed-in-place", _APPLY,
-        'return job.train.reduce_dtype == "fp32" and job.train.precision != "bf16_pure"',
-        'return job.train.reduce_dtype == "fp32"',
+        "data_mesh.ndim == 1 and dtypes.sums_in_place",
+        "data_mesh.ndim == 1 and dtypes.reduce is FP32",
         "late sums add to copies of bf16 gradients that nobody reads",
     ),
     # The loader.

@@ -57,6 +57,26 @@ MESHES = [{"fsdp": 2}, {"dp_replicate": 2}]
 DATA_PARALLEL = Batch(2, {(way, str(mesh)): job(way, **mesh) for way in WAYS for mesh in MESHES}, STEPS)
 
 
+def test_on_cpus_auto_has_the_bits_of_fp32() -> None:
+    lora = {"rank": 4, "alpha": 8.0}
+    jobs = {
+        "auto": document(pp=2, schedule="zbv", pipeline={"stages_per_rank": 2}, microbatches=4),
+        "fp32": document(
+            pp=2,
+            schedule="zbv",
+            pipeline={"stages_per_rank": 2},
+            microbatches=4,
+            train={"precision": "fp32", "compile": False},
+        ),
+    }
+    for name, base in (("auto", "auto"), ("fp32", "fp32")):
+        model = {**jobs[name]["model"], "lora": {**lora, "base": base}}
+        jobs[f"{name}, adapters"] = {**jobs[name], "model": model}
+    found = Batch(2, jobs, STEPS)
+    assert_identical(found["auto"], found["fp32"])
+    assert_identical(found["auto, adapters"], found["fp32, adapters"])
+
+
 @pytest.mark.parametrize("way", thinned([*WAYS, "tied"], ["tied"]))
 def test_under_a_pipeline_every_weight_has_the_bits_of_one_process(way: str) -> None:
     assert_identical(PIPELINED[way], ONE[way])

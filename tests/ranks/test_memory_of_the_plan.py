@@ -157,7 +157,7 @@ def play(rank: int, world: int, port: int, name: str, changes: list[str], of_ran
     """
     RMSNorm.forward = lambda self, x: Norm.apply(x, self.weight)  # type: ignore[method-assign]
     nn.Module.to_empty = allocate  # type: ignore[method-assign]
-    job = load_job(JOBS / f"{name}.yaml", ["data.kind=synthetic", "data.path=null", *changes]).job
+    job = load_job(JOBS / f"{name}.yaml", ["data.kind=synthetic", "data.path=null", *changes]).job.for_device("cuda")
     memory = Memory()
 
     def mark(action: str) -> None:

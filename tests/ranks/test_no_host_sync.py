@@ -100,7 +100,7 @@ def run_step(
     def mark(action: str) -> None:
         waits.action = action
 
-    job = parse_job(job_document)
+    job = parse_job(job_document).for_device("cpu")
     with fake_rank(of_rank, job.mesh.world) as device:
         seat = local_seat(of_rank, job.mesh.world, port, job, device=NAME)
         groups = make_groups(seat.mesh_sizes, NAME, job.mesh.ep)

@@ -14,8 +14,9 @@ from test_mesh_does_not_change_numbers import document
 from raypp.cli import parity_command
 from raypp.cli.main import run
 from raypp.errors import RunFailedError
-from raypp.measure.parity import TOLERANCE, run_parity
+from raypp.measure.parity import run_parity
 from raypp.spec.load import load_job, parse_job
+from raypp.spec.precision import FP32
 
 pytestmark = pytest.mark.ranks
 
@@ -53,7 +54,7 @@ def test_replicas_are_within_the_tolerance_and_beyond_a_stricter_one(
 ) -> None:
     path = job_file(tmp_path, fsdp=2)
     answer = run_parity(load_job(path).job, 1, 1e-12)
-    assert not answer["passed"] and not answer["bitwise"] and 1e-12 < answer["max_error"] <= TOLERANCE["fp32"] == 1e-5
+    assert not answer["passed"] and not answer["bitwise"] and 1e-12 < answer["max_error"] <= FP32.tolerance == 1e-5
     assert answer["world"] == 2 and answer["compared"] == 21 and answer["steps"][0]["gradients"] == 21
     # Runs the command with this answer from the process that it queries.
     monkeypatch.setattr(parity_command, "ask", lambda *request: answer)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypp.checkpoint.compatibility import check_resume, rate_jump
+from raypp.checkpoint.compatibility import check_resume, rate_jump, recorded_precision
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.errors import CheckpointError
 from raypp.spec.job import Job
@@ -146,3 +146,13 @@ def test_a_rate_that_goes_on_or_that_the_job_sets_is_no_jump() -> None:
     assert rate_jump(written(of_steps(200, constant)), of_steps(1000, constant), 200) is None
     assert rate_jump(written(of_steps(200)), of_steps(1000, lr=2e-2), 200) is None
     assert rate_jump({"train": {"steps": "many"}}, of_steps(1000), 200) is None
+
+
+def test_auto_means_what_the_run_was_trained_in() -> None:
+    before = written(job(train={"precision": "bf16"}, model={"lora": {}}))
+    assert recorded_precision(before) == "bf16"
+    again = job(model={"lora": {}}).with_precision("bf16")
+    assert check_resume(before, again) == [], "the base of the adapters follows"
+    (problem,) = check_resume(before, job(model={"lora": {}}).for_device("cpu"))
+    assert problem.key == "model.lora.base"
+    assert recorded_precision({}) is None and recorded_precision({"train": {"precision": ["x"]}}) is None

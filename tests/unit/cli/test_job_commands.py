@@ -148,10 +148,11 @@ def test_the_plan_says_everything_within_the_terminals_width(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([], "fp32; on CUDA, matrix products in TF32 (train.tf32: false for fp32)"),
-        (["train.tf32=false"], "fp32; on CUDA, matrix products in fp32 (train.tf32: false)"),
+        ([], "auto: bf16 on CUDA, fp32 on CPUs"),
+        (["train.precision=fp32"], "fp32; on CUDA, matrix products in TF32 (train.tf32: false for fp32)"),
+        (["train.precision=fp32", "train.tf32=false"], "fp32; on CUDA, matrix products in fp32 (train.tf32: false)"),
         (["train.precision=bf16"], "bf16: weights and gradients in fp32, compute in bf16"),
-        (["resources.device=cpu"], "fp32"),
+        (["resources.device=cpu"], "auto: fp32"),
     ],
 )
 def test_the_plan_says_the_precision(settings: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import nasty_world as nasty
 import pytest
 
 from raypp.api import submission
+from raypp.api.checked_job import checked
 from raypp.api.find_run import find_run
 from raypp.api.submission import JobWatch
 from raypp.checkpoint.layout import commit_key
@@ -210,6 +211,48 @@ def test_a_run_resumes_with_no_fewer_steps_than_its_newest_checkpoint_has(
         return
     with pytest.raises(JobError, match=r"train\.steps: is 19, but the run is at step 20"):
         submission._check_name(file, store, True, say)
+
+
+class _Idle(Dashboard):
+    """A cluster of one node without GPUs on which nothing runs."""
+
+    def nodes(self) -> list[NodeResources]:
+        return [NodeResources("n", "10.0.0.1", "", 9, 0, 9, 0)]
+
+    def check_versions(self) -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize(("recorded", "line"), [(None, "fp32 on CPUs"), ("bf16", "bf16, as before")])
+def test_a_submission_decides_precision_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: DirectoryStore, recorded: str | None, line: str
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
+    asked = load_job(path)
+    if recorded:
+        write_spec(store, "mine", job_document(asked.job.with_precision(recorded)))
+        store.put(commit_key("mine", 20), b"")
+    cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
+    monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
+    monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+    told: list[str] = []
+    prepared = submission.prepare(asked, None, recorded is not None, told.append)
+    assert [words for words in told if "precision" in words] == [f"train.precision: auto is {line}"]
+    assert prepared.file.job.train.precision == line.split()[0].rstrip(",") and prepared.device == "cpu"
+
+
+def test_a_job_that_does_not_fit_the_device_it_gets_is_refused_at_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: DirectoryStore
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
+    file = checked(load_job(path, ["train.reduce_dtype=bf16"]))
+    cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
+    monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
+    monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+    with pytest.raises(JobError, match=r"--set train\.reduce_dtype=bf16.*bf16 sums would lose"):
+        submission.prepare(file, None, False, lambda words: None)
 
 
 class _JobFailed(Dashboard):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypp.clusters.dashboard import NodeResources
-from raypp.control.client import device_for, precision_remark
+from raypp.control.client import device_for, on_nodes, precision_remark
 from raypp.errors import ResourcesError
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -97,8 +97,27 @@ def test_offloading_to_nodes_with_too_little_memory_is_refused() -> None:
     assert device_for(offloading, nodes(0)) == "cuda", "the ranks check what is unknown here"
 
 
-def test_fp32_on_gpus_is_told() -> None:
-    assert "TF32, at half the rate of bf16" in (precision_remark(job(), "cuda") or "")
-    assert "a small part" in (precision_remark(job(train={"tf32": False}), "cuda") or "")
-    assert precision_remark(job(train={"precision": "bf16"}), "cuda") is None
-    assert precision_remark(job(), "cpu") is None
+@pytest.mark.parametrize(
+    ("device", "card", "precision", "remark"),
+    [
+        ("cpu", "", "fp32", "train.precision: auto is fp32 on CPUs"),
+        ("cuda", "NVIDIA H100 80GB HBM3", "bf16", "train.precision: auto is bf16 on these GPUs"),
+        ("cuda", "NVIDIA RTX 2000 Ada Generation", "bf16", "train.precision: auto is bf16 on these GPUs"),
+        ("cuda", "Tesla T4", "fp32", "train.precision: auto is fp32 on these GPUs, of which some have no bf16"),
+        (
+            "cuda",
+            "NVIDIA GeForce RTX 2080 Ti",
+            "fp32",
+            "train.precision: auto is fp32 on these GPUs, of which some have ",
+        ),
+    ],
+)
+def test_precision_follows_the_device_and_is_told(device: str, card: str, precision: str, remark: str) -> None:
+    nodes = [node("10.0.0.1"), replace(node("10.0.0.2", 8, 8), gpu_names=(card,))]
+    asked = job(model={"lora": {}})
+    decided = on_nodes(asked, device, nodes)
+    assert decided.train.precision == decided.model.lora.base == precision
+    assert (precision_remark(asked, decided, device) or "").startswith(remark)
+    explicit = job(train={"precision": "bf16_pure"})
+    assert on_nodes(explicit, device, nodes).train.precision == "bf16_pure"
+    assert precision_remark(explicit, explicit, device) is None

@@ -19,6 +19,7 @@ def job_with(**sections: Any) -> Job:
         "model": {"num_layers": 8, "hidden_size": 256, "num_heads": 4, "ffn_size": 688, "vocab_size": 4096},
         "data": {"kind": "synthetic", "seq_len": 256},
         "mesh": {"pp": 2},
+        "train": {"precision": "fp32"},
     }
     for name, section in sections.items():
         document[name] = {**document.get(name, {}), **section}

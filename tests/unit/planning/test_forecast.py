@@ -251,7 +251,7 @@ def test_what_an_older_file_of_costs_lacks_is_told(tmp_path):
 def test_costs_of_a_gpu_are_planned_as_a_gpus(tmp_path):
     path, job = tmp_path / "costs.json", pipeline()
     assert job.resources.device == "auto"
-    for kind in ("cpu", "cuda"):
+    for kind in ("cuda", "cpu"):
         write_costs(path, replace(UNIT, kind=kind), job, "a device", "today")
         assert Grounds(costs=read_costs(path, job)).devices_for(job) == [DEVICES[kind]]
     document = json.loads(path.read_text())

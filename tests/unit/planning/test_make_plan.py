@@ -10,6 +10,7 @@ from planned_jobs import job_with
 from raypp.models.stage import build_stage
 from raypp.planning.flops import flops_per_token
 from raypp.planning.plan import Plan, make_plan
+from raypp.planning.predict import Grounds
 from raypp.planning.sizes import sizes_of
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
@@ -55,6 +56,19 @@ def test_a_plan_with_compiled_blocks_has_whole_backwards_and_says_so(name: str) 
     assert len(compiled.remarks) == splits and plain.remarks == ()
     assert all(name in remark and "train.compile" in remark for remark in compiled.remarks)
     assert (compiled.program == plain.program) != splits
+
+
+def test_a_plan_of_auto_is_that_of_what_it_means_on_each_device() -> None:
+    wide = {"model": {"vocab_size": 4096}, "train": {"optimizer": {"kind": "sgd"}}}
+    auto, fp32, bf16 = (
+        job_with(**wide | {"train": wide["train"] | {"precision": name}}) for name in ("auto", "fp32", "bf16")
+    )
+    for device, meant in (("cpu", fp32), ("h100", bf16)):
+        grounds = Grounds(device=device)
+        assert make_plan(auto, grounds=grounds).as_dict() == make_plan(meant, grounds=grounds).as_dict()
+    both = make_plan(auto).predictions
+    assert both == (make_plan(fp32).predictions[0], make_plan(bf16).predictions[1])
+    assert make_plan(auto).memory == make_plan(bf16).memory != make_plan(fp32).memory
 
 
 def test_the_parameters_are_those_of_the_model_that_is_built() -> None:

@@ -111,7 +111,11 @@ def job_with(**train: object) -> Job:
 
 @pytest.mark.parametrize(
     ("train", "precision", "products"),
-    [({}, "fp32", "tf32"), ({"tf32": False}, "fp32", "fp32"), ({"precision": "bf16"}, "bf16", "bf16")],
+    [
+        ({"precision": "fp32"}, "fp32", "tf32"),
+        ({"precision": "fp32", "tf32": False}, "fp32", "fp32"),
+        ({"precision": "bf16"}, "bf16", "bf16"),
+    ],
 )
 def test_the_run_records_precision_and_allocator(train: dict[str, object], precision: str, products: str) -> None:
     job = job_with(**train)

@@ -11,13 +11,16 @@ import torch
 from raypp.environment import c_compiler
 from raypp.errors import JobError
 from raypp.mesh.geometry import Mesh
+from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.train.assemble import with_compile
 from raypp.train.device_check import (
     Card,
     check_device,
     device_problems,
     free_bytes,
+    has_bf16,
     has_kernels_for,
     host_problems,
     mixed_cards,
@@ -46,7 +49,7 @@ def test_a_card_too_old_for_bf16_is_named_with_its_capability() -> None:
     bf16 = job(train={"precision": "bf16"})
     (problem,) = device_problems(bf16, local_seat(1, 2, 1, bf16, device="cuda"), 2, T4)
     assert problem.key == "train.precision" and "fp32" in problem.fix
-    assert problem.what == ("rank 1 on localhost: Tesla T4 has compute capability 7.5; bf16 needs 8.0 (A100) or newer")
+    assert problem.what == ("rank 1 on localhost: Tesla T4 has compute capability 7.5; bf16 needs 8.0 or newer")
 
 
 def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> None:
@@ -172,3 +175,39 @@ def test_a_card_without_room_for_a_context_has_nothing_free() -> None:
     assert (free_bytes(lambda: 7), free_bytes(full)) == (7, 0)
     with pytest.raises(RuntimeError, match="launch failure"):
         free_bytes(broken)
+
+
+def test_a_device_that_is_not_there_has_no_bf16() -> None:
+    assert not has_bf16(local_seat(0, 2, 1, job()))
+    assert not has_bf16(local_seat(0, 2, 1, job(), device="cuda:99"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "compiler", "reason"),
+    [
+        ({}, True, "blocks are compiled"),
+        ({}, False, "blocks are not compiled: there is no C compiler"),
+        (
+            {"pipeline": {"schedule": "zbv", "stages_per_rank": 2}},
+            True,
+            "blocks are not compiled: zbv splits backwards",
+        ),
+        ({"train": {"sample": {"prompts": ["In"]}}}, True, "blocks are not compiled: train.sample decodes"),
+    ],
+)
+def test_compilation_follows_node_and_schedule_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], compiler: bool, reason: str
+) -> None:
+    (tmp_path / "cc").write_text("")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) if compiler else "")
+    monkeypatch.delenv("CC", raising=False)
+    asked, told = job(**sections), []
+    for rank in (0, 1):
+        seat = local_seat(rank, 2, 1, asked, device="cuda")
+        found = with_compile(asked.for_device("cuda"), seat, resolve_pipeline(asked), told.append)
+        assert found.train.compiles == (reason == "blocks are compiled")
+    (event,) = told
+    assert event.kind == "compile" and event.message.startswith(f"train.compile: auto: {reason}")
+    explicit = job(train={"compile": False})
+    assert with_compile(explicit, seat, resolve_pipeline(explicit), told.append) is explicit and len(told) == 1
