@@ -1,0 +1,229 @@
+"""Replicas that train apart: outer steps have the bits of a reference, keep replicas equal, and
+survive a restart and another mesh inside a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run_ranks
+from lives import Lives, same
+from test_mesh_does_not_change_numbers import document
+from training import seat_of
+
+from raypp import ports
+from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM
+from raypp.data.loader import Loader, Microbatch, open_loader
+from raypp.data.packing import Row
+from raypp.measure.parity import train_some_steps, whole
+from raypp.parallel import replica_sums
+from raypp.spec.load import parse_job
+from raypp.train.fault_injection import VARIABLE
+from raypp.train.reduce import GradientReducer
+from raypp.train.step import StepRunner
+
+pytestmark = pytest.mark.ranks
+Weights = dict[str, torch.Tensor]
+EVERY = 2
+
+
+def outer(*, lr: float = 0.7, momentum: float = 0.9, every: int = EVERY, **more: Any) -> dict[str, Any]:
+    return {"sync": {"kind": "outer", "every_steps": every, "lr": lr, "momentum": momentum}, **more}
+
+
+def weights_of(runner: StepRunner) -> Weights:
+    return {name: whole(p) for module in runner.built.modules for name, p in module.named_parameters()}
+
+
+def train(
+    rank: int,
+    world: int,
+    port: int,
+    job: dict[str, Any],
+    steps: int,
+    wrap: Callable[[Loader, int], Any] = lambda loader, replica: loader,
+    before: Callable[[int, StepRunner], None] = lambda step, runner: None,
+) -> list[Weights]:
+    """Trains, and returns the weights after each step."""
+    parsed, found = parse_job(job), []
+    ends: list[Weights] = []
+
+    def look(step: int, runner: StepRunner) -> None:
+        if step > 1:
+            found.append(weights_of(runner))
+        before(step, runner)
+
+    def keep(name: str, tensors: Weights) -> None:
+        if name == "weights":
+            ends.append(tensors)
+
+    train_some_steps(parsed, seat_of(rank, world, port, parsed), steps, keep, wrap=wrap, before=look)
+    return [*found, *ends]
+
+
+def same_weights(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# The outer step
+
+
+def reference(rank: int, world: int, port: int, used: list[int], job: dict[str, Any], rounds: int) -> list[Weights]:
+    """Returns the weights after each outer step, by runs of one process on each replica's rows."""
+    two, one = parse_job(job), {**job, "mesh": {}, "train": {**job["train"], "sync": {"kind": "exact"}}}
+    agreed: dict[int, Weights] = {}
+    momentum: Weights = {}
+
+    def start(step: int, runner: StepRunner) -> None:
+        """Replaces the weights where a round begins, and keeps those of the first."""
+        named = {name: p for module in runner.built.modules for name, p in module.named_parameters()}
+        if step == 1:
+            agreed.setdefault(0, {name: p.detach().clone() for name, p in named.items()})
+        elif step - 1 in agreed:
+            for name, p in named.items():
+                p.data.copy_(agreed[step - 1][name])
+
+    for step in range(EVERY, rounds * EVERY + 1, EVERY):
+        ends, tokens = [], []
+        for replica in range(2):
+            loader = open_loader(two, replica, 2)
+            rows = [row for _ in range(step) for mb in loader.next_step() for row in mb.rows]
+            tokens.append(sum(int((row.labels != -100).sum()) for row in rows[-len(rows) * EVERY // step :]))
+            loader.close()
+            wrap = lambda _, __, mine=replica: open_loader(two, mine, 2)  # noqa: E731
+            ends.append(train(0, 1, used.pop(), one, step, wrap, start)[-1])
+        before = agreed[step - EVERY]
+        agreed[step] = {}
+        for name, old in before.items():
+            mean = sum(n * end[name].double() for n, end in zip(tokens, ends, strict=True)) / sum(tokens)
+            change = old.double() - mean.float().double()
+            momentum[name] = (0.9 * momentum.get(name, torch.zeros_like(old)).double() + change).float()
+            agreed[step][name] = (old.double() - 0.7 * (change + 0.9 * momentum[name].double())).float()
+    return [agreed[step] for step in range(EVERY, rounds * EVERY + 1, EVERY)]
+
+
+ADAMW = document(dp_replicate=2, microbatches=2, train=outer(steps=8))
+
+
+def test_outer_steps_of_adamw_have_the_bits_of_a_reference() -> None:
+    (expected,) = run_ranks(1, reference, ports.free_ports(4), ADAMW, 2)
+    first, second = run_ranks(2, train, ADAMW, 2 * EVERY)
+    for step, (one, other) in enumerate(zip(first, second, strict=True), start=1):
+        assert same_weights(one, other) == (step % EVERY == 0), "they differ between outer steps only"
+    assert [same_weights(first[EVERY * n - 1], expected[n - 1]) for n in (1, 2)] == [True, True]
+
+
+# Exact arithmetic
+
+
+class Cropped:
+    """A loader that leaves 16 labels in each row, so that tokens are a power of two."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def next_step(self) -> list[Microbatch]:
+        return [Microbatch(tuple(map(self._cropped, one.rows))) for one in self.loader.next_step()]
+
+    def _cropped(self, row: Row) -> Row:
+        from dataclasses import replace
+
+        kept = np.cumsum(row.labels != -100) <= 16
+        assert kept.sum() >= 16
+        return replace(row, labels=np.where(kept, row.labels, -100))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def on_a_grid(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
+    """Trains with weights and each replica's gradient rounded so coarsely that sums are exact."""
+    gradients, start = GradientReducer.gradients, replica_sums._exact
+
+    def rounded(self: GradientReducer) -> list[torch.Tensor]:
+        found = gradients(self)
+        for gradient in found:
+            gradient.mul_(2**8).round_().div_(2**8)
+        return found
+
+    def before_the_sum(flat: Any, gradient: torch.Tensor) -> Any:
+        return start(flat, gradient.mul_(2**8).round_().div_(2**8))
+
+    def coarse(step: int, runner: StepRunner) -> None:
+        for module in runner.built.modules if step == 1 else ():
+            for parameter in module.parameters():
+                parameter.data.mul_(2**14).round_().div_(2**14)
+
+    GradientReducer.gradients, replica_sums._exact = rounded, before_the_sum  # type: ignore[assignment]
+    try:
+        return train(rank, world, port, job, steps, lambda loader, _: Cropped(loader), coarse)
+    finally:
+        GradientReducer.gradients, replica_sums._exact = gradients, start  # type: ignore[method-assign]
+
+
+SGD = {"optimizer": {"kind": "sgd", "lr": 0.125, "momentum": 0.0, "weight_decay": 0.0}, "clip_norm": None,
+       "lr_schedule": {"kind": "constant", "warmup_steps": 0}}  # fmt: skip
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.gate])])
+def test_an_outer_step_after_every_step_is_synchronous_sgd_where_nothing_is_rounded(replicas: int) -> None:
+    jobs = [
+        document(dp_replicate=replicas, microbatches=2, train={**SGD, **sync})
+        for sync in (outer(lr=1.0, momentum=0.0, every=1), {"sync": {"kind": "exact"}})
+    ]
+    apart, together = (run_ranks(replicas, on_a_grid, job, 3)[0] for job in jobs)
+    assert not same_weights(apart[0], apart[1]), "nothing was trained"
+    assert [same_weights(one, other) for one, other in zip(apart, together, strict=True)] == [True] * 3
+
+
+def same_rows(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
+    """Trains on the first replica's rows everywhere."""
+    parsed = parse_job(job)
+    wrap = lambda _, __: open_loader(parsed, 0, 2)  # noqa: E731
+    return train(rank, world, port, job if world > 1 else {**job, "mesh": {}}, steps, wrap)
+
+
+def test_replicas_that_computed_the_same_keep_it_with_lr_1_and_no_momentum() -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(lr=1.0, momentum=0.0, steps=8))
+    (alone,) = run_ranks(1, same_rows, job, 4)
+    for one in run_ranks(2, same_rows, job, 4):
+        assert [same_weights(a, b) for a, b in zip(one, alone, strict=True)] == [True] * 4
+
+
+# Restarts
+
+
+def lives(root: Path, store: str, faults: str = "", steps: int = 8, **mesh: int) -> Lives:
+    """A run with outer steps after every second step, and saves after every fourth."""
+    made = document(microbatches=2, train=outer(steps=steps), **{"dp_replicate": 2, **mesh})
+    made = {**made, "checkpoint": {"every_steps": 4, "memory_tier": False, "keep": 9}}
+    world = mesh.get("pp", 1) * mesh.get("fsdp", 1) * mesh.get("dp_replicate", 2)
+    return Lives(made, root / store, [root / "memory"] * world, [0] * world, {VARIABLE: faults})
+
+
+def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_a_replica(tmp_path: Path) -> None:
+    straight = lives(tmp_path, "straight")
+    told = straight.attempt_once()
+    assert not told.errors
+    expected = straight.final_state()
+    keys = {key.rpartition("/")[2] for key in expected if key.startswith("optim/")}
+    assert {OUTER_MOMENTUM, "exp_avg", f"exp_avg{OF_REPLICA}1"} <= keys
+    moments = [name for name in expected if name.endswith("/exp_avg")]
+    assert any(not torch.equal(expected[name], expected[f"{name}{OF_REPLICA}1"]) for name in moments)
+    straight.end()
+
+    killed = lives(tmp_path, "killed", "kill@optimizer:rank=1,step=7")
+    assert killed.attempt_once().errors, "no rank was killed"
+    killed.end()
+    other = lives(tmp_path, "killed", pp=2)
+    other.attempt = 1
+    resumed = other.attempt_once()
+    assert not resumed.errors
+    assert resumed.of_kind("resumed")[-1].step == 4
+    assert [resumed.losses[step] for step in range(5, 9)] == [told.losses[step] for step in range(5, 9)]
+    assert same(other.final_state(), expected)
+    other.end()
