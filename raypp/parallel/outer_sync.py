@@ -27,7 +27,7 @@ from raypp.parallel.shard import local_part
 from raypp.spec.job import SyncOptions
 from raypp.torch_private import set_local
 
-_PIECE = 1 << 24
+_PIECE = 1 << 22
 """Most numbers that are sent at once: few round trips, and little memory beside the weights."""
 
 
