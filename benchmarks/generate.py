@@ -51,8 +51,8 @@ def main() -> None:
 def _decoder(folder: Path) -> Any:
     import torch
 
+    from raypp.inference.rank import load_stages
     from raypp.inference.source import find_source
-    from raypp.inference.stages import load_stages
     from raypp.pipeline.decode import PipelineDecoder
 
     source = find_source(str(folder))
@@ -64,8 +64,7 @@ def _case(ours: Any, theirs: Any, rows: int, longest: int, new: int, rounds: int
     """Prints the row of a case."""
     import torch
 
-    from raypp.pipeline.decode import Prompt
-    from raypp.pipeline.next_token import Choice
+    from raypp.pipeline.decode import Choice, Prompt
 
     generator = torch.Generator().manual_seed(1)
     lengths = [max(1, longest - 3 * row) for row in range(rows)]

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 from benchmarks.paced import HEAD
 from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
-from raypp.planning.cards import cards_of_nodes
-from raypp.planning.choose_lookahead import best_depth, depths
+from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths
 from raypp.schedules.one_f_one_b import build
 from raypp.schedules.simulate import Simulator, StageTimes
 

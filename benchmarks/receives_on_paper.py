@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.surroundings import announce
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.schedules.action import Program
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.posting import with_messages

@@ -29,7 +29,7 @@ from benchmarks.link_hiding import UNTIL_CHOSEN, chosen, message_bits
 from benchmarks.surroundings import announce
 from benchmarks.turns import Held, Turn
 from cluster.testbed import why_not
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.planning.choose_lookahead import Depth, best_depth, depths
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.communication import sent_by

@@ -22,11 +22,11 @@ from raypp.parallel import apply, late_sums
 from raypp.pipeline import runtime
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
-from raypp.pipeline.sum_start import SumStart
+from raypp.pipeline.wire import SumStart
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.storage.other_traffic import OtherTraffic
+from raypp.storage.rate_limit import OtherTraffic
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.rank import run_rank
 

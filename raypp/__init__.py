@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from raypp.api.planned import plan
+    from raypp.api.checked_job import plan
     from raypp.api.python import load_job, run, submit
     from raypp.api.run import Run, list_runs
     from raypp.errors import RayppError
@@ -22,7 +22,7 @@ _FROM = {
     "Run": "raypp.api.run",
     "list_runs": "raypp.api.run",
     "load_job": "raypp.api.python",
-    "plan": "raypp.api.planned",
+    "plan": "raypp.api.checked_job",
     "run": "raypp.api.python",
     "submit": "raypp.api.python",
 }

@@ -201,9 +201,9 @@ class Registry(Generic[K]):
         try:
             declared = self._declared(Path(file), builder) if file and function in ("", self._function) else None
         except (ValueError, TypeError, SyntaxError) as error:
-            what = f"cannot read {DECLARATION} of {value!r}: {error}"
+            fault = f"cannot read {DECLARATION} of {value!r}: {error}"
             fix = f"write {DECLARATION} = {self._entry.__name__}(name, summary, …) with its arguments as literals"
-            raise JobError(Problem(key, what, fix)) from error
+            raise JobError(Problem(key, fault, fix)) from error
         kind: K = declared or self._entry.undeclared(name)
         return replace(kind, name=name, builder=builder, own=True)
 
@@ -260,8 +260,8 @@ def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]
         arguments = [ast.literal_eval(one) for one in call.args]
         return arguments, {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
     except ValueError as error:
-        what = f"{file}: {opening}…) is read without importing the file: write its arguments as literals"
-        raise ValueError(what) from error
+        fault = f"{file}: {opening}…) is read without importing the file: write its arguments as literals"
+        raise ValueError(fault) from error
 
 
 def load_object(path: str) -> Any:
@@ -274,10 +274,10 @@ def load_object(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError, TypeError) as error:  # the last two: of names that no module can have
-        what = f"cannot import {module_name!r} (from {path!r}): {error}"
-        raise JobError(Problem("", what, "install it on every node, or put it on PYTHONPATH")) from error
+        fault = f"cannot import {module_name!r} (from {path!r}): {error}"
+        raise JobError(Problem("", fault, "install it on every node, or put it on PYTHONPATH")) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        what = f"module {module_name!r} has no {attribute!r} (from {path!r})"
-        raise JobError(Problem("", what, "check the name after the colon")) from None
+        fault = f"module {module_name!r} has no {attribute!r} (from {path!r})"
+        raise JobError(Problem("", fault, "check the name after the colon")) from None

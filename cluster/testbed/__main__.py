@@ -13,7 +13,7 @@ import click
 from cluster.testbed import bed
 from cluster.testbed.bed import TestBed
 from cluster.testbed.network import Cut, instances
-from raypp.cli.error_view import show_error
+from raypp.cli.output import show_error
 from raypp.errors import RayppError
 
 _name = click.argument("name")

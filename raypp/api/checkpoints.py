@@ -70,8 +70,8 @@ def open_checkpoint(argument: str, say: Say) -> tuple[ObjectStore, Commit, Saved
     store, name, step = open_run(argument)
     commit, tensors, unusable = newest_checkpoint(store, name, step)
     if unusable:
-        told = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
-        say(f"step {commit.step} is used, because newer checkpoints cannot be read:\n{told}")
+        skipped = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
+        say(f"step {commit.step} is used, because newer checkpoints cannot be read:\n{skipped}")
     return store, commit, tensors
 
 
@@ -144,9 +144,9 @@ def _check_form(lora: LoraOptions | None, commit: Commit, adapter: bool, merged:
         flag = "--adapter" if adapter else "--merged"
         raise JobError(Problem(flag, f"{commit.run} trained all weights and has no adapters", f"leave out {flag}"))
     if lora is not None and adapter == merged:
-        what = f"{commit.run} trained adapters (model.lora)" + (": it cannot be both" if merged else "")
+        fault = f"{commit.run} trained adapters (model.lora)" + (": it cannot be both" if merged else "")
         fix = "use --adapter for PEFT, or --merged for a whole model"
-        raise JobError(Problem("--adapter", what, fix))
+        raise JobError(Problem("--adapter", fault, fix))
     if adapter and dtype:
         raise JobError(Problem("--dtype", "adapters are exported in fp32", "leave it out"))
 
@@ -154,5 +154,5 @@ def _check_form(lora: LoraOptions | None, commit: Commit, adapter: bool, merged:
 def _check_empty(target: ObjectStore) -> None:
     for info in target.list():
         if "/" not in info.key and (info.key == "config.json" or info.key.endswith((".safetensors", ".index.json"))):
-            what = f"{target.url} already contains a model ({info.key})"
-            raise JobError(Problem("DIR_OR_URL", what, "use another place, or remove the model first"))
+            fault = f"{target.url} already contains a model ({info.key})"
+            raise JobError(Problem("DIR_OR_URL", fault, "use another place, or remove the model first"))

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from raypp.checkpoint.layout import spec_key
-from raypp.checkpoint.run_end import read_end
-from raypp.checkpoint.run_spec import newest_number
+from raypp.checkpoint.run_spec import newest_number, read_end
 from raypp.clusters import known_runs
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import CheckpointError, JobError, Problem, RayppError

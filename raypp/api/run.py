@@ -1,10 +1,11 @@
-"""A run from Python: `raypp.submit` and `raypp.run` return one."""
+"""A run from Python: `raypp.submit` and `raypp.run` return one; texts of its model."""
 
 from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
+from raypp.control.inference_client import use_on_cluster
+from raypp.data.tokenizer import PromptTokenizer
 from raypp.errors import CheckpointError, JobError, Problem, RunFailedError
-from raypp.observe.in_words import loss_text, mesh_text, quantity
+from raypp.inference.processes import Generators, NewToken
+from raypp.inference.prompts import Answer, end_ids
+from raypp.inference.source import Source
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
-from raypp.observe.status import STATUS_KEYS, is_final
+from raypp.observe.status import STATUS_KEYS, is_final, loss_text, mesh_text, quantity
 from raypp.records import Event, RunState
 from raypp.untrusted.text import shell_word
 
@@ -145,8 +150,8 @@ class Run:
         if not answer["found"]:
             raise self._not_active()
         if answer.get("exit_code"):
-            what = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
-            raise RunFailedError(Problem("RUN", what, f"see `raypp events {shell_word(self.name)}`"))
+            fault = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
+            raise RunFailedError(Problem("RUN", fault, f"see `raypp events {shell_word(self.name)}`"))
         return {key: answer[key] for key in ("state", "step", "checkpoint")}
 
     def report(self, path: str | Path) -> Path:
@@ -181,7 +186,6 @@ class Run:
         Returns:
             For each prompt `{"prompt", "text", "tokens", "finish"}`.
         """
-        from raypp.api.generation import complete, row
         from raypp.inference.prompts import Answer, encode_prompts
         from raypp.inference.source import find_source
 
@@ -277,3 +281,55 @@ def _curve(rows: Sequence[dict[str, Any]], width: int = 480, height: int = 120) 
     )
     box = f'width="{width}" height="{height}" viewBox="-2 -2 {width + 4} {height + 4}"'
     return f'<svg {box}><polyline fill="none" stroke="currentColor" points="{place}"/></svg>'
+
+
+def complete(
+    source: Source,
+    pp: int,
+    tokenizer: PromptTokenizer,
+    answers: Sequence[Answer],
+    rows: int,
+    cluster: Cluster | None = None,
+    on_token: Callable[[], None] = lambda: None,
+    **choice: Any,
+) -> None:
+    """Generates the texts of all answers.
+
+    Args:
+        source: The model.
+        pp: Number of pipeline ranks.
+        tokenizer: Its tokenizer.
+        answers: One per prompt; they take the new tokens.
+        rows: Prompts that are decoded together.
+        cluster: Where the ranks run; None: on this machine.
+        on_token: Called after each new token.
+        choice: `temperature`, `top_p` and `seed`.
+
+    Raises:
+        RunFailedError: The generation ended before all texts were complete.
+    """
+
+    def take(new: NewToken) -> None:
+        answers[new.prompt].add(new.token, new.finish)
+        on_token()
+
+    ends, prompts = end_ids(source, tokenizer), [answer.prompt for answer in answers]
+    if cluster is None:
+        with Generators(source, pp, ends, rows) as generators:
+            for new in generators.generate(prompts, **choice):
+                take(new)
+        return
+    asked = [[prompt.tokens, prompt.limit] for prompt in prompts]
+    request = {"prompts": asked, "choice": choice, "ends": list(ends), "rows": rows}
+    with closing(use_on_cluster(cluster, "generate", source, source.job(pp), request)) as reports:
+        for report in reports:
+            if "token" in report and report["token"][0] < len(answers):
+                take(NewToken(*report["token"]))
+    if any(answer.finish is None for answer in answers):
+        raise RunFailedError("the generation on the cluster ended before all texts were complete")
+
+
+def row(answer: Answer, tokenizer: PromptTokenizer) -> dict[str, Any]:
+    """Returns an answer as `raypp generate --json` prints it."""
+    text = answer.text(tokenizer)
+    return {"prompt": answer.prompt.text, "text": text, "tokens": answer.tokens, "finish": answer.finish}

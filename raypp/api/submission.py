@@ -1,21 +1,22 @@
-"""Submits a job: every check that a cluster and a store allow, then the submission itself."""
+"""Submits a job after every check that a cluster and a store allow, and watches its Ray job."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from raypp.api.find_run import ended_status, runs_below
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps, rate_jump
-from raypp.checkpoint.run_spec import name_taken, newest_number, read_spec, write_spec
+from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
 from raypp.clusters import known_runs
-from raypp.clusters.dashboard import NoAnswerError
+from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
-from raypp.errors import JobError, Problem, RayppError, UnreachableError
+from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, UnreachableError
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.spec.job import Job
@@ -134,8 +135,8 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
     try:
         known_runs.remember_run(place)
     except JobError as error:  # the run has been accepted
-        what = error.problems[0].what
-        say(f"warning: this machine does not remember the run: {what}; name it as {place.url}/{place.name}")
+        fault = error.problems[0].what
+        say(f"warning: this machine does not remember the run: {fault}; name it as {place.url}/{place.name}")
     return place
 
 
@@ -175,14 +176,14 @@ def _check_not_running(job: Job, store: ObjectStore, cluster: Cluster) -> None:
         if not jobs:
             return  # its controller may linger; the next submission ends it
         if time.monotonic() > end:
-            what = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
+            fault = f"the run {job.name!r} has ended, but its Ray job {jobs[0]} has not, {_JOB_END_WAIT_S:.0f} s later"
             fix = f"wait until the Ray dashboard shows that it ended, or stop it: `ray job stop {shell_word(jobs[0])}`"
-            raise JobError(Problem("name", what, fix))
+            raise JobError(Problem("name", fault, fix))
         time.sleep(_JOB_END_POLL_S)
     alive = known_runs.controller_alive(place, _ASK_S)
     if alive is None:
-        what = f"the cluster at {cluster.address} does not say whether the run {job.name!r} is active"
-        raise UnreachableError(Problem("address", what, "submit it again when the cluster answers"))
+        fault = f"the cluster at {cluster.address} does not say whether the run {job.name!r} is active"
+        raise UnreachableError(Problem("address", fault, "submit it again when the cluster answers"))
     if alive:
         raise JobError(
             Problem(
@@ -199,3 +200,88 @@ def _perhaps_accepted(job: Job) -> Problem:
     name = shell_word(job.name)
     fix = f"`raypp status {name}` tells; if there is no such run, submit it again with --resume"
     return Problem("name", f"the cluster may have accepted the run {job.name!r}", fix)
+
+
+_JOB_POLL_S = 2.0
+_RECORDS_PATIENCE_S = 15.0
+_LOG_PAUSE = 9.0
+"""Pause between two looks at a job's log, which the dashboard always sends whole, in looks."""
+
+
+class JobWatch:
+    """The Ray job of a run, polled at intervals.
+
+    Args:
+        cluster: Where the run was submitted to.
+        place: The run.
+    """
+
+    def __init__(self, cluster: Cluster, place: RunPlace) -> None:
+        self._dashboard = cluster.dashboard
+        self._place = place
+        self._id = place.submission_id
+        self._looked = 0.0
+        self._ended: float | None = None
+        self.job: dict[str, Any] | None = None
+
+    def over(self) -> bool:
+        """Whether no more records will come: the job ended a while ago and no controller runs.
+
+        A controller can outlive its job's driver and lead the run to its end without it.
+        """
+        now = time.monotonic()
+        if now - self._looked < _JOB_POLL_S:
+            return False
+        self._looked = now
+        self._look()
+        if self._ended is None or now - self._ended <= _RECORDS_PATIENCE_S:
+            return False
+        return known_runs.controller_alive(self._place) is False
+
+    def _look(self) -> None:
+        try:
+            self.job = self._dashboard.job(self._id)
+        except RayppError:
+            return  # the records show the run's progress; a cluster that does not respond does not mean the end
+        if self.job is not None and self.job["status"] in FINAL_JOB_STATES and self._ended is None:
+            self._ended = time.monotonic()
+
+    def exit_code(self, end: RunEnd | None, say: Callable[[str], None]) -> int:
+        """Returns the run's exit code from its end; without one, that of its driver.
+
+        Waits a little for the driver to end.
+
+        Args:
+            end: How the run ended; None if nobody recorded it.
+            say: Gets what the user should know.
+        """
+        for _ in range(50):
+            self._look()
+            if self._ended is not None:
+                break
+            time.sleep(0.1)
+        if end is not None:
+            return end.exit_code
+        message = (self.job or {}).get("message") or "it no longer exists"
+        say(f"the run's Ray job ended before the run did: {message}")
+        return self.driver_exit_code or EXIT_RUN_FAILED
+
+    def new_log(self) -> Iterator[str]:
+        """Yields what is new in the job's log until the job ends."""
+        shown = 0
+        while True:
+            self._look()
+            asked = time.monotonic()
+            log = self._dashboard.job_logs(self._id)
+            took_s = time.monotonic() - asked
+            yield log[shown:]
+            shown = len(log)
+            if self._ended is not None:
+                return
+            time.sleep(max(_JOB_POLL_S / 2, _LOG_PAUSE * took_s))
+
+    @property
+    def driver_exit_code(self) -> int:
+        """The exit code of the job's driver, after `new_log` has ended."""
+        code = (self.job or {}).get("driver_exit_code")
+        return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED

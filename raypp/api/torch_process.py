@@ -62,13 +62,13 @@ def ask(
     command = [sys.executable, "-P", "-c", program]
     last = ""
     with (
-        TemporaryFile("w+", errors="replace") as said,
+        TemporaryFile("w+", errors="replace") as output,
         subprocess.Popen(
             command,
             env=os.environ | _QUIET,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=output,
             text=True,
             errors="replace",
         ) as process,
@@ -87,8 +87,8 @@ def ask(
         except BaseException:
             process.kill()
             raise
-        said.seek(0)
-        sys.stderr.write(visible_lines(said.read()))
+        output.seek(0)
+        sys.stderr.write(visible_lines(output.read()))
     if not last:
         raise RunFailedError(f"{name} ended with exit code {code} and without a result")
     answer: dict[str, Any] = json.loads(last)

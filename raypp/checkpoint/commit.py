@@ -18,8 +18,9 @@ from annotated_types import MaxLen
 from pydantic import FailFast
 from typing_extensions import TypedDict
 
-from raypp.checkpoint.layout import attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
+from raypp.checkpoint.layout import ADVICE, attempt_key, attempt_number, commit_key, rank_key, step_of, steps_prefix
 from raypp.errors import CheckpointError, Problem
+from raypp.records import StepReport
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 from raypp.untrusted.documents import Bounds, Count, Time, parse_as, shown
 
@@ -29,8 +30,6 @@ BOUNDS = Bounds()
 COMMITTING_RANK = 0
 _JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
 
-
-_ADVICE = "use an older checkpoint (a resume does so by itself)"
 Sum = Annotated[str, MaxLen(64)]
 """A SHA-256 in hex digits; empty if the writer was too old to record it."""
 
@@ -105,7 +104,7 @@ class Commit:
             CheckpointError: It is not a valid COMMIT, or has a newer format.
         """
         try:
-            commit = parse_as(cls, data, key, BOUNDS, fix=_ADVICE, kind="a valid COMMIT")
+            commit = parse_as(cls, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT")
         except CheckpointError:
             _check_format(data, key)
             raise
@@ -120,7 +119,7 @@ class _Format(TypedDict):
 
 def _check_format(data: bytes, key: str) -> None:
     """Raises if the document has a newer format, or none."""
-    found = parse_as(_Format, data, key, BOUNDS, fix=_ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
+    found = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
     if found > FORMAT:
         raise CheckpointError(Problem(key, f"has format {found}, but this raypp reads {FORMAT}", "use a newer raypp"))
 
@@ -227,7 +226,7 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
         ) from None
     commit = Commit.from_bytes(data, key)
     if (commit.run, commit.step) != (run, step):
-        raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {shown(commit.run)}", _ADVICE))
+        raise CheckpointError(Problem(key, f"is the commit of step {commit.step} of {shown(commit.run)}", ADVICE))
     return commit
 
 
@@ -246,15 +245,15 @@ def _check_records(commit: Commit, key: str) -> None:
     ranks: set[int] = set()
     for index, record in enumerate(commit.objects):
         place = rank_key(commit.run, commit.step, commit.attempt, record.rank)
-        what = ""
+        fault = ""
         if record.key != place:
-            what = f"key is {shown(record.key)}: it is not an object of attempt {commit.attempt}, {place}"
+            fault = f"key is {shown(record.key)}: it is not an object of attempt {commit.attempt}, {place}"
         elif record.rank in ranks:
-            what = f"rank is {record.rank}, which has another object"
+            fault = f"rank is {record.rank}, which has another object"
         elif record.header_size > record.size:
-            what = f"header_size is {record.header_size}, but the object has {record.size} bytes"
-        if what:
-            raise CheckpointError(Problem(key, f"is not a valid COMMIT: objects[{index}].{what}", _ADVICE))
+            fault = f"header_size is {record.header_size}, but the object has {record.size} bytes"
+        if fault:
+            raise CheckpointError(Problem(key, f"is not a valid COMMIT: objects[{index}].{fault}", ADVICE))
         ranks.add(record.rank)
 
 
@@ -264,3 +263,57 @@ def _try_read(store: ObjectStore, key: str) -> Commit | None:
         return Commit.from_bytes(store.get(key, 0, BOUNDS.size + 1), key)
     except (CheckpointError, NotFound):
         return None
+
+
+@dataclass(frozen=True)
+class PartPosition:
+    """Where a part of a mixture resumes, and what it was: see `raypp.data.mixture`."""
+
+    epoch: Count
+    block: Count
+    row: Count
+    rows: Count
+    tokens: Count
+    digest: str
+    weight: float
+    most_epochs: float | None
+    most_tokens: Count | None
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """Where the data resume: see `Loader.position`. Only a mixture has parts."""
+
+    epoch: Count
+    block: Count
+    row: Count
+    data: str
+    parts: tuple[PartPosition, ...] = ()
+    template: str = ""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """The known keys of `Commit.extra`, and of what a snapshot in memory holds.
+
+    Attributes:
+        data_position: None for a checkpoint of imported weights.
+        recent_steps: The reports of the last steps, oldest first.
+    """
+
+    data_position: DataPosition | None = None
+    recent_steps: tuple[StepReport, ...] = ()
+
+
+def read_extra(extra: Mapping[str, Any], place: str) -> Extra:
+    """Returns the known keys; others are the writer's own.
+
+    Args:
+        extra: Values from JSON.
+        place: The key of the COMMIT, or the name of the file, for errors.
+
+    Raises:
+        CheckpointError: A value has another shape.
+    """
+    data = json.dumps(extra).encode()
+    return parse_as(Extra, data, place, Bounds(), fix=ADVICE, kind="a valid state", unknown="ignore")

@@ -132,9 +132,9 @@ def _beginning(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:
         return []
     if not tokenizer.before and not tokenizer.after:
         return []
-    said = visible(tokenizer.shown([*tokenizer.before, *tokenizer.after]))
-    what = f"is {_short(repr(now.get('add_bos')))}: the tokenizer adds {said} to each text, and the run began without"
-    return [Problem("data.add_bos", what, "set it to false, or start a new run under another name")]
+    added = visible(tokenizer.shown([*tokenizer.before, *tokenizer.after]))
+    fault = f"is {_short(repr(now.get('add_bos')))}: the tokenizer adds {added} to each text, and the run began without"
+    return [Problem("data.add_bos", fault, "set it to false, or start a new run under another name")]
 
 
 def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:
@@ -194,8 +194,8 @@ def _short(text: str) -> str:
 def _changed(key: str, before: Any, after: Any) -> Problem:
     if key == "model.lora.base_id":
         after, before = _short(str(after)), _short(str(before))
-        what = f"names other weights ({after}) than those the run's adapters belong to ({before})"
-        return Problem("model.from_hf", what, "name the model that the run began with, or start a new run")
+        fault = f"names other weights ({after}) than those the run's adapters belong to ({before})"
+        return Problem("model.from_hf", fault, "name the model that the run began with, or start a new run")
 
     def shown(value: Any) -> str:
         return "not set" if value is _ABSENT or value is None else _short(repr(value))

@@ -7,6 +7,8 @@ import re
 from raypp.errors import JobError, Problem
 from raypp.spec.job import RUN_NAME
 
+ADVICE = "use an older checkpoint (a resume does so by itself)"
+"""The fix of errors about a damaged checkpoint."""
 _STEP = re.compile(r"step-([0-9]{1,12})")
 _ATTEMPT = re.compile(r"attempt-([0-9]{1,9})")
 

@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypp.checkpoint.boxes import Box, cover_once, volume
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.dtypes import DTYPES
-from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, fetch_ranges, open_files
-from raypp.checkpoint.state import OPTIMIZER, SavedResiduals, Slice, model_slices, optimizer_slices, residual_slices
-from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, Piece, fetch_ranges, open_files, overlaps
+from raypp.checkpoint.state import (
+    DTYPES,
+    OPTIMIZER,
+    SavedResiduals,
+    Slice,
+    model_slices,
+    optimizer_slices,
+    residual_slices,
+)
+from raypp.checkpoint.tensor_file import TensorEntry, cover_once, volume
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
 
@@ -49,30 +55,6 @@ class Loaded:
     def data_position(self) -> dict[str, Any] | None:
         """Position at which the data resume, the same on every rank."""
         return self.extra.get("data_position")
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The overlap of a slice of this rank with a saved slice."""
-
-    target: Slice
-    file: CheckpointFile
-    entry: TensorEntry
-    box: Box
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """The overlap along dimension 0, counted from the start of the saved slice."""
-        if not self.box:
-            return 0, 1
-        return self.box[0][0] - self.entry.offset[0], self.box[0][1] - self.entry.offset[0]
-
-    @property
-    def bytes(self) -> tuple[int, int]:
-        """The rows' range in the file's data section; rows are contiguous in it."""
-        first, last = self.rows
-        row = (self.entry.end - self.entry.begin) // (self.entry.shape[0] if self.entry.shape else 1)
-        return self.entry.begin + first * row, self.entry.begin + last * row
 
 
 def load_checkpoint(
@@ -158,7 +140,7 @@ class Load:
         self._pieces = _plan(targets, self._saved, origin)
         self._data: FetchedRanges | None = None
         self.ranges: dict[str, list[tuple[int, int]]] = {}
-        for piece in self._pieces:
+        for _, piece in self._pieces:
             self.ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
 
     @property
@@ -197,16 +179,16 @@ def _plan(
     targets: Mapping[str, Sequence[Slice]],
     saved: Mapping[str, Sequence[tuple[CheckpointFile, TensorEntry]]],
     origin: str,
-) -> list[_Piece]:
+) -> list[tuple[Slice, Piece]]:
     """Returns the parts of the saved slices that fill the targets."""
-    pieces: list[_Piece] = []
+    pieces: list[tuple[Slice, Piece]] = []
     problems: list[Problem] = []
     for name, slices in targets.items():
         for target in slices:
-            found, problem = _overlaps(target, saved.get(name, ()))
-            pieces.extend(found)
-            if problem:
-                problems.append(Problem(name, f"{problem} ({origin})", "check that it is the same model"))
+            filling, fault = _filling(target, saved.get(name, ()))
+            pieces.extend((target, piece) for piece in filling)
+            if fault:
+                problems.append(Problem(name, f"{fault} ({origin})", "check that it is the same model"))
     if problems:
         left = len(problems) - _PROBLEMS_SHOWN
         more = [Problem("", f"and {left} more tensors")] if left > 0 else []
@@ -214,44 +196,33 @@ def _plan(
     return pieces
 
 
-def _overlaps(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]]) -> tuple[list[_Piece], str]:
-    """Returns the pieces that fill a target, and the problem if they do not ("" otherwise)."""
+def _filling(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]]) -> tuple[list[Piece], str]:
+    """Returns the pieces that fill a target, and the fault if they do not ("" otherwise)."""
     if not parts:
         return [], "is not in the checkpoint"
     wrong = next((entry.global_shape for _, entry in parts if entry.global_shape != target.global_shape), None)
     if wrong is not None:
         return [], f"has shape {list(target.global_shape)} here and {list(wrong)} in the checkpoint"
-    pieces: dict[Box, _Piece] = {}
-    for file, entry in parts:
-        box = tuple(
-            (max(a, b), min(a + n, b + m))
-            for a, n, b, m in zip(target.offset, target.tensor.shape, entry.offset, entry.shape, strict=True)
-        )
-        # Two ranks may have written the same slice (a tied weight): use the first.
-        if all(begin < end for begin, end in box):
-            pieces.setdefault(box, _Piece(target, file, entry, box))
-    size, covered = target.tensor.numel(), sum(volume(box) for box in pieces)
+    whole = tuple((a, a + n) for a, n in zip(target.offset, target.tensor.shape, strict=True))
+    pieces = overlaps(whole, parts)
+    size, covered = target.tensor.numel(), sum(volume(piece.box) for piece in pieces)
     if covered != size:
         return [], f"is incomplete: the checkpoint has {covered} of {size} elements of this rank's part"
-    whole = tuple((a, a + n) for a, n in zip(target.offset, target.tensor.shape, strict=True))
-    if size and not cover_once(list(pieces), whole):
+    if size and not cover_once([piece.box for piece in pieces], whole):
         return [], "has overlapping slices in the checkpoint"
-    return list(pieces.values()), ""
+    return pieces, ""
 
 
 @torch.no_grad()
-def _copy(pieces: Sequence[_Piece], data: FetchedRanges) -> None:
-    for piece in pieces:
-        entry, target = piece.entry, piece.target
+def _copy(pieces: Sequence[tuple[Slice, Piece]], data: FetchedRanges) -> None:
+    for target, piece in pieces:
         raw = data.view(piece.file.record.key, *piece.bytes)
-        source = torch.frombuffer(raw, dtype=DTYPES[entry.dtype])
-        first, last = piece.rows
-        source = source.view((last - first, *entry.shape[1:]) if entry.shape else ())
+        source = torch.frombuffer(raw, dtype=DTYPES[piece.entry.dtype]).view(piece.shape)
         goal = target.tensor
         for dim, (begin, end) in enumerate(piece.box):
             goal = goal.narrow(dim, begin - target.offset[dim], end - begin)
             if dim:
-                source = source.narrow(dim, begin - entry.offset[dim], end - begin)
+                source = source.narrow(dim, begin - piece.entry.offset[dim], end - begin)
         goal.copy_(source)
 
 

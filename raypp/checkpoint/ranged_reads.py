@@ -1,4 +1,4 @@
-"""Reads byte ranges of a checkpoint's objects in whole blocks, and checks each block's checksum."""
+"""Reads byte ranges of objects of a checkpoint in whole blocks, each checked; verifies all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from raypp.checkpoint.commit import Commit, ObjectRecord
-from raypp.checkpoint.tensor_file import BOUNDS, FileHeader, decode_header
+from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit
+from raypp.checkpoint.layout import ADVICE
+from raypp.checkpoint.tensor_file import BOUNDS, Box, FileHeader, TensorEntry, decode_header
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import NotFound, ObjectStore
 
@@ -19,7 +20,7 @@ _READ_BYTES = 16 << 20
 """Largest size of one request."""
 _READS = 3
 """Number of times a range is read before it is reported as damaged."""
-_ADVICE = "use an older checkpoint (a resume does so by itself)"
+_ADVICE = f"{ADVICE}; `raypp checkpoints list` shows them"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,43 @@ class CheckpointFile:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """The overlap of a wanted box with a saved slice of the same tensor."""
+
+    file: CheckpointFile
+    entry: TensorEntry
+    box: Box
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """The range in the file's data section of the rows (dim 0) that overlap."""
+        entry = self.entry
+        if not self.box:
+            return entry.begin, entry.end
+        row = (entry.end - entry.begin) // entry.shape[0]
+        first, last = (row * (index - entry.offset[0]) for index in self.box[0])
+        return entry.begin + first, entry.begin + last
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what lies in that range."""
+        return (self.box[0][1] - self.box[0][0], *self.entry.shape[1:]) if self.box else ()
+
+
+def overlaps(box: Box, parts: Iterable[tuple[CheckpointFile, TensorEntry]]) -> list[Piece]:
+    """Returns the pieces of saved slices in a box; of equal ones (a tied weight) the first."""
+    pieces: dict[Box, Piece] = {}
+    for file, entry in parts:
+        common = tuple(
+            (max(begin, first), min(end, first + size))
+            for (begin, end), first, size in zip(box, entry.offset, entry.shape, strict=True)
+        )
+        if all(begin < end for begin, end in common):
+            pieces.setdefault(common, Piece(file, entry, common))
+    return list(pieces.values())
+
+
+@dataclass(frozen=True)
 class _Run:
     """Consecutive blocks of one object, in memory."""
 
@@ -106,8 +144,8 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
             return header
 
         if record.header_size > BOUNDS.size:
-            what = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
-            raise CheckpointError(Problem(record.key, what, _ADVICE))
+            fault = f"has a header of {record.header_size:,} bytes; at most {BOUNDS.size:,} are read"
+            raise CheckpointError(Problem(record.key, fault, _ADVICE))
         header = _get_checked(store, record.key, 0, record.header_size, check)
         return CheckpointFile(record, decode_header(header, record.key, record.size), store)
 
@@ -208,3 +246,65 @@ def _get(source: Source, key: str, begin: int, end: int) -> bytes | memoryview:
     if len(data) != end - begin:
         raise CheckpointError(Problem(key, f"is torn: it ends before byte {end}", _ADVICE))
     return data
+
+
+def verify_checkpoint(
+    store: ObjectStore,
+    run: str,
+    step: int,
+    *,
+    every_byte: bool = True,
+    progress: Callable[[int], None] = lambda _bytes: None,
+) -> list[Problem]:
+    """Checks one checkpoint.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        run: The run's name.
+        step: A committed step.
+        every_byte: Reads all objects again and compares their SHA-256; otherwise compares sizes.
+        progress: Called with the number of bytes read since its last call, from several threads.
+
+    Returns:
+        One problem per object that is missing, torn or corrupt, in rank order; empty if there is
+        none.
+    """
+    try:
+        commit = read_commit(store, run, step)
+    except CheckpointError as error:
+        return list(error.problems)
+
+    def check(record: ObjectRecord) -> Problem | None:
+        return verify_object(store, record, every_byte, progress)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return [problem for problem in pool.map(check, commit.objects) if problem is not None]
+
+
+def verify_object(
+    store: ObjectStore, record: ObjectRecord, every_byte: bool, progress: Callable[[int], None] = lambda _bytes: None
+) -> Problem | None:
+    """Returns the problem of one object, or None. Reads it in pieces of 16 MiB."""
+    info = store.head(record.key)
+    if info is None:
+        return Problem(record.key, "is missing", _ADVICE)
+    if info.size != record.size:
+        return Problem(record.key, f"has {info.size} bytes, but {record.size} were written", _ADVICE)
+    if not every_byte:
+        return None
+    try:
+        # A mismatch is read once more: the bytes may have been damaged in transit.
+        if _sha256(store, record, progress) == record.sha256 or _sha256(store, record) == record.sha256:
+            return None
+    except NotFound:
+        return Problem(record.key, "disappeared while it was read", _ADVICE)
+    return Problem(record.key, "is corrupt: its SHA-256 is not the one that was committed", _ADVICE)
+
+
+def _sha256(store: ObjectStore, record: ObjectRecord, progress: Callable[[int], None] = lambda _bytes: None) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, record.size, _READ_BYTES):
+        piece = store.get(record.key, start, min(start + _READ_BYTES, record.size))
+        digest.update(piece)
+        progress(len(piece))
+    return digest.hexdigest()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raypp.checkpoint.commit import list_checkpoints, newest_attempt, read_commit
 from raypp.checkpoint.layout import attempt_number, commit_key, step_of, steps_prefix
-from raypp.checkpoint.verify import verify_checkpoint
-from raypp.errors import CheckpointError
-from raypp.storage import ObjectStore
+from raypp.checkpoint.ranged_reads import verify_checkpoint
+from raypp.errors import CheckpointError, RayppError
+from raypp.records import Event, Reporter, Seat
+from raypp.storage import ObjectInfo, ObjectStore, Unfinished
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,15 @@ def prune(
     if not committed:
         return Pruned((), (), 0)
     top = committed[-1] if newest is None else newest
-    void = [step for step in committed if step > top and _is_of_older_attempt(store, run, step, attempt)]
+    above = [step for step in committed if step > top]
+    void = [step for step in above if attempt is not None and _attempt_of(store, run, step) < attempt]
     kept = set([step for step in committed if step <= top][-keep:])
-    kept |= {step for step in committed if step > top and step not in void}
+    kept |= set(above) - set(void)
     kept |= {step for step in committed if keep_every and step % keep_every == 0 and step not in void}
     if not kept:
         return Pruned((), (), 0)
-        # The caller may have been declared dead, and a newer attempt may be saving: keep what is
-        # its own.
-    kept |= {step for step in committed if step not in kept and _is_of_newer_attempt(store, run, step, attempt)}
+    if attempt is not None:  # the caller may have been declared dead, and a newer attempt may be saving
+        kept |= {step for step in committed if step not in kept and _attempt_of(store, run, step) > attempt}
     doomed = [step for step in committed if step not in kept]
     if doomed:
         newest_whole = _newest_whole(store, run, [step for step in committed if step not in void])
@@ -127,22 +133,119 @@ def _is_past(store: ObjectStore, run: str, committed: Sequence[int], step: int, 
     If so, this attempt's save of the step is over, because an attempt saves its steps in order.
     """
     later = (other for other in reversed(committed) if other >= step)
-    return any(_is_of_newer_attempt(store, run, other, attempt - 1) for other in later)
+    return any(_attempt_of(store, run, other) >= attempt for other in later)
 
 
-def _is_of_newer_attempt(store: ObjectStore, run: str, step: int, attempt: int | None) -> bool:
-    if attempt is None:
-        return False
+@dataclass(frozen=True)
+class Leftovers:
+    """Orphaned data of ended attempts: what may be removed, what may belong to a save in progress.
+
+    The attempt in the key decides, never a clock: once a newer attempt is claimed, an older one can
+    no longer commit.
+
+    Attributes:
+        uploads: Writes that never finished.
+        objects: Objects of uncommitted steps.
+        under_way: Writes of the newest attempt, which may still be in progress.
+    """
+
+    uploads: tuple[Unfinished, ...]
+    objects: tuple[ObjectInfo, ...]
+    under_way: tuple[Unfinished, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the objects. A store does not report how much an upload takes."""
+        return sum(info.size for info in self.objects)
+
+    def __bool__(self) -> bool:
+        return bool(self.uploads or self.objects)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.uploads)} unfinished uploads and {len(self.objects)} uncommitted objects "
+            f"({self.size / 1e6:.1f} MB) of earlier attempts"
+        )
+
+
+def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, just_begun: bool = False) -> Leftovers:
+    """Finds the data of a run that no attempt will ever commit.
+
+    Args:
+        store: Opened at the job's checkpoint.url.
+        run: The run's name.
+        attempt: The live attempt; None for the newest claimed one.
+        just_begun: The live attempt has only just begun. Objects of the attempt right before it,
+            above the newest commit, are then left alone: that attempt may have checked for newer
+            claims before this one and be about to commit them. They are removed after the next
+            commit. Unfinished uploads cannot be part of such a commit.
+    """
+    living = newest_attempt(store, run) if attempt is None else attempt
+    there = list(store.list(steps_prefix(run)))
+    steps = {info.key: step for info in there if (step := step_of(run, info.key)) is not None}
+    committed = {step for key, step in steps.items() if key == commit_key(run, step)}
+    top = max(committed, default=-1)
+    objects = []
+    for info in there:
+        owner, step = _owner(info.key), steps.get(info.key)
+        if owner is None or step is None or owner >= living or step in committed:
+            continue
+        if not (just_begun and owner == living - 1 and step > top):
+            objects.append(info)
+    uploads: list[Unfinished] = []
+    under_way: list[Unfinished] = []
+    for upload in store.unfinished(steps_prefix(run)):
+        owner, step = _owner(upload.key), step_of(run, upload.key)
+        if owner is None or step is None or owner > living:
+            continue
+        over = owner < living or (step in committed and _attempt_of(store, run, step) == owner)
+        (uploads if over else under_way).append(upload)
+    return Leftovers(tuple(uploads), tuple(objects), tuple(under_way))
+
+
+def remove_leftovers(store: ObjectStore, run: str, found: Leftovers) -> None:
+    """Removes leftovers; keeps the objects of steps that were committed meanwhile."""
+    store.discard(found.uploads)
+    steps = {step_of(run, info.key) for info in found.objects}
+    now = {step for step in steps if step is not None and store.head(commit_key(run, step)) is not None}
+    store.delete([info.key for info in found.objects if step_of(run, info.key) not in now])
+
+
+def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporter) -> threading.Thread:
+    """Starts a thread that reports the store's limitations and removes leftovers.
+
+    Called at the start of an attempt. Emits the events store_limited and leftovers_removed. Logs a
+    failure: saves report their own.
+    """
+
+    def report(kind: str, message: str, **details: Any) -> None:
+        reporter.event(Event(kind, message, attempt=seat.attempt, rank=seat.rank, details=details))
+
+    def look() -> None:
+        try:
+            for limit in store.limitations():
+                report("store_limited", f"{limit.key}: {limit.what}", fix=limit.fix)
+            found = find_leftovers(store, run, seat.attempt, just_begun=True)
+            if found:
+                remove_leftovers(store, run, found)
+                keys = [*(upload.key for upload in found.uploads), *(info.key for info in found.objects)]
+                report("leftovers_removed", f"removed {found}", objects=keys[:100], bytes=found.size)
+        except RayppError as error:
+            log.warning("cannot remove leftovers of %s: %s", run, error)
+
+    thread = threading.Thread(target=look, name="raypp-leftovers", daemon=True)
+    thread.start()
+    return thread
+
+
+def _owner(key: str) -> int | None:
+    """Returns the attempt in whose folder an object lies; None for COMMIT and other keys."""
+    return attempt_number(key.rpartition("/")[0])
+
+
+def _attempt_of(store: ObjectStore, run: str, step: int) -> int:
+    """Returns the attempt that committed a step; -1 if that cannot be read."""
     try:
-        return read_commit(store, run, step).attempt > attempt
+        return read_commit(store, run, step).attempt
     except CheckpointError:
-        return False
-
-
-def _is_of_older_attempt(store: ObjectStore, run: str, step: int, attempt: int | None) -> bool:
-    if attempt is None:
-        return False
-    try:
-        return read_commit(store, run, step).attempt < attempt
-    except CheckpointError:
-        return True
+        return -1

@@ -217,8 +217,8 @@ class CheckpointSaver:
         if own is None and (self._why or self.seat.rank != COMMITTING_RANK):
             raise PeerNotSavedError(f"{head}: {self._why or 'rank 0 gave no reason'}")
         problem = own.problems[0] if isinstance(own, RayppError) else Problem("", self._why or "its thread ended")
-        what = str(replace(problem, fix=""))
-        raise NotSavedError(f"{head}: {what}", problem.fix or "check the store: `raypp doctor --store URL`") from own
+        fault = str(replace(problem, fix=""))
+        raise NotSavedError(f"{head}: {fault}", problem.fix or "check the store: `raypp doctor --store URL`") from own
 
     def close(self) -> None:
         """Abandons a save in progress; call `wait` first to finish it."""
@@ -329,8 +329,8 @@ class CheckpointSaver:
         Waits for the outcome. The committing rank knows it before it begins another upload.
         """
         try:
-            said = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)[_OUTCOME]
-            if not said.get("void", False):
+            outcome = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)[_OUTCOME]
+            if not outcome.get("void", False):
                 return False
             if self.store.head(commit_key(self.run, step)) is None:
                 return True
@@ -364,23 +364,23 @@ class CheckpointSaver:
 
     def _commit(self, step: int, extra: dict[str, Any], started: float) -> None:
         seat = self.seat
-        said = self._announcements.wait_all(
+        messages = self._announcements.wait_all(
             step, range(seat.world_size), self._timeout_s, self._closed.is_set, self._note_progress
         )
         self._announcements.forget(step, range(seat.world_size))
         failed = {
             rank: message.get("error", "its message has no facts")
-            for rank, message in said.items()
+            for rank, message in messages.items()
             if "error" in message or "facts" not in message
         }
         if failed:
             raise _PartsMissingError("; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
-        records = tuple(record for message in said.values() if (record := message.get("object")) is not None)
+        records = tuple(record for message in messages.values() if (record := message.get("object")) is not None)
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         self._committing = step
         RETRIES.call(lambda: write_commit(self.store, commit), is_store_error, self._closed.wait)
         self._committed = step
-        self._report_commit(commit, [message["facts"] for message in said.values()], time.monotonic() - started)
+        self._report_commit(commit, [message["facts"] for message in messages.values()], time.monotonic() - started)
         self._try_announce(step, _OUTCOME, {"committed": True})
         try:
             prune(self.store, self.run, self.keep, keep_every=self.keep_every, newest=step, attempt=seat.attempt)
@@ -412,9 +412,9 @@ class CheckpointSaver:
     def _learn_outcome(self, step: int) -> None:
         """Learns how the commit went: from the committing rank, or if it is gone, the store."""
         try:
-            said = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)
-            committed = said[_OUTCOME].get("committed", False)
-            self._why = self._why or said[_OUTCOME].get("error", "")
+            messages = self._announcements.wait_all(step, [_OUTCOME], self._timeout_s, self._closed.is_set)
+            committed = messages[_OUTCOME].get("committed", False)
+            self._why = self._why or messages[_OUTCOME].get("error", "")
         except Exception as error:  # noqa: BLE001 - the server ends with the committing rank, so ask the store
             log.debug("no message about the commit of step %d: %s", step, error)
             try:

@@ -9,10 +9,9 @@ from math import prod
 import numpy as np
 
 from raypp.checkpoint.arrays import Array, numpy_dtype
-from raypp.checkpoint.boxes import cover_once
 from raypp.checkpoint.commit import Commit
-from raypp.checkpoint.ranged_reads import CheckpointFile, fetch_ranges, open_files
-from raypp.checkpoint.tensor_file import TensorEntry
+from raypp.checkpoint.ranged_reads import CheckpointFile, fetch_ranges, open_files, overlaps
+from raypp.checkpoint.tensor_file import TensorEntry, cover_once
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES
@@ -98,48 +97,18 @@ class SavedTensors:
                 rows.
         """
         info = self.infos[name]
-        wanted: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[CheckpointFile, TensorEntry]] = {}
-        for file, entry in self._parts[name]:
-            begin, end = _overlap(entry, first, last)
-            # Two ranks may have written the same slice (a tied weight): use the first.
-            if begin < end and 0 not in entry.shape:
-                wanted.setdefault((entry.offset[1:], entry.shape[1:], begin, end), (file, entry))
-        boxes = [
-            ((begin, end), *((a, a + n) for a, n in zip(offset, shape, strict=True)))
-            for offset, shape, begin, end in wanted
-        ]
+        box = ((first, last), *((0, size) for size in info.shape[1:])) if info.shape else ()
+        pieces = overlaps(box, self._parts[name])
         # Checked before memory is allocated: a damaged shape may be of any size.
-        if not cover_once(boxes, ((first, last), *((0, n) for n in info.shape[1:]))):
+        if not cover_once([piece.box for piece in pieces], box):
             raise CheckpointError(Problem(name, f"rows {first} to {last} are not in the checkpoint exactly once"))
-        out = np.empty((last - first, *info.shape[1:]) if info.shape else (), numpy_dtype(info.dtype))
+        out = np.empty([end - begin for begin, end in box], numpy_dtype(info.dtype))
         ranges: dict[str, list[tuple[int, int]]] = {}
-        spans = [
-            (file, entry, begin, end, *_bytes(entry, begin, end)) for (*_, begin, end), (file, entry) in wanted.items()
-        ]
-        for file, _, _, _, low, high in spans:
-            ranges.setdefault(file.record.key, []).append((low, high))
+        for piece in pieces:
+            ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
         data = fetch_ranges(self._files, ranges)
-        for file, entry, begin, end, low, high in spans:
-            values = np.frombuffer(data.view(file.record.key, low, high), out.dtype)
-            if not info.shape:
-                out[...] = values.reshape(())
-                continue
-            box = [slice(begin - first, end - first)]
-            box += [slice(a, a + n) for a, n in zip(entry.offset[1:], entry.shape[1:], strict=True)]
-            out[tuple(box)] = values.reshape(end - begin, *entry.shape[1:])
+        for piece in pieces:
+            values = np.frombuffer(data.view(piece.file.record.key, *piece.bytes), out.dtype).reshape(piece.shape)
+            place = (slice(begin - start, end - start) for (begin, end), (start, _) in zip(piece.box, box, strict=True))
+            out[tuple(place)] = values
         return out
-
-
-def _overlap(entry: TensorEntry, first: int, last: int) -> tuple[int, int]:
-    """Returns which of the wanted rows of the whole tensor this slice holds."""
-    if not entry.shape:
-        return first, last
-    return max(first, entry.offset[0]), min(last, entry.offset[0] + entry.shape[0])
-
-
-def _bytes(entry: TensorEntry, begin: int, end: int) -> tuple[int, int]:
-    """Returns where these rows of the whole tensor lie in the data section of the slice's file."""
-    if not entry.shape:
-        return entry.begin, entry.end
-    row = (entry.end - entry.begin) // entry.shape[0]
-    return entry.begin + (begin - entry.offset[0]) * row, entry.begin + (end - entry.offset[0]) * row

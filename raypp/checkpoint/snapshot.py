@@ -19,11 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from raypp.checkpoint.dtypes import DTYPES, dtype_name
-from raypp.checkpoint.state import Slice
+from raypp.checkpoint.state import DTYPES, Slice, dtype_name
 from raypp.checkpoint.tensor_file import BlockSums, HeaderWriter, TensorEntry
-from raypp.parallel.failed_groups import check_groups
 from raypp.parallel.host_copies import HostMemory
+from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import DeviceClock, Span
 
 Allocate = Callable[[int, bool], Tensor]

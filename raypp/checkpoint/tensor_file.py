@@ -15,9 +15,11 @@ from functools import cache
 from math import prod
 from typing import Annotated, Any, NoReturn, NotRequired
 
+import numpy as np
 from annotated_types import Ge, Le
 from typing_extensions import TypedDict
 
+from raypp.checkpoint.layout import ADVICE
 from raypp.crc32 import crc32
 from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, Count, parse_as, shown
@@ -30,7 +32,6 @@ _DIGITS = 8
 only has to detect accidents."""
 BOUNDS = Bounds(MOST_BYTES, values=1_000_000)
 """Of a header: about 60,000 tensors, and the checksums of 800 GB."""
-_ADVICE = "use an older checkpoint (a resume does so by itself)"
 Shape = tuple[Count, ...]
 _PYTHON = ("", "int", "float", "bool")
 
@@ -97,13 +98,7 @@ class FileHeader:
         """Raises CheckpointError, which names the object, if a block is not what was written."""
         if block_digest(data) != self.blocks[index * _DIGITS : (index + 1) * _DIGITS]:
             start = self.size + index * self.block_bytes
-            raise CheckpointError(
-                Problem(
-                    key,
-                    f"is corrupt between bytes {start} and {start + len(data)}",
-                    _ADVICE,
-                )
-            )
+            raise CheckpointError(Problem(key, f"is corrupt between bytes {start} and {start + len(data)}", ADVICE))
 
 
 def block_digest(data: memoryview) -> str:
@@ -273,16 +268,16 @@ def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
     """
 
     def refuse(what: str) -> NoReturn:
-        raise CheckpointError(Problem(key, f"has no valid header: {what}", _ADVICE))
+        raise CheckpointError(Problem(key, f"has no valid header: {what}", ADVICE))
 
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if len(data) < LENGTH_BYTES or len(data) - LENGTH_BYTES != length:
         refuse(f"it says that it has {length} bytes; it has {max(0, len(data) - LENGTH_BYTES)}")
-    header = parse_header(data[LENGTH_BYTES:], object_size - len(data), key, fix=_ADVICE)
+    header = parse_header(data[LENGTH_BYTES:], object_size - len(data), key, fix=ADVICE)
     if (metadata := header.metadata.get("raypp")) is None:
         refuse("__metadata__.raypp is missing")
     about = parse_as(
-        _Metadata, metadata.encode(), f"{key} __metadata__.raypp", BOUNDS, fix=_ADVICE, kind="valid", unknown="allow"
+        _Metadata, metadata.encode(), f"{key} __metadata__.raypp", BOUNDS, fix=ADVICE, kind="valid", unknown="allow"
     )
     block_bytes, blocks, places = about["block_bytes"], about["blocks"], about["tensors"]
     writer = {name: value for name, value in about.items() if name not in _Metadata.__annotations__}
@@ -305,3 +300,39 @@ def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
     if len(blocks) != _DIGITS * -(-end // block_bytes):
         refuse(f"it has {len(blocks) / _DIGITS:g} checksums of blocks of {block_bytes} for {end} bytes")
     return FileHeader(tuple(entries), blocks, writer, len(data), block_bytes)
+
+
+Box = tuple[tuple[int, int], ...]
+"""Begin and end per dimension, in the global tensor."""
+_MOST_CELLS = 1 << 20
+
+
+def volume(box: Box) -> int:
+    return prod(end - begin for begin, end in box)
+
+
+def cover_once(boxes: Sequence[Box], whole: Box) -> bool:
+    """Returns whether every element of a box lies in exactly one of these boxes.
+
+    Args:
+        boxes: Parts of `whole`, none empty.
+        whole: The box to cover.
+    """
+    if sum(volume(box) for box in boxes) != volume(whole):
+        return False
+    if len(boxes) < 2:
+        return True
+    # The volumes add up, so boxes without overlaps leave no gap. All edges together cut the whole
+    # into cells, of which each box takes some.
+    cuts = [sorted({edge for box in boxes for edge in box[dim]}) for dim in range(len(whole))]
+    places = [{edge: place for place, edge in enumerate(edges)} for edges in cuts]
+    shape = [len(edges) - 1 for edges in cuts]
+    if prod(shape) > _MOST_CELLS:
+        return False  # no mesh cuts a tensor like that
+    taken = np.zeros(shape, dtype=bool)
+    for box in boxes:
+        cells = taken[tuple(slice(at[begin], at[end]) for at, (begin, end) in zip(places, box, strict=True))]
+        if cells.any():
+            return False
+        cells[...] = True
+    return True

@@ -20,8 +20,8 @@ from raypp.checkpoint.tensor_file import BlockSums
 from raypp.crc32 import crc32
 from raypp.retry import Backoff
 from raypp.storage import ObjectStore, StoreError
-from raypp.storage.byte_source import MemorySource
 from raypp.storage.rate_limit import Abandoned, Pace
+from raypp.storage.store import MemorySource
 
 _HASHED_AT_ONCE = 4 << 20
 RETRIES = Backoff(math.inf, first_s=0.5, longest_s=2.0, tries=4)

@@ -11,17 +11,15 @@ import click
 from raypp.api.checkpoints import committed_steps, nothing_committed, open_run
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.leftovers import find_leftovers, remove_leftovers
-from raypp.checkpoint.retention import prune
+from raypp.checkpoint.ranged_reads import verify_checkpoint
+from raypp.checkpoint.retention import find_leftovers, prune, remove_leftovers
 from raypp.checkpoint.run_spec import read_spec
-from raypp.checkpoint.verify import verify_checkpoint
 from raypp.cli.checkpoint_hf_commands import export_command, import_command
 from raypp.cli.checkpoint_look_commands import diff_command, show_command
-from raypp.cli.console import Lines, Table, wide_console
+from raypp.cli.console import Lines, Table, progress_bar, wide_console
 from raypp.cli.output import echo, echo_json
-from raypp.cli.progress import progress_bar
 from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem
-from raypp.observe.in_words import date_and_clock, duration, mesh_text
+from raypp.observe.status import date_and_clock, duration, mesh_text
 from raypp.storage import ObjectStore
 
 

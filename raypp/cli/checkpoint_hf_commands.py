@@ -10,8 +10,8 @@ import click
 from raypp.api.checked_job import load_checked_job
 from raypp.api.checkpoints import DTYPES, export
 from raypp.checkpoint.layout import split_location
+from raypp.cli.console import progress_bar
 from raypp.cli.output import echo, echo_json, say
-from raypp.cli.progress import progress_bar
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import JobError, Problem
 from raypp.hf.config import OWN_KEYS
@@ -24,7 +24,7 @@ from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.storage import ObjectStore, open_store
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
 
 
@@ -126,8 +126,8 @@ def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOpt
         found = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
         rows = files.config().get("vocab_size")
         if found.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
-            what = f"is {found.vocab_size}, the default, but {files.place('config.json')} says {rows}"
-            raise JobError(Problem("model.vocab_size", what, f"write {rows}, or more"))
+            fault = f"is {found.vocab_size}, the default, but {files.place('config.json')} says {rows}"
+            raise JobError(Problem("model.vocab_size", fault, f"write {rows}, or more"))
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from error
     document = job_document(job)

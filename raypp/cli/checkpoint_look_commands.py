@@ -13,11 +13,10 @@ from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.diff import Comparison, diff_checkpoints
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.saved_tensors import OPTIMIZER, TensorInfo
-from raypp.cli.console import Table, Text, wide_console
+from raypp.cli.console import Table, Text, progress_bar, wide_console
 from raypp.cli.output import echo, echo_json, echo_lines, say, styled
-from raypp.cli.progress import progress_bar
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED
-from raypp.observe.in_words import date_and_clock, mesh_text
+from raypp.observe.status import date_and_clock, mesh_text
 from raypp.planning.stored_bytes import size_text
 from raypp.storage import ObjectStore
 from raypp.untrusted.text import visible

@@ -6,13 +6,15 @@ plain lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import rich.console
 import rich.table
 import rich.text
 from rich.console import ConsoleOptions, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.segment import Segment
 from rich.style import Style
 
@@ -100,3 +102,13 @@ def wide_console() -> Console:
     """Returns a console for the terminal; 120 columns wide without one."""
     console = Console()
     return console if console.is_terminal else Console(width=120)
+
+
+@contextmanager
+def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
+    """Shows progress in bytes on stderr, if it is a terminal."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=size)
+        yield lambda count: progress.advance(task, count)

@@ -11,8 +11,7 @@ import click
 
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.console import Console, Lines, Table, Text
-from raypp.cli.error_view import problem_parts
-from raypp.cli.output import check_writable, echo, echo_json, echo_lines, styled, write_file
+from raypp.cli.output import check_writable, echo, echo_json, echo_lines, problem_parts, styled, write_file
 from raypp.clusters.find import find_cluster, lend_store_settings
 from raypp.control import client
 from raypp.doctor.client import examine
@@ -21,7 +20,7 @@ from raypp.doctor.findings import Finding, Severity, findings, links_document
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
 from raypp.spec.load import job_document
 from raypp.spec.secret import without_secrets
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
 
 _WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}

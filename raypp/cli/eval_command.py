@@ -13,9 +13,8 @@ import click
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from raypp.api.torch_process import ask
-from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
 from raypp.cli.console import Console, Table
-from raypp.cli.mesh_option import mesh_option
+from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import Cluster
 from raypp.control.inference_client import use_on_cluster
@@ -24,10 +23,10 @@ from raypp.errors import JobError, Problem, RayppError, RunFailedError
 from raypp.inference.eval_job import DATA, as_asked, data_job, task_job
 from raypp.inference.prompts import end_ids
 from raypp.inference.source import Source, find_source
-from raypp.observe.in_words import duration
+from raypp.observe.status import duration
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 
 _KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
 
@@ -83,9 +82,9 @@ def eval_command(
                 note_paths(cluster, source, job)
                 answer = _asked_cluster(cluster, source, job, {}, as_json)
         except RayppError as error:
-            told = type(error)(as_asked(error.problems, data))
-            told.exit_code = error.exit_code
-            raise told from error
+            named = type(error)(as_asked(error.problems, data))
+            named.exit_code = error.exit_code
+            raise named from error
         _show_loss(source, answer, as_json)
         return
     names = [name.strip() for name in tasks.split(",") if name.strip()]

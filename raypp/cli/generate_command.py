@@ -1,18 +1,23 @@
-"""`raypp generate`: text from a trained model."""
+"""`raypp generate`: text from a trained model, or a chat with it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypp.cli.cluster_option import chosen_cluster, cluster_options, note_paths
-from raypp.cli.mesh_option import mesh_option
+from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths
 from raypp.cli.output import echo, echo_json, echo_lines, styled
+from raypp.data.chat_template import ChatTemplate, TemplateFault
+from raypp.data.tokenizer import PromptTokenizer
 from raypp.errors import JobError, Problem
+from raypp.inference.processes import Generators
+from raypp.inference.prompts import Answer, encode_conversation, end_of_turn
+from raypp.inference.source import Source
 
 if TYPE_CHECKING:
     from raypp.data.tokenizer import PromptTokenizer
@@ -98,23 +103,22 @@ def generate_command(
     a Hugging Face model. The tokens are the same for every --mesh.
     """
     # Imported here: `raypp generate --help` is quick.
-    from raypp.api.generation import complete
-    from raypp.cli.chat_session import converse
+    from raypp.api.run import complete
     from raypp.inference.processes import Generators
     from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, read_prompts
     from raypp.inference.source import find_source
 
     if (count := bool(given) + (file is not None) + chat) != 1:
-        what = "none is given" if count == 0 else "only one of them can be given"
+        fault = "none is given" if count == 0 else "only one of them can be given"
         fix = "give one or more --prompt TEXT, or --prompts FILE.jsonl, or --chat"
-        raise JobError(Problem("--prompt, --prompts, --chat", what, fix))
+        raise JobError(Problem("--prompt, --prompts, --chat", fault, fix))
     if chat and as_json:
         raise JobError(Problem("--json", "a conversation is not printed as JSON", "leave it out, or use --prompts"))
     if temperature == 0 and top_p < 1:
         raise JobError(Problem("--top-p", "temperature 0 always takes the most likely token", "add --temperature 1"))
     if chat and (on_cluster or address is not None):
-        what = "a conversation runs on this machine only"
-        raise JobError(Problem("--chat", what, "leave out --on-cluster and --address, or use --prompt"))
+        fault = "a conversation runs on this machine only"
+        raise JobError(Problem("--chat", fault, "leave out --on-cluster and --address, or use --prompt"))
     cluster = chosen_cluster(on_cluster, address)
     texts = list(given) if file is None else read_prompts(file)
     source = find_source(run, step)
@@ -154,7 +158,7 @@ class _Printer:
             if self._as_json:
                 if answer.finish is None:
                     return
-                from raypp.api.generation import row
+                from raypp.api.run import row
 
                 echo_json(row(answer, self._tokenizer))
             else:
@@ -178,3 +182,52 @@ class _Printer:
 
 def _shortened(prompt: Encoded) -> str:
     return prompt.text if len(prompt.text) <= 100 else f"{prompt.text[:99]}…"
+
+
+_MOST_CHARACTERS = 1 << 20
+
+
+def converse(
+    source: Source,
+    tokenizer: PromptTokenizer,
+    template: ChatTemplate,
+    generators: Generators,
+    max_new_tokens: int | None,
+    choice: Mapping[str, Any],
+) -> None:
+    """Answers each line of standard input, until it ends.
+
+    Args:
+        source: The model.
+        tokenizer: Its tokenizer.
+        template: Its chat template.
+        generators: Its processes.
+        max_new_tokens: The most tokens of an answer; None: as for prompts.
+        choice: How tokens are chosen: `temperature`, `top_p`, `seed`.
+
+    Raises:
+        JobError: The conversation no longer fits into the context, or its template refuses it.
+    """
+    stop = end_of_turn(template)
+    messages: list[dict[str, Any]] = []
+    while True:
+        if sys.stdin.isatty():
+            echo_lines(styled("> ", bold=True), nl=False)
+        line = sys.stdin.readline(_MOST_CHARACTERS)
+        if not line:
+            return
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.strip()})
+        try:
+            text = template.render(messages, add_generation_prompt=True).text
+        except TemplateFault as fault:
+            raise JobError(Problem("--chat", str(fault))) from fault
+        answer = Answer(encode_conversation(source, tokenizer, text, max_new_tokens), stop=stop)
+        for new in generators.generate([answer.prompt], **choice):
+            answer.add(new.token, new.finish)
+            if fresh := answer.news(tokenizer):
+                echo_lines(fresh, nl=False)
+                sys.stdout.flush()
+        echo()
+        messages.append({"role": "assistant", "content": answer.text(tokenizer).strip()})

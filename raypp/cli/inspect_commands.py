@@ -1,7 +1,4 @@
-"""`raypp status
-
-list | history | events | logs`: show the records of a run at any time.
-"""
+"""`raypp status | list | history | events | logs | report`: the records of a run."""
 
 from __future__ import annotations
 
@@ -9,24 +6,28 @@ import dataclasses
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from raypp.api.find_run import find_run, open_reader, present_status
+from raypp.api.report.collect import collect
+from raypp.api.report.page import page
 from raypp.api.run import event_json
 from raypp.cli.console import Console
-from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled
+from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled, write_file
 from raypp.cli.render import log_text, of_log, one_line, padded_tag, runs_table, show_event, status_view, tag_width
 from raypp.clusters import known_runs
 from raypp.clusters.find import lend_settings_of
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.append_log import Cursor
-from raypp.observe.in_words import loss_text, quantity
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
-from raypp.observe.status import STATUS_KEYS, RunStatus, is_final
+from raypp.observe.status import STATUS_KEYS, RunStatus, is_final, loss_text, quantity
+from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
 
 _WATCH_S = 1.0
@@ -178,13 +179,13 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
         last = watch(place, reader, command_of(place), console)
         console.print(status_view(last.status, last.rows, console))
         return
-    told = ""
+    shown = ""
     while True:
         status = present_status(place, reader)
         line = json_text(_status_json(status)) if as_json else _status_line(status)
-        if line != told:
+        if line != shown:
             echo(line)
-            told = line
+            shown = line
         if is_final(status):
             return
         time.sleep(_WATCH_S)
@@ -219,3 +220,27 @@ def _console() -> Console:
 def _warn_of_damage(reader: RunReader) -> None:
     if reader.damaged:
         echo(f"skipped {reader.damaged} damaged lines of the run's records", err=True)
+
+
+@click.command("report")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN]")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("report.html"),
+    show_default=True,
+    help="The file to write.",
+)
+def report_command(runs: tuple[str, ...], out: Path) -> None:
+    """Write one HTML page about RUN, or about two runs side by side.
+
+    The page needs nothing else: it works offline, on a phone, and in an e-mail.
+    """
+    if len(runs) > 2:
+        raise JobError(Problem("RUN", f"{len(runs)} runs are named; a page shows one or two", "name one or two"))
+    found = [collect(*find_run(run)) for run in runs]
+    if len(found) == 2 and found[0].title == found[1].title:
+        found = [replace(run, title=f"{run.title} ({run.url})") for run in found]
+    content = page(found).encode("utf-8", "replace")
+    write_file(out, content)
+    echo(f"wrote {out} ({size_text(len(content))})")

@@ -17,9 +17,8 @@ from raypp.cli.console import Console, Table, Text
 from raypp.cli.render import curve, error_facts, facts, show_event, state_text
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import RayppError
-from raypp.observe.in_words import date_and_clock, duration, loss_text, quantity
 from raypp.observe.reader import RunReader
-from raypp.observe.status import is_final
+from raypp.observe.status import date_and_clock, duration, is_final, loss_text, quantity
 from raypp.records import Event
 from raypp.storage import StoreError
 from raypp.untrusted.text import shell_word

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import click
 
 import raypp
-from raypp.cli.error_view import show_error
-from raypp.cli.output import echo, echo_lines
+from raypp.cli.output import echo, echo_lines, show_error
 from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, causes, in_words
 from raypp.registry import load_object
 from raypp.storage.store_retry import bounded_command
@@ -29,7 +28,7 @@ COMMANDS = {
         "raypp.cli.run_commands:submit_command",
         "Train: check a job, submit it to the cluster, follow the run.",
     ),
-    "init": ("raypp.cli.init_command:init_command", "Write an example job and its data into this directory."),
+    "init": ("raypp.cli.job_commands:init_command", "Write an example job and its data into this directory."),
     "plan": ("raypp.cli.plan_command:plan_command", "Show what a job will do and cost. Needs no cluster."),
     "status": ("raypp.cli.inspect_commands:status_command", "Show a run's state, step, speed, ranks and errors."),
     "list": ("raypp.cli.inspect_commands:list_command", "List all runs."),
@@ -40,7 +39,7 @@ COMMANDS = {
         "raypp.cli.timeline_command:timeline_command",
         "Trace the next steps: who computes, sends and waits when.",
     ),
-    "report": ("raypp.cli.report_command:report_command", "Write one HTML page about a run, or about two."),
+    "report": ("raypp.cli.inspect_commands:report_command", "Write one HTML page about a run, or about two."),
     "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
     "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
     "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
@@ -50,8 +49,11 @@ COMMANDS = {
         "raypp.cli.eval_command:eval_command",
         "Compute a model's loss on text, or run evaluation tasks.",
     ),
-    "local": ("raypp.cli.local_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
-    "slurm": ("raypp.cli.slurm_command:slurm_command", "Train on the nodes of a Slurm job: start Ray, submit, follow."),
+    "local": ("raypp.cli.cluster_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
+    "slurm": (
+        "raypp.cli.cluster_commands:slurm_command",
+        "Train on the nodes of a Slurm job: start Ray, submit, follow.",
+    ),
     "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
     "parity": (
         "raypp.cli.parity_command:parity_command",
@@ -144,9 +146,9 @@ def run(arguments: Sequence[str]) -> int:
         show_error(error)
         return error.exit_code
     except click.ClickException as error:
-        said = io.StringIO()
-        error.show(said)
-        echo_lines(said.getvalue(), err=True, nl=False)
+        text = io.StringIO()
+        error.show(text)
+        echo_lines(text.getvalue(), err=True, nl=False)
         return EXIT_USAGE
     except (click.Abort, KeyboardInterrupt):
         return _interrupted()

@@ -1,4 +1,4 @@
-"""Prints lines and JSON for commands. No printed text can control the terminal.
+"""Prints lines, JSON and errors for commands. No printed text can control the terminal.
 
 Commands print through this file, or through `console.py` if they need tables. Both show control
 characters as `\\x1b`, wherever the text comes from. `tests/lint/test_printing.py` finds commands
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, RayppError
 from raypp.untrusted.text import visible, visible_lines
 
 
@@ -104,3 +104,33 @@ def _not_written(path: Path, error: Exception) -> JobError:
 
 def _shown(part: object, show: Any) -> str:
     return click.style(show(part.text), **part.style) if isinstance(part, Styled) else str(show(part))
+
+
+def show_error(error: RayppError) -> None:
+    """Prints an error's problems to stderr, and their number if there are more than three."""
+    for problem in error.problems:
+        echo_lines(*problem_parts(problem), err=True)
+    if len(error.problems) > 3:
+        echo_lines(f"\n{summary(error.problems)}", err=True)
+
+
+def problem_parts(problem: Problem) -> list[str | Styled]:
+    """Formats a problem like `str(problem)`, in parts for `echo_lines`.
+
+    Further lines of its texts are indented, so that none poses as another problem or a fix.
+    """
+    key = "" if problem.where.startswith(f"--set {problem.key}=") else problem.key
+    place = _indented(" ".join(part for part in (problem.where, key) if part))
+    fault, fix = _indented(problem.what), _indented(problem.fix)
+    parts: list[str | Styled] = [styled(place, bold=True), f": {fault}"] if place else [styled(fault, bold=True)]
+    return [*parts, "\n  ", styled("fix:", fg="green"), f" {fix}"] if fix else parts
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n    ")
+
+
+def summary(problems: Sequence[Problem]) -> str:
+    """Returns a summary such as `5 problems in job.yaml`."""
+    files = {problem.where.rpartition(":")[0] for problem in problems if not problem.where.startswith("--set")} - {""}
+    return f"{len(problems)} problems" + (f" in {files.pop()}" if len(files) == 1 else "")

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from raypp.api.checked_job import load_checked_job
 from raypp.api.torch_process import ask
 from raypp.cli.console import Console, Table, Text
-from raypp.cli.job_argument import job_argument
+from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
@@ -82,9 +82,9 @@ def _check_world(world: int, max_ranks: int | None) -> None:
     most = 2 * cores if max_ranks is None else max_ranks
     if world > most:
         why = "--max-ranks" if max_ranks is not None else f"twice its {cores} core{'' if cores == 1 else 's'}"
-        what = f"{world} ranks would start {world} processes on this machine; the limit is {most} ({why})"
+        fault = f"{world} ranks would start {world} processes on this machine; the limit is {most} ({why})"
         fix = f"compare a smaller mesh, for example with --set mesh.fsdp=1, or raise the limit: --max-ranks {world}"
-        raise ResourcesError(Problem("mesh", what, fix))
+        raise ResourcesError(Problem("mesh", fault, fix))
 
 
 def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:

@@ -12,13 +12,12 @@ import click
 
 from raypp.api.checked_job import load_checked_job
 from raypp.api.torch_process import ask
-from raypp.cli.job_argument import job_argument
+from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.plan_view import count_text, time_text
 from raypp.errors import EXIT_RESOURCES, JobError
 from raypp.planning.costs import Device
-from raypp.planning.fit import set_words
-from raypp.planning.fit_search import Fitting, Proposal
+from raypp.planning.fit_search import Fitting, Proposal, set_words
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 from raypp.spec.limits import RANKS, RATE
@@ -92,10 +91,10 @@ def plan_command(
     mistakes in the job file at once.
     """
     if fit and (costs or measure or search):
-        what = "--search" if search else "--costs" if costs else "--measure"
-        fix = f"leave out {what}: --fit compares precisions and microbatches with the data sheet of --device"
-        raise JobError(f"--fit and {what} do not go together", fix)
-    from raypp.api.planned import count_own_model
+        fault = "--search" if search else "--costs" if costs else "--measure"
+        fix = f"leave out {fault}: --fit compares precisions and microbatches with the data sheet of --device"
+        raise JobError(f"--fit and {fault} do not go together", fix)
+    from raypp.api.checked_job import count_own_model
 
     file = load_checked_job(job, overrides)
     count_own_model(file.job)
@@ -134,7 +133,7 @@ def _grounds(
     Raises:
         JobError: A file cannot be used, or the device is unknown.
     """
-    from raypp.api.planned import grounds_of
+    from raypp.api.checked_job import grounds_of
 
     if costs is not None and measure is not None:
         raise JobError("--measure writes the file that --costs reads", "use only one of them")
@@ -303,8 +302,8 @@ def _lines(found: Fitting, job: Job, device: Device) -> Iterator[str]:
     if found.apart:
         yield "\nfits with another training:"
         yield from _listed(found.apart)
-    said = f"\n{found.tried} combinations planned"
-    yield said + ("; stopped before all were tried (raise --search-time)" if found.out_of_time else "")
+    summary = f"\n{found.tried} combinations planned"
+    yield summary + ("; stopped before all were tried (raise --search-time)" if found.out_of_time else "")
     shown = [*found.same, *found.apart, *(one for one in (found.more, found.nearest) if one is not None)]
     if shown:
         yield _assumptions(shown[0])

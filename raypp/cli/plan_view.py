@@ -244,16 +244,16 @@ def search_view(found: Found, job: Job) -> RenderableType:
             Lines(settings),
         )
     best = found.best[0]
-    said = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
+    summary = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
     if found.out_of_time:
-        said += "; stopped before all were tried (raise --search-time)"
+        summary += "; stopped before all were tried (raise --search-time)"
     words = " ".join(f"--set {shell_word(setting)}" for setting in best.settings())
     parts: list[RenderableType] = [
         Text.assemble((job.name, "bold cyan"), "  the same batch on other meshes and schedules, fastest first"),
         Text(""),
         table,
         Text(""),
-        Text(said, style="dim"),
+        Text(summary, style="dim"),
         Text(f"assumptions: {'; '.join(best.forecast.sources)}", style="dim"),
         Text(f"bottleneck of the best: {best.forecast.bottleneck}"),
     ]

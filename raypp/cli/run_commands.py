@@ -11,12 +11,11 @@ import click
 
 import raypp
 from raypp.api.checked_job import load_checked_job
-from raypp.api.job_watch import JobWatch
 from raypp.api.run import Run, end_in_words
-from raypp.api.submission import prepare, start
-from raypp.checkpoint.run_end import read_end
-from raypp.cli.job_argument import job_argument
+from raypp.api.submission import JobWatch, prepare, start
+from raypp.checkpoint.run_spec import read_end
 from raypp.cli.live import LiveView
+from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines, say
 from raypp.cli.render import one_line
 from raypp.clusters.find import Cluster

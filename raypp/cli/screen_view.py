@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.live import seconds_left
 from raypp.cli.render import curve, event_style, event_words, one_line, state_text
-from raypp.observe.in_words import clock, duration, loss_text, mesh_text, quantity
+from raypp.observe.status import clock, duration, loss_text, mesh_text, quantity
 from raypp.records import Event
 
 _CELL = 13

@@ -21,8 +21,7 @@ from raypp.environment import too_old
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, words_after_stack
 from raypp.proxies import FIX, is_loopback, proxy_for
 from raypp.retry import Backoff
-from raypp.untrusted.files import read_file
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, read_file
 
 FINAL_JOB_STATES = ("SUCCEEDED", "FAILED", "STOPPED")
 _TOKEN_BYTES = 64 << 10

@@ -21,8 +21,7 @@ from raypp.clusters.find import Cluster, find_cluster, lend_settings_of, lend_st
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.errors import JobError, Problem, RayppError
 from raypp.untrusted.documents import parse_as
-from raypp.untrusted.files import read_file
-from raypp.untrusted.paths import same_place
+from raypp.untrusted.files import read_file, same_place
 from raypp.untrusted.text import shell_word
 
 _QUICK_S = 3.0

@@ -21,8 +21,7 @@ from raypp.own_process import OwnProcess
 from raypp.ports import free_ports
 from raypp.storage.s3 import S3Store
 from raypp.untrusted.documents import parse_json
-from raypp.untrusted.files import read_file
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, read_file
 
 _PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
 _MORE_PORTS = ("filer.port", "filer.port.grpc")

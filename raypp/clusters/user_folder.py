@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypp.errors import JobError, Problem
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 
 
 def raypp_home() -> Path:

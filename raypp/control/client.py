@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypp.checkpoint.run_end import read_end
+from raypp.checkpoint.run_spec import read_end
 from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -28,7 +28,7 @@ from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
 from raypp.kinds import STORES
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.shapes import shapes
-from raypp.planning.fit import memory_problems
+from raypp.planning.fit_search import memory_problems
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from raypp.checkpoint.run_end import RunEnd
+from raypp.checkpoint.run_spec import RunEnd
 from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import BatchAnswer, RelayAnswer, RelayReport, ReportBatch, RunRequest
 

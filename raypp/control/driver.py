@@ -26,8 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from raypp.checkpoint.run_end import RunEnd, read_end, write_end
-from raypp.checkpoint.run_spec import newest_number
+from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.clusters.known_runs import cluster_name
 from raypp.control.credentials import load_private_environment
 from raypp.control.protocol import NAMESPACE, REQUEST_FILE, RunRequest

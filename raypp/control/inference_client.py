@@ -18,7 +18,7 @@ from raypp.clusters.find import Cluster
 from raypp.control.client import collect_secrets, collect_settings, device_for, python_of
 from raypp.control.package import INFERENCE_FILE, build_package
 from raypp.errors import Problem, RayppError, ResourcesError, RunFailedError, UnreachableError
-from raypp.inference.rank_error import first_error
+from raypp.inference.processes import first_error
 from raypp.inference.source import Source
 from raypp.spec.job import Job
 from raypp.spec.load import job_document

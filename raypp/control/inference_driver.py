@@ -33,7 +33,7 @@ from raypp.control.seats import Rank, planned_ranks, seats_for
 from raypp.control.worker_group import ACTOR_ENVIRONMENT
 from raypp.environment import check_node
 from raypp.errors import EXIT_OK, RayppError, ResourcesError
-from raypp.inference.rank_error import died, error_document, first_error
+from raypp.inference.processes import died, error_document, first_error
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints, newest_attempt
 from raypp.checkpoint.layout import spec_key
-from raypp.checkpoint.run_end import RunEnd, read_end, write_end
-from raypp.checkpoint.run_spec import newest_number
+from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt

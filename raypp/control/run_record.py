@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.commit import list_checkpoints, read_commit, read_extra
 from raypp.checkpoint.layout import step_folder
 from raypp.control import run_events
 from raypp.control.credentials import scrubbed

@@ -45,8 +45,8 @@ def rows_of(file: SourceFile, columns: Sequence[str]) -> Iterator[dict[str, Any]
     there = columns_of(file)
     missing = [name for name in columns if name not in there]
     if missing:
-        what = f"{file.name} has no column {', '.join(map(repr, missing))}, which the first file has"
-        raise DataError(Problem(file.place, what, "write all files with the same columns"))
+        fault = f"{file.name} has no column {', '.join(map(repr, missing))}, which the first file has"
+        raise DataError(Problem(file.place, fault, "write all files with the same columns"))
     with _damage_named(file), _opened(file, pa) as source:
         text = [name for name in columns if there[name]]
         for batch in _parquet_batches(source, columns, text, file) if _is_parquet(file) else _arrow_batches(source, pa):
@@ -128,8 +128,8 @@ def _damage_named(file: SourceFile) -> Iterator[None]:
         if isinstance(error.__context__, RayppError):  # of a store, raised inside pyarrow
             raise error.__context__ from None
         kind = "parquet" if _is_parquet(file) else "arrow"
-        what = f"{file.name} cannot be read as {kind}: {visible(in_words(error)[:_SHOWN])}"
-        raise DataError(Problem(file.place, what, "copy the file again, or write it again")) from error
+        fault = f"{file.name} cannot be read as {kind}: {visible(in_words(error)[:_SHOWN])}"
+        raise DataError(Problem(file.place, fault, "copy the file again, or write it again")) from error
 
 
 class _Ranges(io.RawIOBase):
@@ -166,6 +166,6 @@ def _pyarrow(file: SourceFile) -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError:
-        what = f"{file.name} is read by pyarrow, which is not installed"
-        raise DataError(Problem("data.kind", what, "pip install 'raypp[hf]' on every node")) from None
+        fault = f"{file.name} is read by pyarrow, which is not installed"
+        raise DataError(Problem("data.kind", fault, "pip install 'raypp[hf]' on every node")) from None
     return pyarrow

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from raypp.data.chat_files import no_template, open_template
 from raypp.data.conversations import Names, RowFault, needs_template
 from raypp.data.corpus import Corpus
-from raypp.data.json_rows import records_of
+from raypp.data.jsonl import records_of
 from raypp.data.rows import RowEncoder
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.tokenised import Record, Request, tokenise

@@ -14,8 +14,7 @@ from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 from raypp.spec.tokenizer_file import special_tokens
 from raypp.untrusted.documents import Bounds, parse_json
-from raypp.untrusted.files import read_file
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible
 
 _CONFIG, _ALONE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
@@ -65,8 +64,8 @@ def no_template(data: DataSection) -> DataError:
     """Returns the error for conversations without a template."""
     if data.tokenizer == "bytes":
         return DataError(Problem(_KEY, "is missing: the bytes tokenizer has no chat template", _GIVE))
-    what = f"there is neither {_ALONE} nor a chat_template in {_CONFIG} beside {visible(data.tokenizer)}"
-    return DataError(Problem(_KEY, what, f"copy the model's tokenizer files there, or {_GIVE}"))
+    fault = f"there is neither {_ALONE} nor a chat_template in {_CONFIG} beside {visible(data.tokenizer)}"
+    return DataError(Problem(_KEY, fault, f"copy the model's tokenizer files there, or {_GIVE}"))
 
 
 def _date(text: str | None) -> datetime | None:
@@ -98,5 +97,5 @@ def _sources(found: Any, folder: Path | None) -> str | dict[str, str] | None:
         named = {one.get("name"): one.get("template") for one in found}
         if all(isinstance(key, str) and isinstance(value, str) for key, value in named.items()):
             return {str(key): str(value) for key, value in named.items()}
-    what = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"
-    raise DataError(Problem(_KEY, what, _GIVE))
+    fault = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"
+    raise DataError(Problem(_KEY, fault, _GIVE))

@@ -78,8 +78,8 @@ class ChatTemplate:
         self._environment = _environment(today)
         sources = {"default": source} if isinstance(source, str) else dict(source)
         if "default" not in sources:
-            what = f"there are templates {', '.join(map(visible, sources))}, but none is the default"
-            raise DataError(Problem(place, what, "name the file of one with data.chat_template"))
+            fault = f"there are templates {', '.join(map(visible, sources))}, but none is the default"
+            raise DataError(Problem(place, fault, "name the file of one with data.chat_template"))
         self._marks = {name: _MARKS.search(text) is not None for name, text in sources.items()}
         self._words = {name: frozenset(_WORD.findall(text)) for name, text in sources.items()}
         parts = [sorted(sources.items()), sorted(self._special.items()), str(today)]
@@ -234,17 +234,17 @@ def _tracker(environment: BoundedEnvironment) -> _Generation:
 def _compiled(environment: BoundedEnvironment, source: str, place: str) -> Template:
     fix = "use the template of the model's tokenizer, or repair it"
     if len(source) > MOST_SOURCE:
-        what = f"the chat template has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
-        raise DataError(Problem(place, what, fix))
+        fault = f"the chat template has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
+        raise DataError(Problem(place, fault, fix))
     try:
         code = environment.compile(environment.bounded(source), filename=_NAME)
         return Template.from_code(environment, code, environment.make_globals(None))
     except TemplateSyntaxError as error:
-        what = f"line {error.lineno} of the chat template: {visible(str(error.message)[:_SHOWN])}"
-        raise DataError(Problem(place, what, fix)) from error
+        fault = f"line {error.lineno} of the chat template: {visible(str(error.message)[:_SHOWN])}"
+        raise DataError(Problem(place, fault, fix)) from error
     except (ValueError, RecursionError, SyntaxError, MemoryError, OverflowError) as error:
-        what = f"the chat template cannot be compiled: {visible(str(error)[:_SHOWN])}"
-        raise DataError(Problem(place, what, fix)) from error
+        fault = f"the chat template cannot be compiled: {visible(str(error)[:_SHOWN])}"
+        raise DataError(Problem(place, fault, fix)) from error
 
 
 def _normal(message: Message) -> Message:
@@ -273,6 +273,6 @@ def _tojson(
 def _in_words(error: Exception) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _NAME]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    said = "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
-    said = visible(said[:_SHOWN].replace("NoneType", "null"))
-    return (f"line {line} of the chat template: " if line else "the chat template: ") + said
+    text = "nested too deeply" if isinstance(error, RecursionError) else str(error) or type(error).__name__
+    text = visible(text[:_SHOWN].replace("NoneType", "null"))
+    return (f"line {line} of the chat template: " if line else "the chat template: ") + text

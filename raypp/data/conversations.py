@@ -182,8 +182,8 @@ def parse_row(row: Mapping[str, Any], text_key: str | None, names: Names | None 
         keys = ", ".join(_named(key) for key in islice(row, _SHOWN)) or "no keys"
         plain = f", nor {_named(text_key)}" if text_key is not None else ""
         if missing:
-            what = f"has no column {', '.join(map(_named, missing))} (it has {keys})"
-            raise RowFault(what, "name columns that the data have in data.columns")
+            fault = f"has no column {', '.join(map(_named, missing))} (it has {keys})"
+            raise RowFault(fault, "name columns that the data have in data.columns")
         raise RowFault(
             "has neither messages, nor conversations, nor prompt and completion, nor instruction and output"
             f"{plain} (it has {keys})",
@@ -269,8 +269,8 @@ def _completion(row: _Row, chat: bool) -> Found:
         return _complete(row, before + after, marks + more, begin=len(before))
     for key in ("system", "tools"):
         if row.get(key):
-            what = f"has {_named(row.called(key))} beside a prompt and its completion, which are plain text"
-            raise RowFault(what, "write it into the prompt, or use messages")
+            fault = f"has {_named(row.called(key))} beside a prompt and its completion, which are plain text"
+            raise RowFault(fault, "write it into the prompt, or use messages")
     return Completion(_text(row.row, row.called("prompt"), may_be_empty=True), _text(row.row, row.called("completion")))
 
 
@@ -286,9 +286,9 @@ def _instruction(row: _Row, chat: bool) -> Found:
     if not chat:
         if history:
             raise RowFault("has a history, and there is no chat template", "set data.chat_template")
-        said = _system(row) or _ALPACA.format(more=_ALPACA_INPUT if more else "")
+        intro = _system(row) or _ALPACA.format(more=_ALPACA_INPUT if more else "")
         given = f"### Input:\n{more}\n\n" if more else ""
-        return Completion(f"{said}\n\n### Instruction:\n{asked}\n\n{given}### Response:\n", output)
+        return Completion(f"{intro}\n\n### Instruction:\n{asked}\n\n{given}### Response:\n", output)
     pairs = [*history, [f"{asked}\n{more}" if more else asked, output]]
     messages = [
         {"role": role, "content": text}
@@ -304,8 +304,8 @@ def _segments(row: _Row, _: bool) -> Found:
         raise RowFault(f"segments is {kind_of(found)}, not a list of objects", 'write [{"label": true, "text": "…"}]')
     for index, one in enumerate(found):
         if not isinstance(one, dict) or not isinstance(one.get("text"), str) or not isinstance(one.get("label"), bool):
-            what = f"segments[{index}] is not an object with a text and a label of true or false"
-            raise RowFault(what, 'write it as {"label": true, "text": "…"}')
+            fault = f"segments[{index}] is not an object with a text and a label of true or false"
+            raise RowFault(fault, 'write it as {"label": true, "text": "…"}')
     return Segments(tuple((one["text"], one["label"]) for one in found))
 
 
@@ -332,8 +332,8 @@ def _complete(
                 begin + bool(begin),
             )
         elif first["content"] != system:
-            what = "has a system text of its own beside the turns, and another as the first turn"
-            raise RowFault(what, "keep one of them")
+            fault = "has a system text of its own beside the turns, and another as the first turn"
+            raise RowFault(fault, "keep one of them")
     tools, functions = _tools(row.get("tools"), "tools"), _tools(row.get("functions"), "functions")
     return Conversation(messages, tools or functions, marks, begin)
 
@@ -357,13 +357,13 @@ def _turns(found: Any, key: str, spelling: str, names: Names) -> tuple[list[dict
             names.columns.get(ours) or next((one for one in (mine, ours, other) if turn.get(one) is not None), mine)
             for mine, ours, other in zip(usual, TURN_KEYS, ("from", "value"), strict=True)
         )
-        said = turn.get(role_key)
-        if not isinstance(said, str) or said not in names.roles:
+        speaker = turn.get(role_key)
+        if not isinstance(speaker, str) or speaker not in names.roles:
             raise _unknown(f"{key}[{index}]", role_key, turn, names.roles)
-        place, role = f"{key}[{index}] ({visible(said[:_LONGEST])})", names.roles[said]
+        place, role = f"{key}[{index}] ({visible(speaker[:_LONGEST])})", names.roles[speaker]
         others = {name: one for name, one in turn.items() if name not in (role_key, content_key, *MARKS)}
         message = {"role": role, "content": turn.get(content_key), **_called(others, place)}
-        if said in _CALLS and isinstance(message["content"], str):
+        if speaker in _CALLS and isinstance(message["content"], str):
             message |= {"content": None, "tool_calls": _calls_in(message["content"], f"{place}: {content_key}")}
         message["content"] = _content(message, place, content_key)
         messages.append(message)
@@ -376,8 +376,8 @@ def _content(message: Mapping[str, Any], place: str, key: str) -> str | None:
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
     if not isinstance(content, list):
-        what = f"{place}: {key} is {kind_of(content)}, not a text"
-        raise RowFault(what, f"write {key} as a string; only a turn with tool_calls may have none")
+        fault = f"{place}: {key} is {kind_of(content)}, not a text"
+        raise RowFault(fault, f"write {key} as a string; only a turn with tool_calls may have none")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
@@ -400,16 +400,16 @@ def _mark(turn: Mapping[str, Any], role: str, place: str) -> bool | None:
             continue
         plain = value.strip().lower() if isinstance(value, str) else value
         if isinstance(plain, list | dict) or plain not in _YES:
-            what = f"{place}: {key} is {_named(value) if isinstance(value, str | int | float) else kind_of(value)}"
-            raise RowFault(f"{what}; a turn is learnt (1, true) or not (0, false)", "write 0 or 1")
+            fault = f"{place}: {key} is {_named(value) if isinstance(value, str | int | float) else kind_of(value)}"
+            raise RowFault(f"{fault}; a turn is learnt (1, true) or not (0, false)", "write 0 or 1")
         found[key] = _YES[plain]
     if len(set(found.values())) > 1:
         raise RowFault(f"{place}: {' and '.join(found)} say the opposite", "keep one of them")
     mark = next(iter(found.values()), None)
     if mark and role != "assistant":
         if any(key in found for key in _OF_ANY_ROLE):
-            what = f"{place}: is marked to be learnt, and only what the assistant writes can be"
-            raise RowFault(what, "remove the mark, set data.loss to all, or use segments")
+            fault = f"{place}: is marked to be learnt, and only what the assistant writes can be"
+            raise RowFault(fault, "remove the mark, set data.loss to all, or use segments")
         return None
     return mark
 
@@ -450,8 +450,8 @@ def _calls_in(text: str, place: str) -> list[dict[str, Any]]:
     found = _json(text, place)
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        what = f"{place} is not the JSON of a call"
-        raise RowFault(what, 'write {"name": "…", "arguments": {…}}, or a list of these')
+        fault = f"{place} is not the JSON of a call"
+        raise RowFault(fault, 'write {"name": "…", "arguments": {…}}, or a list of these')
     return [{"type": "function", "function": _call(call, place)} for call in calls]
 
 
@@ -504,9 +504,9 @@ def _unknown(where: str, key: str, turn: Mapping[str, Any], known: Mapping[str, 
         fix = f"name who speaks: {', '.join(known)}; or say which key does, data.columns: {{role: KEY}}"
         return RowFault(f"{where} has no {key} (it has {keys})", fix)
     value = turn[key]
-    said = _named(value) if isinstance(value, str) else kind_of(value)
-    what = f"{where}: there is no {key} {said}; there are: {', '.join(known)}"
-    return RowFault(what, f"rename it, or say who that is, data.roles: {{user: {said}}}")
+    given = _named(value) if isinstance(value, str) else kind_of(value)
+    fault = f"{where}: there is no {key} {given}; there are: {', '.join(known)}"
+    return RowFault(fault, f"rename it, or say who that is, data.roles: {{user: {given}}}")
 
 
 def _named(key: object) -> str:

@@ -45,9 +45,9 @@ class Faults:
     def remark(self, place: str, remarks: Iterable[str]) -> None:
         """Adds what is not used of a row, and the like."""
         file = _ROW.sub("", place)
-        for what in sorted(remarks):
+        for fault in sorted(remarks):
             if len(self.remarks) <= _REMARKS:
-                self.remarks[visible(f"{file}: {what}")] = None
+                self.remarks[visible(f"{file}: {fault}")] = None
 
     def remarked(self) -> tuple[str, ...]:
         """Returns the first remarks."""
@@ -81,5 +81,5 @@ class Faults:
         """
         if not self._more:
             return self._shown
-        what = f"{'' if whole else 'at least '}{self._more:,} more rows cannot be used"
-        return [*self._shown, Problem(self._key, what, "repair or remove them")]
+        fault = f"{'' if whole else 'at least '}{self._more:,} more rows cannot be used"
+        return [*self._shown, Problem(self._key, fault, "repair or remove them")]

@@ -57,15 +57,15 @@ def read(request: Request) -> Corpus:
     shape = shape_of(dict.fromkeys(there, True), names)
     if _is_text(key, shape, there, request):
         if there[key] is False:
-            what = f"{files[0].name}: the column {key!r} holds no text"
+            fault = f"{files[0].name}: the column {key!r} holds no text"
             texts = [name for name, text in there.items() if text]
             fix = f"set data.text_key to one of {_listed(texts)}" if texts else "use other files"
-            raise DataError(Problem(request.place, what, fix))
+            raise DataError(Problem(request.place, fault, fix))
         return tokenise(request, files, lambda: (text for file in files for text in _texts(file, key)))
     if shape is None:
-        what = f"{files[0].name} has no column {key!r}, but {_listed(there)}"
+        fault = f"{files[0].name} has no column {key!r}, but {_listed(there)}"
         fix = "set data.text_key to the column that holds the text, or data.columns to those of a conversation"
-        raise DataError(Problem(request.place, what, fix))
+        raise DataError(Problem(request.place, fault, fix))
     template = open_template(request.data)
     encoder = RowEncoder(
         request.tokenizer, template, loss=request.data.loss, names=names, vocab_size=request.vocab_size
@@ -94,16 +94,16 @@ def _is_text(key: str, shape: Sequence[str] | None, there: Mapping[str, bool | N
         found = False
     elif data.text_key == DataSection.model_fields["text_key"].default:  # perhaps nobody chose it
         if data.chat_template is None and data.loss == "assistant" and not data.roles:
-            what = f"the data have a column {key!r}, and {' and '.join(shape)}: either could be trained on"
+            fault = f"the data have a column {key!r}, and {' and '.join(shape)}: either could be trained on"
             fix = f"write data.columns: {{{shape[0]}: {shape[0]}}} for conversations, or {{text: {key}}} for the text"
-            raise DataError(Problem(request.place, what, fix))
+            raise DataError(Problem(request.place, fault, fix))
         found = False
     else:
         found = True
     if found and (data.loss != "assistant" or data.chat_template is not None or data.roles):
         option = "chat_template" if data.chat_template is not None else "roles" if data.roles else "loss"
-        what = f"has no effect: the data are the texts of the column {key!r}"
-        raise DataError(Problem(f"data.{option}", what, "remove it, or name the conversations in data.columns"))
+        fault = f"has no effect: the data are the texts of the column {key!r}"
+        raise DataError(Problem(f"data.{option}", fault, "remove it, or name the conversations in data.columns"))
     return found
 
 
@@ -150,24 +150,24 @@ def _chosen(files: Sequence[SourceFile], path: str, request: Request) -> list[So
         found = [file for file in usual if data.config in names[file.name].parts[:-1]]
         if not found:
             there = sorted({names[file.name].parts[0] for file in usual if len(names[file.name].parts) > 1})
-            what = f"{path} has no configuration (folder) {data.config!r}"
+            fault = f"{path} has no configuration (folder) {data.config!r}"
             fix = f"set data.config to one of {_listed(there)}" if there else "leave out data.config"
-            raise DataError(Problem(request.place, what, fix))
+            raise DataError(Problem(request.place, fault, fix))
         usual = found
     mine = _of_split(usual, names, data.split.lower())
     if not mine:
         splits = set().union(*(_splits(names[file.name]) for file in usual))
         known = {split for split in splits if _words(split) & _KNOWN_SPLITS} or splits
-        what = f"{path} has no split {data.split!r}"
+        fault = f"{path} has no split {data.split!r}"
         fix = f"set data.split to one of {_listed(sorted(known))}" if known else "leave out data.split"
         if len(usual) == 1:
             fix += ", or name the file itself"
-        raise DataError(Problem(request.place, what, fix))
+        raise DataError(Problem(request.place, fault, fix))
     folders = {names[file.name].parts[0] for file in mine if len(names[file.name].parts) > 1}
     configs = folders - {"data", data.split.lower()}
     if data.config is None and len(configs) > 1:
-        what = f"{path} has several configurations (folders)"
-        raise DataError(Problem(request.place, what, f"set data.config to one of {_listed(sorted(configs))}"))
+        fault = f"{path} has several configurations (folders)"
+        raise DataError(Problem(request.place, fault, f"set data.config to one of {_listed(sorted(configs))}"))
     return mine
 
 
@@ -219,8 +219,8 @@ def _downloaded(request: Request) -> str:
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
-        what = f"{here}, and huggingface_hub, which would download it, is not installed"
-        raise DataError(Problem(request.place, what, f"pip install 'raypp[hf]'; or {fix}")) from None
+        fault = f"{here}, and huggingface_hub, which would download it, is not installed"
+        raise DataError(Problem(request.place, fault, f"pip install 'raypp[hf]'; or {fix}")) from None
     silent: Exception | None = None
     try:
         try:  # snapshot_download itself would wait for an answer without end
@@ -236,8 +236,8 @@ def _downloaded(request: Request) -> str:
     except Exception as error:
         reason = visible(in_words(silent or error).splitlines()[0][:300])
         cached = ", and it is not among what was downloaded earlier" if silent is not None else ""
-        what = f"{here}, and the hub does not provide it: {reason}{cached}"
-        raise DataError(Problem(request.place, what, fix)) from error
+        fault = f"{here}, and the hub does not provide it: {reason}{cached}"
+        raise DataError(Problem(request.place, fault, fix)) from error
     if silent is not None:
         log.warning("%s: the hub does not answer; reading what was downloaded of %s earlier", request.place, name)
     return found

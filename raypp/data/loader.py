@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from raypp.data.corpus import Corpus, Piece
 from raypp.data.mixture import MixtureOrder
 from raypp.data.packing import NO_LABEL, Row, RowPlan, make_row
-from raypp.data.prefetch import Prefetch
 from raypp.data.row_order import RowOrder, SingleOrder
 from raypp.data.source_files import find_files
 from raypp.data.sources import Documents, open_documents
@@ -154,16 +156,16 @@ class Loader:
         own, other = self._documents.train.template, "start a run under another name"
         template = position.get("template", "")
         if own != template:
-            what = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
-            return Problem("data.chat_template", what, f"use the same template and special tokens, or {other}")
+            fault = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
+            return Problem("data.chat_template", fault, f"use the same template and special tokens, or {other}")
         details = "; ".join(self._order.differences(position)) or f"digest {data}, now {self.identity}"
-        what = f"the checkpoint was made with other data ({details})"
+        fault = f"the checkpoint was made with other data ({details})"
         if position.get("encoding") != _ENCODING:
-            what += (
+            fault += (
                 ". An earlier version of raypp made it, which knew no data.add_bos (as with false), took the end of "
                 "texts from a list of names, and encoded prompt and completion apart"
             )
-        return Problem("data.path", what, f"use the same files, tokenizer, data settings and train.seed, or {other}")
+        return Problem("data.path", fault, f"use the same files, tokenizer, data settings and train.seed, or {other}")
 
     def held_out(self) -> Iterator[list[Microbatch]]:
         """Returns this replica's share of the held-out part, once, in steps like those of training.
@@ -265,3 +267,83 @@ def spent_before_the_end(order: MixtureOrder, job: Job) -> Problem | None:
     _, needed = rows_of_run(job)
     rows = order.rows_until(needed)
     return spent_problem(job, rows) if rows < needed else None
+
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Shared(Generic[T]):
+    """State shared by the thread and its reader; the thread holds no reference to the reader."""
+
+    ahead: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    ready: deque[T] = field(default_factory=deque)
+    stopped: bool = False
+    error: BaseException | None = None
+
+    def stop(self) -> None:
+        """Makes the thread end and drops its items."""
+        with self.changed:
+            self.stopped = True
+            self.ready.clear()
+            self.changed.notify_all()
+
+
+class Prefetch(Generic[T]):
+    """Prefetches from an endless iterator.
+
+    The thread ends after `close`, after an error, or when this object is garbage-collected.
+
+    Args:
+        items: An endless iterator, used only by the thread. It must not refer to the owner of this
+            object.
+        ahead: Maximum number of items prepared in advance.
+    """
+
+    def __init__(self, items: Iterator[T], ahead: int) -> None:
+        self._shared: _Shared[T] = _Shared(ahead)
+        self._thread = threading.Thread(target=_run, args=(items, self._shared), name="raypp-data", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._shared.stop)
+
+    def take(self) -> T:
+        """Waits for the next item and returns it.
+
+        Raises:
+            BaseException: The iterator's error, after the items before it, and at every later call.
+            RuntimeError: After `close`.
+        """
+        shared = self._shared
+        with shared.changed:
+            shared.changed.wait_for(lambda: shared.ready or shared.error is not None or shared.stopped)
+            if shared.ready:
+                item = shared.ready.popleft()
+                shared.changed.notify_all()
+                return item
+            if shared.error is not None:
+                raise shared.error
+            raise RuntimeError("taken from after close")
+
+    def close(self) -> None:
+        """Ends the thread, after the item in progress."""
+        self._shared.stop()
+        self._thread.join()
+
+
+def _run(items: Iterator[T], shared: _Shared[T]) -> None:
+    try:
+        while True:
+            with shared.changed:
+                shared.changed.wait_for(lambda: len(shared.ready) < shared.ahead or shared.stopped)
+                if shared.stopped:
+                    return
+            item = next(items)
+            with shared.changed:
+                if not shared.stopped:
+                    shared.ready.append(item)
+                shared.changed.notify_all()
+    except BaseException as error:  # noqa: BLE001 - raised by take()
+        with shared.changed:
+            shared.error = error
+            shared.changed.notify_all()

@@ -139,17 +139,17 @@ class MixtureOrder:
         found = document.get("parts") or ()
         if len(found) != len(self.parts):
             return [f"{len(found)} parts, now {len(self.parts)}" if found else "a single source, now a mixture"]
-        said = []
+        changes = []
         for index, (part, before) in enumerate(zip(self.parts, found, strict=True)):
             now = _facts(part)
             place = f"data.parts[{index}] ({part.name})"
             if before.get("digest") != now["digest"]:
-                said.append(f"{place}: other documents")
+                changes.append(f"{place}: other documents")
             words = ("weight", "epochs", "tokens budget")
             for word, key in zip(words, ("weight", "most_epochs", "most_tokens"), strict=True):
                 if before.get(key) != now[key]:
-                    said.append(f"{place}: {word} {_word(before.get(key))}, now {_word(now[key])}")
-        return said
+                    changes.append(f"{place}: {word} {_word(before.get(key))}, now {_word(now[key])}")
+        return changes
 
     def used(self, cursor: MixtureCursor) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -171,8 +171,8 @@ class MixtureOrder:
                 chosen = index
         if chosen < 0:
             rows = sum(one.rows for one in cursor)
-            what = f"the budgets of all parts are spent after {rows:,} rows"
-            raise DataError(Problem("data.parts", what, "raise a budget, or leave one part without any"))
+            fault = f"the budgets of all parts are spent after {rows:,} rows"
+            raise DataError(Problem("data.parts", fault, "raise a budget, or leave one part without any"))
         return chosen
 
 

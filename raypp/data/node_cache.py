@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raypp.errors import DataError, Problem
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 
 
 def cache_directory() -> Path:

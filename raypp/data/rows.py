@@ -124,8 +124,8 @@ class RowEncoder:
         tokens = iter(self._tokens([one.text for one in found if not isinstance(one, RowFault)]))
         encoded = [one if isinstance(one, RowFault) else self._encoded(one, next(tokens)) for one in found]
         return [
-            one if isinstance(one, RowFault) else replace(one, remarks=said)
-            for one, said in zip(encoded, remarks, strict=True)
+            one if isinstance(one, RowFault) else replace(one, remarks=notes)
+            for one, notes in zip(encoded, remarks, strict=True)
         ]
 
     def _text(self, row: Mapping[str, Any] | RowFault) -> _Text | RowFault:
@@ -268,8 +268,8 @@ class RowEncoder:
             elif start is not None and opened.startswith(before):
                 start += _header_size(opened[start:], until[start:])
         if start is None or not whole.startswith(until):
-            what = f"the template cannot mark turns: messages[:{index + (start is not None)}] alone is not rendered "
-            raise RowFault(what + "as the whole conversation begins", _MARK_IT)
+            problem = f"the template cannot mark turns: messages[:{index + (start is not None)}] alone is not rendered "
+            raise RowFault(problem + "as the whole conversation begins", _MARK_IT)
         return start, len(until)
 
     def _tokens(self, texts: Sequence[str]) -> list[Tokens | RowFault]:
@@ -290,9 +290,9 @@ class RowEncoder:
             ids, before = document_of(self._tokenizer, ids)
             added = len(ids) - len(loss) - before
             loss = np.concatenate([np.zeros(before, dtype=bool), loss, np.ones(added, dtype=bool)])
-        if what := lacking(self._tokenizer, ids, self._vocab_size):
+        if fault := lacking(self._tokenizer, ids, self._vocab_size):
             fix = f"set model.vocab_size to at least {self._tokenizer.vocab_size}, or use the model's own tokenizer"
-            return RowFault(f"has {what}", fix)
+            return RowFault(f"has {fault}", fix)
         return Encoded(ids, loss, text.text) if loss.any() else RowFault("no token carries loss", _MARK_IT)
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from raypp.data.compressed import ENDINGS as COMPRESSED
-from raypp.data.compressed import decompressed, is_compressed
 from raypp.errors import DataError, Problem
 from raypp.kinds import keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
-from raypp.untrusted.files import open_file, special_kind
-from raypp.untrusted.folders import Search
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, files_below, matches, open_file, special_kind
 from raypp.untrusted.text import visible
 
 MOST_TEXT_BYTES = 512 << 20
@@ -164,7 +162,7 @@ def find_files(
         StoreError: The store does not answer or denies access.
     """
     if compressed:
-        endings += tuple(ending + packed for ending in endings for packed in COMPRESSED)
+        endings += tuple(ending + packed for ending in endings for packed in ENDINGS)
     files = _objects(path, endings, place) if keeps_data_elsewhere(path) else _local(path, endings, place)
     if not any(file.size for file in files):
         raise DataError(Problem(place, f"{path} is empty", "use files that contain data"))
@@ -172,18 +170,18 @@ def find_files(
 
 
 def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
-    root, search = expand_home(path), Search(place)
+    root = expand_home(path)
     wanted = ""
     found: Iterable[str]
     if os.path.isdir(root):  # noqa: PTH112 - false where not allowed
-        found = (file for file in search.below(root) if os.path.basename(file)[1:].lower().endswith(endings))  # noqa: PTH119
+        found = (file for file in files_below(root) if os.path.basename(file)[1:].lower().endswith(endings))  # noqa: PTH119
         wanted = f" with the ending {_in_words(endings)}"
     elif os.path.lexists(root):
         if kind := special_kind(root):
             raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
         found = [str(root)]
     else:
-        found = search.matches(str(root))
+        found = matches(str(root))
     regular = (file for file in found if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
     chosen = set(islice(regular, MOST_FILES + 1))
     if len(chosen) > MOST_FILES:
@@ -216,14 +214,14 @@ def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile
     if len(found) > MOST_FILES:
         raise DataError(Problem(place, f"{path} has more than {MOST_FILES:,} files", "join them into fewer files"))
     if not found:
-        what = f"no object at {path}, nor below it with the ending {_in_words(endings)}"
-        raise DataError(Problem(place, what, "use the URL of an object, or of a prefix with objects below it"))
+        fault = f"no object at {path}, nor below it with the ending {_in_words(endings)}"
+        raise DataError(Problem(place, fault, "use the URL of an object, or of a prefix with objects below it"))
     return [SourceFile(f"{scheme}://{root}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
 
 
 def _in_words(endings: tuple[str, ...]) -> str:
     plain = " or ".join(ending for ending in endings if not is_compressed(ending))
-    return plain + (f" (or those with {' or '.join(COMPRESSED)})" if any(map(is_compressed, endings)) else "")
+    return plain + (f" (or those with {' or '.join(ENDINGS)})" if any(map(is_compressed, endings)) else "")
 
 
 @contextmanager
@@ -239,11 +237,85 @@ def _named(place: str) -> Iterator[None]:
 
 def too_long(place: str, where: str, noun: str) -> DataError:
     """Returns the error for a line or a document, beginning at `file:line`, that is too long."""
-    what = f"{where}: the {noun} has more than {MOST_TEXT_BYTES:,} bytes"
-    return DataError(Problem(place, what, f"split it into several {noun}s"))
+    fault = f"{where}: the {noun} has more than {MOST_TEXT_BYTES:,} bytes"
+    return DataError(Problem(place, fault, f"split it into several {noun}s"))
 
 
 def unreadable(place: str, name: str, error: Exception) -> DataError:
     """Returns the error for a file that exists but cannot be read."""
     reason = getattr(error, "strerror", None) or str(error)
     return DataError(Problem(place, f"cannot read {name}: {reason}", "check that it exists and that you may read it"))
+
+
+ENDINGS = (".gz", ".zst")
+MOST_RATIO = 200
+"""A file may become this many times as large, beyond the first 64 MiB."""
+_FREE = 64 << 20
+_PIECE = 4096  # of zstd, at most 128 MiB of text
+_YIELDED = 1 << 20
+_WINDOW = 128 << 20
+
+
+def is_compressed(name: str) -> bool:
+    """Whether a file's name says that it is compressed."""
+    return name.lower().endswith(ENDINGS)
+
+
+def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[bytes]:
+    """Yields the content of a compressed file: several members or frames follow each other.
+
+    Args:
+        chunks: The file.
+        name: Its name, which tells the format; for errors, too.
+        place: The key of the job file that names it.
+
+    Raises:
+        DataError: It is damaged, ends too early, becomes too large, or zstandard is not installed.
+    """
+    new, failure = _decoder(name, place)
+    decoder: Any = None
+    read = written = 0
+    ready: list[bytes] = []
+    size = 0
+    try:
+        for chunk in chunks:
+            for start in range(0, len(chunk), _PIECE):
+                piece = chunk[start : start + _PIECE]
+                read += len(piece)
+                while piece:
+                    if decoder is None:
+                        piece = piece.lstrip(b"\0")  # padding between members
+                        if not piece:
+                            break
+                        decoder = new()
+                    text = decoder.decompress(piece)
+                    written, size = written + len(text), size + len(text)
+                    if written > _FREE + MOST_RATIO * read:
+                        fault = f"{name} becomes more than {MOST_RATIO} times as large"
+                        raise DataError(Problem(place, fault, "decompress it, if it is what you expect"))
+                    ready.append(text)
+                    piece = b""
+                    if decoder.eof:
+                        piece, decoder = decoder.unused_data, None
+                if size >= _YIELDED:
+                    yield b"".join(ready)
+                    ready, size = [], 0
+    except (failure, ValueError, MemoryError) as error:
+        fault = f"{name} cannot be decompressed: {visible(error)}"
+        raise DataError(Problem(place, fault, "copy it again, or check that its ending is right")) from error
+    if decoder is not None:
+        raise DataError(Problem(place, f"{name} ends too early", "copy it again: a part is missing"))
+    if ready:
+        yield b"".join(ready)
+
+
+def _decoder(name: str, place: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """Returns what makes a decoder of one member, and the error that it raises."""
+    if name.lower().endswith(".gz"):
+        return lambda: zlib.decompressobj(wbits=31), zlib.error
+    try:
+        import zstandard
+    except ImportError as error:
+        fault = f"{name}: zstandard is not installed, so .zst cannot be read"
+        raise DataError(Problem(place, fault, "pip install zstandard on every node, or use .gz")) from error
+    return lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj(), zstandard.ZstdError

@@ -14,8 +14,7 @@ import numpy as np
 from raypp.data.corpus import Corpus, joined
 from raypp.data.faults import Faults
 from raypp.data.mixture import Part, part_names, training_corpus
-from raypp.data.packing import PLAN_VERSION
-from raypp.data.random_order import permuted
+from raypp.data.packing import PLAN_VERSION, permuted
 from raypp.data.source_files import find_files
 from raypp.data.synthetic import CountingTokenizer
 from raypp.data.tokenised import Record, Request, Text, encoded
@@ -61,8 +60,8 @@ class Documents:
 
     def in_words(self, data: DataSection) -> str:
         """Returns what the user should know of the documents; empty if there is nothing."""
-        told = self.too_long_in_words(data) if data.too_long == "drop" or self.train.loss is not None else ""
-        return "; ".join(filter(None, (told, *self.tokenizer.remarks)))
+        remark = self.too_long_in_words(data) if data.too_long == "drop" or self.train.loss is not None else ""
+        return "; ".join(filter(None, (remark, *self.tokenizer.remarks)))
 
     def too_long_in_words(self, data: DataSection) -> str:
         """Returns what happens to documents that are too long; empty if there are none."""
@@ -101,8 +100,8 @@ def open_documents(job: Job) -> Documents:
         train, held_out, counts = _train_and_held_out(job, tokenizer, "data")
         return Documents(train, held_out, tokenizer, _identity(train, tokenizer, job), (), *counts)
     if job.data.eval is not None and job.data.eval.path is not None:
-        what = f"kind {job.data.kind} reads no files by itself"
-        raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
+        fault = f"kind {job.data.kind} reads no files by itself"
+        raise DataError(Problem("data.eval.path", fault, "use `eval: {fraction: 0.02}`"))
     trained, held, total, too_long = [], [], 0, 0
     options = job.data.parts or []
     names = part_names([one.name for one in options], [one.path or one.kind for one in options])
@@ -138,8 +137,8 @@ def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpu
         return whole, None, counts
     if data.eval.path is not None:
         if not _source(job).endings:
-            what = f"kind {data.kind} reads no files"
-            raise DataError(Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`"))
+            fault = f"kind {data.kind} reads no files"
+            raise DataError(Problem("data.eval.path", fault, "use `eval: {fraction: 0.02}`"))
         return whole, kept(_read(job, tokenizer, data.eval.path, "data.eval.path"), data, "data.eval.path"), counts
     return *split(whole, data.eval.fraction or 0.0, job.train.seed), counts
 
@@ -154,8 +153,8 @@ def kept(corpus: Corpus, data: DataSection, place: str) -> Corpus:
         return corpus
     short = np.flatnonzero(corpus.lengths() <= data.seq_len)
     if not len(short):
-        what = f"all {len(corpus):,} documents have more than {data.seq_len} tokens and would be dropped"
-        raise DataError(Problem(place, what, "raise data.seq_len, or use `too_long: cut`"))
+        fault = f"all {len(corpus):,} documents have more than {data.seq_len} tokens and would be dropped"
+        raise DataError(Problem(place, fault, "raise data.seq_len, or use `too_long: cut`"))
     return corpus if len(short) == len(corpus) else corpus.select(short)
 
 
@@ -167,8 +166,8 @@ def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
     """
     count = max(1, round(len(whole) * fraction))
     if count >= len(whole):
-        what = f"{fraction:g} of {len(whole)} documents leaves none to train on"
-        raise DataError(Problem("data.eval.fraction", what, "use a smaller fraction, or more data"))
+        fault = f"{fraction:g} of {len(whole)} documents leaves none to train on"
+        raise DataError(Problem("data.eval.fraction", fault, "use a smaller fraction, or more data"))
     drawn = permuted(np.arange(count), len(whole), seed, "held out")
     held_out = np.zeros(len(whole), dtype=bool)
     held_out[drawn] = True
@@ -242,7 +241,7 @@ def _first_rows(job: Job, place: str) -> None:
         return
     request = _request(job, job_tokenizer(job), path, place)
     if source.first_rows or request.tokenizer.vocab_size > request.vocab_size:
-        source.build()(replace(request, instead=_encode_first))
+        source.build()(replace(request, consumer=_encode_first))
 
 
 def _encode_first(
@@ -271,8 +270,8 @@ def source_request(job: Job, key: str = "data") -> tuple[Callable[[Request], Cor
     """
     source = _source(job)
     if source.mixes or source.ids != "text":
-        what = f"kind {job.data.kind} has no text to tokenise"
-        raise DataError(Problem(f"{key}.kind", what, "train on it as it is"))
+        fault = f"kind {job.data.kind} has no text to tokenise"
+        raise DataError(Problem(f"{key}.kind", fault, "train on it as it is"))
     if source.endings and not job.data.path:
         raise _no_path(job.data.kind, f"{key}.path")
     return source.build(), _request(job, job_tokenizer(job), job.data.path or "", f"{key}.path")
@@ -298,8 +297,8 @@ def _kind_of(name: str, key: str) -> SourceKind:
     source = SOURCES.get(name, key=key)
     if not source.available:
         usable = ", ".join(kind.name for kind in SOURCES.usable())
-        what = f"{source.name} is not available yet; available: {usable}"
-        raise JobError(Problem(key, what, f"use one of {usable}"))
+        fault = f"{source.name} is not available yet; available: {usable}"
+        raise JobError(Problem(key, fault, f"use one of {usable}"))
     return source
 
 

@@ -50,15 +50,15 @@ def map_array(path: Path, place: str, name: str = "", fix: str = "write it with 
         first = file.read(_LENGTH_AT + 4)
     wide = first[_VERSION_AT : _VERSION_AT + 1] > b"\x01"  # the length of the header has 4 bytes, not 2
     length = int.from_bytes(first[_LENGTH_AT : _LENGTH_AT + (4 if wide else 2)], "little")
-    what = f"{name or path} is not a .npy array: "
+    fault = f"{name or path} is not a .npy array: "
     if not first.startswith(_MAGIC):
-        raise DataError(Problem(place, f"{what}it does not begin as one", fix))
+        raise DataError(Problem(place, f"{fault}it does not begin as one", fix))
     if length > _MOST_HEADER:
-        raise DataError(Problem(place, f"{what}its header would have {length:,} bytes", fix))
+        raise DataError(Problem(place, f"{fault}its header would have {length:,} bytes", fix))
     try:
         found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy raises many types, tokenize's among them
-        raise DataError(Problem(place, f"{what}{visible(in_words(error)[:_SHOWN])}", fix)) from error
+        raise DataError(Problem(place, f"{fault}{visible(in_words(error)[:_SHOWN])}", fix)) from error
     return found
 
 

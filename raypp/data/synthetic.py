@@ -37,8 +37,8 @@ def read(request: Request) -> Corpus:
     """
     low, high = request.data.document_len
     if low > high:
-        what = f"the shortest document ({low}) is longer than the longest ({high})"
-        raise DataError(Problem("data.document_len", what, f"write [{high}, {low}]"))
+        fault = f"the shortest document ({low}) is longer than the longest ({high})"
+        raise DataError(Problem("data.document_len", fault, f"write [{high}, {low}]"))
     end, count = request.tokenizer.eos_id, request.data.num_documents
     generator = np.random.default_rng([request.seed, 7])
     lengths = generator.integers(low, high + 1, size=count)

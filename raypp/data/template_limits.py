@@ -30,36 +30,17 @@ _MOST_ITEMS = 1_000_000
 _MOST_BITS = 4096
 _LONG_DATA = 256
 _WIDTH = re.compile(r"\d{5}|\*")
-_LOOK_ONLY = frozenset(
-    [
-        "default",
-        "d",
-        "length",
-        "count",
-        "first",
-        "last",
-        "list",
-        "items",
-        "map",
-        "select",
-        "reject",
-        "selectattr",
-        "rejectattr",
-        "sort",
-        "unique",
-        "reverse",
-        "batch",
-        "slice",
-        "groupby",
-        "dictsort",
-        "sum",
-        "min",
-        "max",
-        "attr",
-        "random",
-    ]
-)
+_LOOK_ONLY = frozenset((
+    "default", "d", "length", "count", "first", "last", "list", "items", "map", "select", "reject", "selectattr",
+    "rejectattr", "sort", "unique", "reverse", "batch", "slice", "groupby", "dictsort", "sum", "min", "max", "attr",
+    "random",
+))  # fmt: skip
 """Filters that do not write out the lists that they are given."""
+_WIDE = frozenset((
+    "center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice", "format", "urlize",
+    "tojson", "pprint",
+))  # fmt: skip
+"""Filters and methods that write as much as a number says."""
 
 
 class TemplateLimit(TemplateRuntimeError):
@@ -135,8 +116,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if args and function.__name__ == "join":
                 args = ([self._finalized(item) for item in self._counted(args[0])], *args[1:])
             self._check(function.__name__, (owner, *args))
-        elif not isinstance(function, type):
-            self._check_numbers(getattr(function, "__name__", "a call"), (*args, *kwargs.values()))
         return self._charged(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -214,31 +193,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.budget.write(size)
 
     def _check_numbers(self, name: str, args: Iterable[Any]) -> None:
-        if name == "range":  # has Jinja's own limit
-            return
-        wide = next((arg for arg in args if type(arg) is int and abs(arg) > _MOST_NUMBER), None)
-        if wide is not None and name in _WIDE:
+        if name in _WIDE and any(type(arg) is int and abs(arg) > _MOST_NUMBER for arg in args):
             raise TemplateLimit(f"{name} with a number above {_MOST_NUMBER:,}")
-
-
-_WIDE = frozenset(
-    [
-        "center",
-        "ljust",
-        "rjust",
-        "zfill",
-        "expandtabs",
-        "indent",
-        "wordwrap",
-        "batch",
-        "slice",
-        "format",
-        "urlize",
-        "tojson",
-        "pprint",
-    ]
-)
-"""Filters and methods that write as much as a number says."""
 
 
 def _written(value: Any) -> int:
@@ -271,13 +227,13 @@ class _Bounds(NodeTransformer):
         if isinstance(node.target, nodes.Name) and not node.recursive:
             self._loops += 1
             item = nodes.Name(node.target.name, "load", lineno=node.lineno)
-            node.body.insert(0, self._told(item))
-            return [node, self._told(nodes.Const(None, lineno=node.lineno))]
+            node.body.insert(0, self._noted(item))
+            return [node, self._noted(nodes.Const(None, lineno=node.lineno))]
         return [node]
 
-    def _told(self, item: nodes.Expr) -> nodes.ExprStmt:
-        told = _filtered(item, "_at", nodes.Const(self._loops, lineno=item.lineno))
-        return nodes.ExprStmt(told, lineno=item.lineno)
+    def _noted(self, item: nodes.Expr) -> nodes.ExprStmt:
+        call = _filtered(item, "_at", nodes.Const(self._loops, lineno=item.lineno))
+        return nodes.ExprStmt(call, lineno=item.lineno)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
@@ -285,11 +241,9 @@ class _Bounds(NodeTransformer):
         return _filtered(node, "_finalized")
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Expr:
-        return (
-            node
-            if len(node.data) <= _LONG_DATA
-            else _filtered(nodes.Const(node.data, lineno=node.lineno), "_finalized")
-        )
+        if len(node.data) <= _LONG_DATA:
+            return node
+        return _filtered(nodes.Const(node.data, lineno=node.lineno), "_finalized")
 
 
 def _filtered(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:

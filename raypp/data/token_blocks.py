@@ -199,8 +199,8 @@ class Shard(Blocks):
     def check(self, data: bytes, where: str) -> None:
         highest = int(np.frombuffer(data, self._dtype).max())
         if highest >= self._below:
-            what = f"{where} has the id {highest}, but model.vocab_size is {self._below}"
-            raise DataError(Problem(self._file.place, what, "set model.vocab_size to more than the highest id"))
+            fault = f"{where} has the id {highest}, but model.vocab_size is {self._below}"
+            raise DataError(Problem(self._file.place, fault, "set model.vocab_size to more than the highest id"))
 
 
 class ShardMask(Blocks):

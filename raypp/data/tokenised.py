@@ -46,7 +46,7 @@ class Request:
         tokenizer: The job's tokenizer.
         vocab_size: The model's vocabulary; all ids are below it.
         seed: The job's seed.
-        instead: Called by `tokenise` with its arguments, to make something else of the documents
+        consumer: Called by `tokenise` with its arguments, to make something else of the documents
             than a corpus in memory or in the cache.
     """
 
@@ -56,7 +56,7 @@ class Request:
     tokenizer: Tokenizer
     vocab_size: int
     seed: int
-    instead: Callable[..., Corpus] | None = None
+    consumer: Callable[..., Corpus] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def tokenise(
         DataError: There is no document, one has no token, rows cannot be used, or the cache cannot
             be written.
     """
-    if request.instead is not None:
-        return request.instead(request, files, documents, encoder)
+    if request.consumer is not None:
+        return request.consumer(request, files, documents, encoder)
     dtype, template = small_dtype(request.tokenizer.vocab_size), encoder.template if encoder is not None else ""
     if sum(file.text_bytes for file in files) <= IN_MEMORY_BYTES:
         ids, loss = io.BytesIO(), io.BytesIO()
@@ -154,8 +154,8 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int, request: Request) -> A
     with open_file(path, place=request.place, fix=fix) as file:
         size = path.stat().st_size
         if not count or size != count * dtype.itemsize:
-            what = f"{path} has {size} bytes, not {count} tokens of {dtype}"
-            raise DataError(Problem(request.place, what, fix))
+            fault = f"{path} has {size} bytes, not {count} tokens of {dtype}"
+            raise DataError(Problem(request.place, fault, fix))
         return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
 
 
@@ -180,8 +180,8 @@ def _write(
         faults.end_in_time()
     faults.end()
     if len(ends) == 1:
-        what = f"{request.path} contains no documents"
-        raise DataError(Problem(request.place, what, "use files that contain text"))
+        fault = f"{request.path} contains no documents"
+        raise DataError(Problem(request.place, fault, "use files that contain text"))
     offsets = np.frombuffer(ends, dtype=np.int64)
     digest.update(offsets.data)
     return offsets, digest.hexdigest()[:16], faults.remarked()
@@ -221,8 +221,8 @@ def encoded(
 def _texts(request: Request, batch: Sequence[Any]) -> Iterator[_Found]:
     for document, ids in zip(batch, _encoded(request, batch), strict=True):
         if not len(ids):
-            what = f"{document.place} is a document without a token"
-            raise DataError(Problem(request.place, what, "remove it"))
+            fault = f"{document.place} is a document without a token"
+            raise DataError(Problem(request.place, fault, "remove it"))
         whole, _ = document_of(request.tokenizer, ids)
         if found := lacking(request.tokenizer, whole, request.vocab_size):
             fix = f"set model.vocab_size to at least {request.tokenizer.vocab_size}, or use the model's own tokenizer"
@@ -247,8 +247,8 @@ def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]
         if len(batch) > 1 and not isinstance(error, TooSlow):  # finds the document that fails
             return [ids for document in batch for ids in _encoded(request, [document])]
         others = f" to {batch[-1].place}" if len(batch) > 1 else ""
-        what = f"the tokenizer cannot encode {batch[0].place}{others}: {error}"
-        raise DataError(Problem(request.place, what, "remove it, or use a tokenizer that can encode it")) from error
+        fault = f"the tokenizer cannot encode {batch[0].place}{others}: {error}"
+        raise DataError(Problem(request.place, fault, "remove it, or use a tokenizer that can encode it")) from error
 
 
 def batches(documents: Iterable[Text | Record]) -> Iterator[list[Any]]:

@@ -225,13 +225,13 @@ class FileTokenizer:
                 raise DataError(Problem("data.add_bos", f"no file beside {path} names a beginning of texts", fix))
             self.before = first
         self.vocab_size = 1 + max(self.vocab_size - 1, self.eos_id, *self.before, *self.after)
-        said = []
+        remarks = []
         if guessed:
-            said.append(f"no file beside {visible(path)} names its end of text: {guessed} is taken")
+            remarks.append(f"no file beside {visible(path)} names its end of text: {guessed} is taken")
         if add_bos is False and around != ((), ()):
             left = "".join(filter(None, map(self._backend.id_to_token, around[0] + around[1])))
-            said.append(f"data.add_bos is false: texts do not get {visible(left)}, which the tokenizer adds to them")
-        self.remarks = tuple(said)
+            remarks.append(f"data.add_bos is false: texts do not get {visible(left)}, which the tokenizer adds to them")
+        self.remarks = tuple(remarks)
 
     def _named(self, named: SpecialTokens, role: str) -> int | None:
         name = named.names.get(role)
@@ -282,8 +282,8 @@ class FileTokenizer:
         try:
             answer = answers.get(timeout=patience_s)
         except Empty:
-            what = f"{characters:,} characters took more than {patience_s:.0f} s: a regular expression"
-            raise TooSlow(f"{what} of the tokenizer may backtrack without end") from None
+            fault = f"{characters:,} characters took more than {patience_s:.0f} s: a regular expression"
+            raise TooSlow(f"{fault} of the tokenizer may backtrack without end") from None
         if isinstance(answer, BaseException):
             raise NotEncodable(in_words(answer)) from answer
         return answer
@@ -381,8 +381,8 @@ def open_tokenizer(name: str, add_bos: AddBos = "auto") -> PromptTokenizer:
     if name != "bytes":
         return FileTokenizer(tokenizer_path(name), add_bos)
     if add_bos is True:
-        what = "the bytes tokenizer has no token for the beginning of a text"
-        raise DataError(Problem("data.add_bos", what, "leave it out, or set data.tokenizer to a file"))
+        fault = "the bytes tokenizer has no token for the beginning of a text"
+        raise DataError(Problem("data.add_bos", fault, "leave it out, or set data.tokenizer to a file"))
     return ByteTokenizer()
 
 
@@ -391,11 +391,11 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:
 
     Those of the texts are checked as they are encoded. Returns the problems.
     """
-    what = lacking(tokenizer, [*tokenizer.before, *tokenizer.after, tokenizer.eos_id], vocab_size)
-    if not what:
+    fault = lacking(tokenizer, [*tokenizer.before, *tokenizer.after, tokenizer.eos_id], vocab_size)
+    if not fault:
         return []
     fix = f"set model.vocab_size to at least {tokenizer.vocab_size}, or use the model's own tokenizer"
-    return [Problem("model.vocab_size", f"every text gets {what}", fix)]
+    return [Problem("model.vocab_size", f"every text gets {fault}", fix)]
 
 
 def lacking(tokenizer: Tokenizer, ids: Sequence[int] | NDArray[Any], vocab_size: int) -> str:

@@ -17,12 +17,22 @@ from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, IdArray
 from raypp.data.node_cache import cache_directory, made_once
+from raypp.data.shard_format import (
+    MANIFEST,
+    MANIFEST_BOUNDS,
+    Manifest,
+    around_of,
+    blocks_of,
+    mask_bytes,
+    shard_name,
+)
 from raypp.data.source_files import SourceFile, find_files
 from raypp.data.stored_arrays import map_array, read_meta, read_offsets
-from raypp.data.token_shards import ENDING, manifest_of, open_shards
+from raypp.data.token_blocks import BlockCache, Shard, ShardMask
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
+from raypp.untrusted.documents import parse_as
 
 KIND = SourceKind("tokens", "token ids, already encoded", position=3, endings=(".npy", ".ids"), ids="tokenizer")
 
@@ -59,8 +69,8 @@ def read(request: Request) -> Corpus:
 def _mapped(file: SourceFile, request: Request) -> IdArray:
     ids = map_array(_fetched(file) if file.store is not None else Path(file.key), request.place, file.name)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer) or not len(ids):
-        what = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
-        raise DataError(Problem(request.place, what, "use a one-dimensional, non-empty array of integers"))
+        fault = f"{file.name} holds {ids.dtype} of shape {list(ids.shape)}"
+        raise DataError(Problem(request.place, fault, "use a one-dimensional, non-empty array of integers"))
     return ids
 
 
@@ -99,14 +109,156 @@ def _check_documents(borders: NDArray[np.int64], shard: IdArray, file: SourceFil
     lone = np.flatnonzero(np.diff(borders) == 1)
     lone = lone[shard[borders[lone]] == request.tokenizer.eos_id]
     if len(lone):
-        what = f"{file.name}: document {int(lone[0])} (at [{int(borders[lone[0]])}]) is a document without a token"
-        raise DataError(Problem(request.place, what, "remove the repeated end id"))
+        fault = f"{file.name}: document {int(lone[0])} (at [{int(borders[lone[0]])}]) is a document without a token"
+        raise DataError(Problem(request.place, fault, "remove the repeated end id"))
 
 
 def _check_ids(chunk: IdArray, start: int, file: SourceFile, request: Request) -> None:
     wrong = np.flatnonzero((chunk < 0) | (chunk >= request.vocab_size))
     if len(wrong):
         place = int(wrong[0])
-        what = f"{file.name}[{start + place}] is {int(chunk[place])}, but model.vocab_size is {request.vocab_size}"
+        fault = f"{file.name}[{start + place}] is {int(chunk[place])}, but model.vocab_size is {request.vocab_size}"
         fix = "set model.vocab_size to more than the highest id" if chunk[place] >= 0 else "ids start at 0"
-        raise DataError(Problem(request.place, what, fix))
+        raise DataError(Problem(request.place, fault, fix))
+
+
+ENDING, LOSS = ".ids", ".loss"
+_MOST_INDEX = 2 << 30
+
+
+def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: SourceFile) -> Corpus:
+    """Opens a folder of shards. The index comes to the node's cache; ids are read when needed.
+
+    Args:
+        request: The request to the source.
+        files: The `.ids` files of the folder.
+        manifest_file: Its manifest.
+
+    Raises:
+        DataError: The shards are unfinished, damaged, or of another tokenizer.
+    """
+    place = request.place
+    if manifest_file.size > MANIFEST_BOUNDS.size:
+        raise DataError(Problem(place, f"{manifest_file.name} has {manifest_file.size:,} bytes", "check who wrote it"))
+    document = b"".join(manifest_file.chunks())
+    fix = "write the shards again by `raypp data tokenize`"
+    manifest = parse_as(Manifest, document, f"{place}: {manifest_file.name}", MANIFEST_BOUNDS, DataError, fix)
+    plan, tokenizer = manifest.plan, request.tokenizer
+    if (plan.tokenizer, plan.end_id) != (tokenizer.identity, tokenizer.eos_id):
+        theirs, ours = f"{plan.tokenizer}, end id {plan.end_id}", f"{tokenizer.identity}, end id {tokenizer.eos_id}"
+        fault = f"{manifest_file.name} was written with another tokenizer ({theirs}; not {ours})"
+        raise DataError(Problem("data.tokenizer", fault, "use that tokenizer, or tokenise again with this one"))
+    if plan.around != (around := around_of(tokenizer)):
+        theirs, ours = (
+            tokenizer.shown([one for part in ids for one in part]) or "nothing" for ids in (plan.around, around)
+        )
+        fault = f"{manifest_file.name} has {theirs} around each text, but the job's tokenizer adds {ours}"
+        fix = "set data.add_bos: false" if not plan.around else "leave data.add_bos out"
+        raise DataError(Problem("data.add_bos", fault, f"{fix}, or tokenise again"))
+    width = np.dtype(plan.dtype).itemsize
+    tokens = [record.tokens for record in manifest.shards]
+    if not tokens or manifest.tokens != sum(tokens):
+        raise DataError(Problem(place, f"{manifest_file.name} does not add up", fix))
+    found = _objects(files, ENDING, [count * width for count in tokens], manifest_file)
+    masks: list[SourceFile] = []
+    if plan.masks:
+        there = _found_beside(manifest_file)
+        masks = _objects(there, LOSS, [mask_bytes(count) for count in tokens], manifest_file)
+
+    name = hashlib.sha256(document).hexdigest()[:32]
+
+    def make(room: Path) -> None:
+        _copy_index(room, manifest, found, place)
+
+    entry = made_once(cache_directory() / "shards" / name, make)
+    offsets = read_offsets(entry, manifest.tokens, place)
+    sums = map_array(entry / "sums.npy", place, fix=f"delete {entry}")
+    ids_blocks = [blocks_of(count * width) for count in tokens]
+    mask_blocks = [blocks_of(file.size) for file in masks]
+    if sum(ids_blocks + mask_blocks) != len(sums) or len(offsets) != manifest.documents + 1:
+        raise DataError(Problem(place, f"{entry} is not the index of {manifest_file.name}", f"delete {entry}"))
+    remote = any(file.store is not None for file in found)
+    cache = BlockCache(cache_directory() / "blocks" / name if remote else None)
+    shards, loss, at = [], [], 0
+    for number, (file, count, blocks) in enumerate(zip(found, tokens, ids_blocks, strict=True)):
+        own, at = sums[at : at + blocks], at + blocks
+        shards.append(Shard(number, file, count, np.dtype(plan.dtype), own, request.vocab_size, cache))
+        if plan.masks:
+            own, at = sums[at : at + mask_blocks[number]], at + mask_blocks[number]
+            loss.append(ShardMask(number, masks[number], count, own, cache))
+    carries = tuple(loss) if plan.masks else None
+    return Corpus(tuple(shards), offsets, manifest.digest, loss=carries, template=plan.template)
+
+
+def _found_beside(manifest: SourceFile) -> list[SourceFile]:
+    """Returns the files of loss masks in the folder of a manifest; none if there are none."""
+    try:
+        return find_files(manifest.name.rpartition("/")[0], (LOSS,), manifest.place)
+    except DataError:
+        return []
+
+
+def _objects(files: Sequence[SourceFile], ending: str, sizes: list[int], manifest: SourceFile) -> list[SourceFile]:
+    """Returns the file of each shard, in order.
+
+    Raises:
+        DataError: One is missing, or has another size.
+    """
+    by_name = {file.key.rpartition("/")[2]: file for file in files}
+    found = []
+    for number, size in enumerate(sizes):
+        name = f"{shard_name(number)}{ending}"
+        file = by_name.get(name)
+        if file is None or file.size != size:
+            has = "is missing" if file is None else f"has {file.size:,} bytes, not {size:,}"
+            fault = f"{manifest.name} names {name}, which {has}"
+            raise DataError(Problem(manifest.place, fault, "copy it again, or write the shards again"))
+        found.append(file)
+    return found
+
+
+def _copy_index(room: Path, manifest: Manifest, files: Sequence[SourceFile], place: str) -> None:
+    """Writes the offsets of all documents and the checksums of all blocks to the node's cache."""
+    width, tokens, sums = np.dtype(manifest.plan.dtype).itemsize, 0, []
+    masks = manifest.plan.masks
+    offsets = np.lib.format.open_memmap(
+        room / "offsets.npy", mode="w+", dtype=np.int64, shape=(sum(one.documents for one in manifest.shards) + 1,)
+    )
+    at = 1
+    for file, record in zip(files, manifest.shards, strict=True):
+        name = f"{file.name.removesuffix(ENDING)}.index"
+        blocks = blocks_of(record.tokens * width) + (blocks_of(mask_bytes(record.tokens)) if masks else 0)
+        size = 8 * record.documents + 4 * blocks
+        problem = DataError(Problem(place, f"{name} is damaged", "copy it again, or write the shards again"))
+        if size > _MOST_INDEX:
+            raise problem
+        index = SourceFile(name, size, 0, file.store, f"{file.key.removesuffix(ENDING)}.index", place).read(0, size)
+        if len(index) != size or hashlib.sha256(index).hexdigest() != record.index_sha256:
+            raise problem
+        ends = np.frombuffer(index, "<i8", record.documents)
+        if ends[-1] != record.tokens or int(ends[0]) < 1 or (np.diff(ends) < 1).any():
+            raise problem
+        offsets[at : at + record.documents] = ends + tokens
+        sums.append(np.frombuffer(index, "<u4", offset=8 * record.documents).astype(np.uint32))
+        at, tokens = at + record.documents, tokens + record.tokens
+    offsets.flush()
+    np.save(room / "sums.npy", np.concatenate(sums))
+
+
+def manifest_of(path: str, files: Sequence[SourceFile], place: str) -> SourceFile:
+    """Returns the manifest next to some `.ids` files.
+
+    Raises:
+        DataError: They are of several folders, or there is no manifest.
+    """
+    folders = {file.name.rpartition("/")[0] for file in files}
+    if len(folders) > 1:
+        fault = f"{path} has shards in {len(folders)} folders"
+        raise DataError(Problem(place, fault, "name one of them, or mix them by kind: mixture"))
+    (folder,) = folders
+    try:
+        (manifest,) = find_files(f"{folder}/{MANIFEST}", (".json",), place)
+    except DataError:
+        fault = f"{folder} has no {MANIFEST}: the shards are not finished"
+        raise DataError(Problem(place, fault, "run `raypp data tokenize` again: it continues")) from None
+    return manifest

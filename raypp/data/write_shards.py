@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import multiprocessing
+import os
+import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,9 +36,8 @@ from raypp.data.shard_format import (
     shard_name,
 )
 from raypp.data.source_files import SourceFile, watching
-from raypp.data.tokenise_processes import contents_of
-from raypp.data.tokenised import Record, Request, Text, entry_name
-from raypp.errors import DataError, Problem
+from raypp.data.tokenised import Record, Request, Text, batches, encoded, entry_name
+from raypp.errors import DataError, Problem, RayppError
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 from raypp.untrusted.documents import parse_as
 
@@ -78,7 +83,7 @@ def write_shards(read: Callable[[Request], Corpus], request: Request, store: Obj
     """
     made: list[Manifest] = []
 
-    def instead(
+    def written(
         request: Request,
         files: Sequence[SourceFile],
         documents: _Documents,
@@ -86,13 +91,13 @@ def write_shards(read: Callable[[Request], Corpus], request: Request, store: Obj
     ) -> Corpus:
         options.total(sum(file.size for file in files))
         with watching(options.progress):
-            made.append(_write(replace(request, instead=None), files, documents, encoder, store, options))
+            made.append(_write(replace(request, consumer=None), files, documents, encoder, store, options))
         return Corpus((), np.zeros(1, dtype=np.int64), made[0].digest)
 
-    read(replace(request, instead=instead))
+    read(replace(request, consumer=written))
     if not made:
-        what = f"kind {request.data.kind} has no text to tokenise"
-        raise DataError(Problem("data.kind", what, "train on it as it is"))
+        fault = f"kind {request.data.kind} has no text to tokenise"
+        raise DataError(Problem("data.kind", fault, "train on it as it is"))
     return made[0]
 
 
@@ -213,8 +218,8 @@ def _begin(plan: ShardPlan, store: ObjectStore) -> None:
         there = parse_as(ShardPlan, store.get(PLAN), f"{store.url}/{PLAN}", RECORD_BOUNDS, DataError)
         if there != plan:
             changed = [name for name, value in asdict(plan).items() if asdict(there)[name] != value]
-            what = f"{store.url} holds shards of other data (another {', '.join(changed)})"
-            raise DataError(Problem("--out", what, "use an empty place, or remove what is there")) from None
+            fault = f"{store.url} holds shards of other data (another {', '.join(changed)})"
+            raise DataError(Problem("--out", fault, "use an empty place, or remove what is there")) from None
 
 
 def _verified(store: ObjectStore, plan: ShardPlan, update: Callable[[Any], None]) -> Iterator[ShardRecord]:
@@ -251,8 +256,8 @@ def _whole(store: ObjectStore, number: int, ending: str, sha256: str) -> bytes:
     name = shard_name(number)
     found = _stored(store, f"{name}.{ending}")
     if found is None or hashlib.sha256(found).hexdigest() != sha256:
-        what = f"{store.url}/{name}.{ending} is {'missing' if found is None else 'damaged'}"
-        raise DataError(Problem("--out", what, f"remove {name}.json, and run the command again"))
+        fault = f"{store.url}/{name}.{ending} is {'missing' if found is None else 'damaged'}"
+        raise DataError(Problem("--out", fault, f"remove {name}.json, and run the command again"))
     return found
 
 
@@ -261,3 +266,76 @@ def _stored(store: ObjectStore, key: str) -> bytes | None:
         return store.get(key)
     except NotFound:
         return None
+
+
+if TYPE_CHECKING:  # needs jinja2
+    from raypp.data.rows import RowEncoder
+
+_AHEAD = 2  # batches in work per process
+Contents = tuple[list[tuple[bytes, bytes]], Faults]
+"""Ids and loss of each document of a batch, as `encoded` has them, and its unusable records."""
+
+
+def contents_of(
+    request: Request, encoder: RowEncoder | None, documents: Iterable[Text | Record], processes: int
+) -> Iterator[Contents]:
+    """Yields the contents of all documents in order, a batch at a time.
+
+    Raises:
+        DataError: A text cannot be tokenised, or a process has ended.
+    """
+    if processes <= 1:
+        for batch in batches(documents):
+            yield _contents(request, encoder, batch)
+        return
+    waiting: deque[Future[Contents | list[Problem]]] = deque()
+    remaining = batches(documents)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start_process, (request, encoder)) as pool:
+        try:
+            while True:
+                for batch in islice(remaining, _AHEAD * processes - len(waiting)):
+                    waiting.append(pool.submit(_encode, batch))
+                if not waiting:
+                    return
+                found = waiting.popleft().result()
+                if isinstance(found, list):
+                    raise DataError(found)
+                yield found
+        except BrokenProcessPool as error:
+            fault = "a process that tokenised has ended, perhaps for lack of memory"
+            fix = "run the command again: it continues; or use fewer"
+            raise DataError(Problem("--processes", fault, fix)) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _contents(request: Request, encoder: RowEncoder | None, batch: list[Any]) -> Contents:
+    faults = Faults(request.place)
+    found = [(ids.tobytes(), loss.tobytes()) for ids, loss in encoded(request, encoder, batch, faults)]
+    return found, faults
+
+
+_given: tuple[Request, RowEncoder | None] | None = None
+
+
+def _start_process(request: Request, encoder: RowEncoder | None) -> None:
+    global _given
+    _given = request, encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _encode(batch: list[Any]) -> Contents | list[Problem]:
+    assert _given is not None
+    try:
+        return _contents(*_given, batch)
+    except RayppError as error:
+        return list(error.problems)

@@ -76,15 +76,15 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
             "metadata": {"job_name": "doctor", "raypp_command": "doctor"},
         }
     )
-    end, told = time.monotonic() + _TIMEOUT_S, 0
+    end, printed = time.monotonic() + _TIMEOUT_S, 0
     try:
         while time.monotonic() < end:
             job = dashboard.job(submission_id)
             log = dashboard.job_logs(submission_id)
             lines = log.splitlines(keepends=True)
-            for line in lines[told:]:
+            for line in lines[printed:]:
                 _pass_on(line, tell)
-            told = len(lines) if not lines or lines[-1].endswith("\n") else len(lines) - 1
+            printed = len(lines) if not lines or lines[-1].endswith("\n") else len(lines) - 1
             if job is None or job["status"] in FINAL_JOB_STATES:
                 return answer_in(dashboard.job_logs(submission_id), str((job or {}).get("message", "")))
             time.sleep(_POLL_S)
@@ -92,5 +92,5 @@ def _by_job(cluster: Cluster, options: ProbeOptions, tell: Callable[[str], None]
         dashboard.stop_job(submission_id)
         raise
     dashboard.stop_job(submission_id)
-    what = f"the examination did not finish within {_TIMEOUT_S / 60:.0f} minutes"
-    raise UnreachableError(Problem("address", what))
+    fault = f"the examination did not finish within {_TIMEOUT_S / 60:.0f} minutes"
+    raise UnreachableError(Problem("address", fault))

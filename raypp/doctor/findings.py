@@ -124,37 +124,39 @@ def _version_of(node: dict[str, Any], name: str) -> str | None:
 def _data(report: dict[str, Any]) -> Iterator[Finding]:
     by_problem: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for node in _working(report):
-        for key, what, fix in node.get("data", ()):
-            by_problem[key, what, fix].append(node["ip"])
+        for key, fault, fix in node.get("data", ()):
+            by_problem[key, fault, fix].append(node["ip"])
     working = len(_working(report))
-    for (key, what, fix), nodes in by_problem.items():
+    for (key, fault, fix), nodes in by_problem.items():
         if len(nodes) < working:
             fix = (
                 f"make it the same on every node: copy it, share the directory, or put it into a store ({data_urls()})"
             )
-        yield Finding(Severity.BREAKS, Problem(key, f"on {_some(nodes)}: {what}", fix))
+        yield Finding(Severity.BREAKS, Problem(key, f"on {_some(nodes)}: {fault}", fix))
 
 
 def _links(report: dict[str, Any]) -> Iterator[Finding]:
     for link in report["links"]:
         if "error" in link:
             over = f" over {link['interface']}" if link.get("interface") else ""
-            what = f"{link['from']} cannot reach {link['to']}{over}: {link['error']}"
+            fault = f"{link['from']} cannot reach {link['to']}{over}: {link['error']}"
             fix = (
                 "allow TCP on all ports between the nodes; if they share another network, start Ray on every node "
                 "with --node-ip-address set to its address in that network"
             )
             if link.get("lost") and "latency_ms" in link:
-                what = f"{link['from']} cannot send much to {link['to']}{over}: small packets arrive, large ones vanish"
+                fault = (
+                    f"{link['from']} cannot send much to {link['to']}{over}: small packets arrive, large ones vanish"
+                )
                 fix = "give every interface and switch port on the way the same MTU (`ip link`, `ping -M do -s 1472`)"
             elif link.get("lost"):
-                what += ", and no refusal: packets vanish"
+                fault += ", and no refusal: packets vanish"
                 fix = (
                     "look at what drops packets on both: `iptables -S` or `nft list ruleset`, firewalld, ufw, the "
                     "cloud's security group; where nodes are containers or virtual machines behind a bridge, at "
                     f"`iptables -S FORWARD` of its host (Docker sets DROP); then {fix}"
                 )
-            yield _found(Severity.BREAKS, what, fix)
+            yield _found(Severity.BREAKS, fault, fix)
 
 
 def _groups(report: dict[str, Any]) -> Iterator[Finding]:
@@ -164,15 +166,15 @@ def _groups(report: dict[str, Any]) -> Iterator[Finding]:
             continue
         where = f"{group['kind']} between the {group['ranks']} ranks on {_some(group['nodes'])}"
         if "error" in last:
-            told = min(group["tries"], key=lambda one: not one.get("fix"))
+            best = min(group["tries"], key=lambda one: not one.get("fix"))
             fix = (
-                told.get("fix") or "look at `dmesg`, at the cards (nvidia-smi topo -m) and at the network between them"
+                best.get("fix") or "look at `dmesg`, at the cards (nvidia-smi topo -m) and at the network between them"
             )
-            yield _found(Severity.BREAKS, f"{where} does not work: {told['error']}", fix)
+            yield _found(Severity.BREAKS, f"{where} does not work: {best['error']}", fix)
         else:
             setting = f"NCCL_{last['off']}_DISABLE=1"
-            what = f"{where} works only with {setting}; without: {first['error']}"
-            yield _found(Severity.BREAKS, what, f"set {setting} in resources.env{_REASONS[last['off']]}")
+            fault = f"{where} works only with {setting}; without: {first['error']}"
+            yield _found(Severity.BREAKS, fault, f"set {setting} in resources.env{_REASONS[last['off']]}")
 
 
 def _rates(report: dict[str, Any]) -> Iterator[Finding]:
@@ -182,18 +184,20 @@ def _rates(report: dict[str, Any]) -> Iterator[Finding]:
         out, back = link["gbps_out"], link["gbps_in"]
         pair = f"{link['from']} – {link['to']}"
         if min(out, back) < 0.5 * max(out, back):
-            what = f"the link {pair} is asymmetric: {out:.3g} Gbit/s one way, {back:.3g} back"
-            yield _found(Severity.SLOWS, what, "check for a duplex mismatch, a bad cable, or other traffic")
+            fault = f"the link {pair} is asymmetric: {out:.3g} Gbit/s one way, {back:.3g} back"
+            yield _found(Severity.SLOWS, fault, "check for a duplex mismatch, a bad cable, or other traffic")
         near = interfaces[link["from"]].get(link["interface"])
         far = _with_address(interfaces.get(link["to"], {}), link["to"])
         slower = min((one for one in (near, far) if one and one["mbps"]), key=lambda one: one["mbps"], default=None)
         if slower and max(out, back) < 0.5 * slower["mbps"] / 1000:
-            what = (
+            fault = (
                 f"the link {pair} carries {max(out, back):.3g} Gbit/s; its interface {slower['name']} has "
                 f"{slower['mbps'] / 1000:g}"
             )
             yield _found(
-                Severity.SLOWS, what, "check for a slower switch port, a bad cable, Wi-Fi on the path, or other traffic"
+                Severity.SLOWS,
+                fault,
+                "check for a slower switch port, a bad cable, Wi-Fi on the path, or other traffic",
             )
     for ip, known in interfaces.items():
         used_names = {link["interface"] for link in good if link["from"] == ip}
@@ -203,12 +207,12 @@ def _rates(report: dict[str, Any]) -> Iterator[Finding]:
         fastest = max((known[name]["mbps"] for name in used_names if name in known), default=0)
         for one in known.values():
             if fastest and one["mbps"] > fastest and one["name"] not in used_names and _can_carry(one):
-                what = (
+                fault = (
                     f"node {ip} uses {', '.join(sorted(used_names))} ({fastest / 1000:g} Gbit/s), "
                     f"but also has {one['name']} with {one['mbps'] / 1000:g}"
                 )
                 fix = f"start Ray there with --node-ip-address={one['address']} (and every node in that network)"
-                yield _found(Severity.SLOWS, what, fix)
+                yield _found(Severity.SLOWS, fault, fix)
 
 
 def _with_address(known: dict[str, dict[str, Any]], address: str) -> dict[str, Any] | None:
@@ -229,12 +233,12 @@ def _clocks(report: dict[str, Any]) -> Iterator[Finding]:
         skew = abs(link.get("skew_s", 0.0))
         if skew > SKEW_REPORTED_S:
             severity = Severity.BREAKS if skew > SKEW_BREAKS_S else Severity.SLOWS
-            what = f"the clocks of {link['from']} and {link['to']} differ by {skew:.1f} s"
+            fault = f"the clocks of {link['from']} and {link['to']} differ by {skew:.1f} s"
             fix = (
                 "run an NTP client on every node (chrony, systemd-timesyncd); stores reject requests from clocks "
                 "that are 15 minutes off"
             )
-            yield _found(severity, what, fix)
+            yield _found(severity, fault, fix)
 
 
 def _machines(report: dict[str, Any]) -> Iterator[Finding]:
@@ -242,35 +246,35 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
         return [node["ip"] for node in _working(report) if test(node)]
 
     if slow := those(lambda node: node["lookup_s"] > LOOKUP_REPORTED_S):
-        what = f"{_some(slow)} takes seconds to look up its own address; every rendezvous waits for this"
-        yield _found(Severity.SLOWS, what, "add the addresses and names of all nodes to /etc/hosts on every node")
+        fault = f"{_some(slow)} takes seconds to look up its own address; every rendezvous waits for this"
+        yield _found(Severity.SLOWS, fault, "add the addresses and names of all nodes to /etc/hosts on every node")
     small = those(lambda node: node["shm_free"] is not None and node["shm_free"] < SHM_BYTES)
     for several in (True, False):
         if nodes := [ip for ip in small if (ip in those(lambda node: node["gpus"] > 1)) is several]:
-            what = f"less than 1 GiB of /dev/shm is free on {_some(nodes)}"
+            fault = f"less than 1 GiB of /dev/shm is free on {_some(nodes)}"
             if several:
-                what += ", where NCCL needs it between GPUs that do not reach each other's memory"
+                fault += ", where NCCL needs it between GPUs that do not reach each other's memory"
             fix = "start containers with --shm-size=8g; delete files that dead processes left in /dev/shm"
-            yield _found(Severity.BREAKS if several else Severity.SLOWS, what, fix)
+            yield _found(Severity.BREAKS if several else Severity.SLOWS, fault, fix)
     if without := those(lambda node: node["gpus"] > 0 and "compiler" in node and not node["compiler"]):
-        what = f"{_some(without)} {'has' if len(without) == 1 else 'have'} no C compiler"
+        fault = f"{_some(without)} {'has' if len(without) == 1 else 'have'} no C compiler"
         fix = "install gcc and the C library's headers (apt-get install gcc libc6-dev), or set CC"
-        yield _found(Severity.SLOWS, f"{what}: train.compile is refused there, and flex attention is not used", fix)
+        yield _found(Severity.SLOWS, f"{fault}: train.compile is refused there, and flex attention is not used", fix)
     if full := those(lambda node: node["disk_free"] is not None and node["disk_free"] < DISK_BYTES):
-        what = f"less than 2 GiB of disk is free where Ray keeps its files on {_some(full)}"
-        yield _found(Severity.BREAKS, what, "free disk space, or start Ray with --temp-dir on another disk")
+        fault = f"less than 2 GiB of disk is free where Ray keeps its files on {_some(full)}"
+        yield _found(Severity.BREAKS, fault, "free disk space, or start Ray with --temp-dir on another disk")
     if torchless := those(lambda node: "error" in (node.get("torch") or {})):
         node = next(one for one in _working(report) if one["ip"] == torchless[0])
-        what = f"torch does not work on {_some(torchless)}: {node['torch']['error']}"
-        yield _found(Severity.BREAKS, what, "reinstall torch there, in a build that fits the GPU driver")
+        fault = f"torch does not work on {_some(torchless)}: {node['torch']['error']}"
+        yield _found(Severity.BREAKS, fault, "reinstall torch there, in a build that fits the GPU driver")
     if blind := those(lambda node: "torch" in node and node["gpus"] > len(node["torch"].get("devices", ()))):
         node = next(one for one in _working(report) if one["ip"] == blind[0])
         visible = node["torch"].get("visible")
-        told = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r} on {node['ip']})"
+        restriction = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r} on {node['ip']})"
         if node["torch"].get("why"):
-            told += f" ({node['torch']['why']})"
+            restriction += f" ({node['torch']['why']})"
         fix = "install a CUDA build of torch that fits the driver (see nvidia-smi), and check CUDA_VISIBLE_DEVICES"
-        yield _found(Severity.BREAKS, f"Ray counts more GPUs than torch sees on {_some(blind)}{told}", fix)
+        yield _found(Severity.BREAKS, f"Ray counts more GPUs than torch sees on {_some(blind)}{restriction}", fix)
 
 
 def _store(report: dict[str, Any]) -> Iterator[Finding]:
@@ -282,12 +286,12 @@ def _store(report: dict[str, Any]) -> Iterator[Finding]:
             fix = node.get("fix") or "check the store's address, keys and permissions from that node"
             yield _found(Severity.BREAKS, f"the store {store['url']} from {node['ip']}: {node['error']}", fix)
         elif node["hidden_from_it"]:
-            what = f"{node['ip']} does not see in {store['url']} what {_some(node['hidden_from_it'])} wrote there"
+            fault = f"{node['ip']} does not see in {store['url']} what {_some(node['hidden_from_it'])} wrote there"
             fix = f"use a shared directory (NFS) or {shared_forms()}: all nodes must see the same store"
-            yield _found(Severity.BREAKS, what, fix)
+            yield _found(Severity.BREAKS, fault, fix)
     limitations = (tuple(one) for node in store["nodes"] for one in node.get("limitations", ()))
-    for what, fix in dict.fromkeys(limitations):
-        yield _found(Severity.NOTE, f"{store['url']}: {what}", fix)
+    for fault, fix in dict.fromkeys(limitations):
+        yield _found(Severity.NOTE, f"{store['url']}: {fault}", fix)
 
 
 def _devices(report: dict[str, Any]) -> Iterator[Finding]:
@@ -307,8 +311,8 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
         best = max(one["flops"] for one in gpus if one["kind"] == kind)
         slow = list(dict.fromkeys(one["node"] for one in gpus if one["kind"] == kind and one["flops"] < 0.7 * best))
         if slow:
-            what = f"a {kind} on {_some(slow)} reaches less than 70 % of the speed of the fastest {kind}"
-            yield _found(Severity.SLOWS, what, "check for overheating, a power limit, or another process (nvidia-smi)")
+            fault = f"a {kind} on {_some(slow)} reaches less than 70 % of the speed of the fastest {kind}"
+            yield _found(Severity.SLOWS, fault, "check for overheating, a power limit, or another process (nvidia-smi)")
 
 
 def _cards(report: dict[str, Any]) -> Iterator[Finding]:
@@ -321,32 +325,32 @@ def _cards(report: dict[str, Any]) -> Iterator[Finding]:
             drivers[seen["driver"]].append(node["ip"])
         kinds = list(dict.fromkeys(card["kind"] for card in cards))
         if len(kinds) > 1:
-            what = f"node {node['ip']} has different cards: {', '.join(kinds)}; the ranks of a stage share a node"
+            fault = f"node {node['ip']} has different cards: {', '.join(kinds)}; the ranks of a stage share a node"
             fix = "start Ray with CUDA_VISIBLE_DEVICES set to those of one kind; a stage waits for its slowest card"
-            yield _found(Severity.SLOWS, what, fix)
+            yield _found(Severity.SLOWS, fault, fix)
         for card in cards:
             major, minor = card.get("capability", BF16_SINCE)
             if (major, minor) < BF16_SINCE and node["ip"] not in old[f"{card['kind']} ({major}.{minor})"]:
                 old[f"{card['kind']} ({major}.{minor})"].append(node["ip"])
         places = [card["bus"] for card in cards if card.get("bus")]
         if len(set(places)) < len(places):
-            what = f"node {node['ip']} has parts of one card (MIG) as several devices; NCCL does not connect them"
+            fault = f"node {node['ip']} has parts of one card (MIG) as several devices; NCCL does not connect them"
             fix = "give a run one part of each card, or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or newer)"
-            yield _found(Severity.SLOWS, what, fix)
+            yield _found(Severity.SLOWS, fault, fix)
         for kind in dict.fromkeys(card["kind"] for card in cards if card.get("time_limit")):
-            what = f"the driver of {node['ip']} ends kernels that run for seconds on {kind}, which drives a display"
+            fault = f"the driver of {node['ip']} ends kernels that run for seconds on {kind}, which drives a display"
             fix = (
                 "run no desktop on that card (`sudo systemctl isolate multi-user.target`, or another card for the "
                 'display); or set Option "Interactive" "off" in the Device section of xorg.conf'
             )
-            yield _found(Severity.BREAKS, f"{what}: NCCL's run for as long as they wait for another rank", fix)
+            yield _found(Severity.BREAKS, f"{fault}: NCCL's run for as long as they wait for another rank", fix)
         for kind in dict.fromkeys(card["kind"] for card in cards if card.get("supported") is False):
-            what = f"torch on {node['ip']} has no kernels for {kind}"
+            fault = f"torch on {node['ip']} has no kernels for {kind}"
             fix = "install a torch that is built for this card (an older CUDA supports older cards)"
-            yield _found(Severity.BREAKS, what, fix)
+            yield _found(Severity.BREAKS, fault, fix)
     for kind, nodes in old.items():
-        what = f"{kind} on {_some(nodes)} is too old for bf16, which needs compute capability 8.0 (A100)"
-        yield _found(Severity.NOTE, what, "use train.precision fp32 there, or leave these nodes out")
+        fault = f"{kind} on {_some(nodes)} is too old for bf16, which needs compute capability 8.0 (A100)"
+        yield _found(Severity.NOTE, fault, "use train.precision fp32 there, or leave these nodes out")
     if len(drivers) > 1:
         listed = ", ".join(f"{version} on {_some(nodes)}" for version, nodes in sorted(drivers.items()))
         yield _found(Severity.NOTE, f"the nodes have different GPU drivers: {listed}", "install the same on every node")

@@ -32,7 +32,7 @@ class GemmaOptions(WindowOptions):
 
 
 def layer_weights(options: GemmaOptions, *, head_norms: bool) -> list[Weight]:
-    """Returns the weights of `raypp.models.sandwich.SandwichLayer`."""
+    """Returns the weights of `raypp.models.layers.SandwichLayer`."""
     attention = weights.attention(options, head_norms=head_norms)
     norms = [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in _NORMS]
     found = [*attention, *norms, *weights.gated(options)]

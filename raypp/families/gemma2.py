@@ -12,7 +12,7 @@ from raypp.spec.attention_rule import AttentionRule
 from raypp.spec.family import Family, HfFormat, Weight
 
 if TYPE_CHECKING:
-    from raypp.models.sandwich import SandwichLayer
+    from raypp.models.layers import SandwichLayer
 
 
 class Gemma2Options(gemma.GemmaOptions):
@@ -38,7 +38,7 @@ def layer_weights(options: Gemma2Options, index: int) -> list[Weight]:
 
 
 def build_layer(options: Gemma2Options, index: int) -> SandwichLayer:
-    from raypp.models.sandwich import SandwichLayer
+    from raypp.models.layers import SandwichLayer
 
     return SandwichLayer(options, index)
 

@@ -11,7 +11,7 @@ from raypp.spec.family import Family, HfFormat, Only, Weight
 from raypp.spec.rope import Rotary
 
 if TYPE_CHECKING:
-    from raypp.models.sandwich import SandwichLayer
+    from raypp.models.layers import SandwichLayer
 
 _PATTERN = 6
 _GLOBAL, _LOCAL = 1_000_000.0, 10_000.0
@@ -37,7 +37,7 @@ def layer_weights(options: Gemma3Options, index: int) -> list[Weight]:
 
 
 def build_layer(options: Gemma3Options, index: int) -> SandwichLayer:
-    from raypp.models.sandwich import SandwichLayer
+    from raypp.models.layers import SandwichLayer
 
     return SandwichLayer(options, index, head_norms=True)
 

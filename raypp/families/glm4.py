@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from raypp.families import weights
 from raypp.families.glm import DEFAULTS_OF_BOTH, EXACT_OF_BOTH, GlmOptions
-from raypp.families.partial_rotary import PARTIAL_SETTINGS, rotary
+from raypp.families.layer_kinds import PARTIAL_SETTINGS, rotary
 from raypp.spec.family import Family, HfFormat, Weight
 
 if TYPE_CHECKING:

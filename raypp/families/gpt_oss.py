@@ -64,8 +64,8 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     quantised = config.get("quantization_config")
     if quantised is not None and quantised.get("quant_method") != _MXFP4:
         method = str(quantised.get("quant_method"))[:_SHOWN]
-        what = f"{place}: quantization_config {method!r}: raypp reads quantised experts in {_MXFP4} only"
-        raise JobError(Problem("model.from_hf", what, "use a copy in bf16"))
+        fault = f"{place}: quantization_config {method!r}: raypp reads quantised experts in {_MXFP4} only"
+        raise JobError(Problem("model.from_hf", fault, "use a copy in bf16"))
     scaling = {} if config.get("rope_scaling") else {"rope": _ROPE}
     return {**layer_kinds.read_types(config, _PATTERN), **scaling}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raypp.families import qwen_window, weights
+from raypp.families import layer_kinds, weights
 from raypp.spec.family import Family, HfFormat, Weight
 from raypp.spec.models import WindowOptions
 
@@ -31,8 +31,8 @@ FAMILY = Family(
     hf=HfFormat(
         "qwen2",
         "Qwen2ForCausalLM",
-        read=qwen_window.read,
-        write=qwen_window.write,
+        read=layer_kinds.read,
+        write=layer_kinds.write,
         own=frozenset({"layer_types"}),
     ),
     options=WindowOptions,

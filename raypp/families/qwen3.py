@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raypp.families import qwen_window, weights
+from raypp.families import layer_kinds, weights
 from raypp.spec.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Weight
 from raypp.spec.models import WindowOptions
 
@@ -38,8 +38,8 @@ FAMILY = Family(
         settings={**SETTINGS, "attention_bias": "attention_bias"},
         defaults={**DEFAULTS, "head_dim": 128, "attention_bias": False},
         exact=EXACT,
-        read=qwen_window.read,
-        write=qwen_window.write,
+        read=layer_kinds.read,
+        write=layer_kinds.write,
         own=frozenset({"layer_types"}),
     ),
     options=WindowOptions,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypp.errors import JobError, Problem
 from raypp.families import weights
-from raypp.families.partial_rotary import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
+from raypp.families.layer_kinds import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
 from raypp.spec.family import DEFAULTS, NO, Family, HfFormat, Only, Weight
 from raypp.spec.models import StageEnds
 
@@ -45,13 +45,13 @@ def check_heads(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """
     width, heads, given = config["hidden_size"], config["num_attention_heads"], config.get("head_dim")
     if width % heads:
-        what = f"hidden_size {width} is not divisible by num_attention_heads {heads}"
+        fault = f"hidden_size {width} is not divisible by num_attention_heads {heads}"
     elif given and given != width // heads:
-        what = f"head_dim {given} is not supported: the model's heads are hidden_size / num_attention_heads wide"
+        fault = f"head_dim {given} is not supported: the model's heads are hidden_size / num_attention_heads wide"
     else:
         return {}
     fix = "check that this is the config.json of a language model"
-    raise JobError(Problem("model.from_hf", f"{place}: {what}", fix))
+    raise JobError(Problem("model.from_hf", f"{place}: {fault}", fix))
 
 
 FAMILY = Family(

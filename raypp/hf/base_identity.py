@@ -55,6 +55,6 @@ def with_base_id(options: DecoderOptions, files: HfFiles) -> DecoderOptions:
         return options
     found, known = base_identity(files), options.lora.base_id
     if known is not None and found is not None and found != known:
-        what = f"{files.store.url} holds other weights ({found}) than those the adapters belong to ({known})"
-        raise JobError(Problem(KEY, what, "name the model that the run began with, or start a new run"))
+        fault = f"{files.store.url} holds other weights ({found}) than those the adapters belong to ({known})"
+        raise JobError(Problem(KEY, fault, "name the model that the run began with, or start a new run"))
     return options.model_copy(update={"lora": options.lora.model_copy(update={"base_id": found or known})})

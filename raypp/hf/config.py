@@ -50,8 +50,8 @@ def options_from_config(
     family = next((family for family in FAMILIES.values() if family.hf.model_type == model_type), None)
     if family is None:
         named = visible(", ".join(config.get("architectures") or [])[:_SHOWN]) or "no architecture"
-        what = f"{place}: model_type {brief(model_type)} ({named}) is not supported"
-        raise JobError(Problem(KEY, what, f"use a model of one of these families: {', '.join(FAMILIES)}"))
+        fault = f"{place}: model_type {brief(model_type)} ({named}) is not supported"
+        raise JobError(Problem(KEY, fault, f"use a model of one of these families: {', '.join(FAMILIES)}"))
     rope_key = source_of(config)
     refused = f"{place}: {rope_key} {brief(config.get(rope_key))}"
     lifted = as_version_4(config, family.hf)
@@ -72,9 +72,9 @@ def options_from_config(
     if values["tie_embeddings"] and own_head():
         values["tie_embeddings"] = False
         if "tie_embeddings" in given.model_fields_set and given.tie_embeddings:
-            what = f"is true, as in {place}, but the files hold an lm_head.weight that is not the embedding"
+            fault = f"is true, as in {place}, but the files hold an lm_head.weight that is not the embedding"
             fix = "remove the key, and both are used; a run that began without that head needs another name"
-            raise JobError(Problem("model.tie_embeddings", what, fix))
+            raise JobError(Problem("model.tie_embeddings", fault, fix))
     if contradictions := list(_contradictions(given, values, place)):
         raise JobError(contradictions)
     own = {name: getattr(given, name) for name in OWN_KEYS if name in given.model_fields_set}
@@ -86,7 +86,7 @@ def options_from_config(
     if options.rope is not None and (problems := [*rope_problems(options.rope, min(widths), "")]):
         fix = "use a model without it"
         whats = [f"{refused} is not supported: {problem.key[1:]} {problem.what}" for problem in problems]
-        raise JobError(Problem(KEY, what, fix) for what in whats)
+        raise JobError(Problem(KEY, fault, fix) for fault in whats)
     return options
 
 
@@ -114,8 +114,8 @@ def config_from_options(
     """
     family = family_of(options)
     if family is None:
-        what = f"{options.kind} has no Hugging Face format"
-        raise JobError(Problem("model.kind", what, f"use one of: {', '.join(FAMILIES)}"))
+        fault = f"{options.kind} has no Hugging Face format"
+        raise JobError(Problem("model.kind", fault, f"use one of: {', '.join(FAMILIES)}"))
     form = family.hf
     config: dict[str, Any] = {"architectures": [form.architecture], "model_type": form.model_type}
     config |= {key: only.values[-1] for key, only in form.exact.items() if only.written}
@@ -157,8 +157,8 @@ def _invalid(error: ValidationError, form: HfFormat, place: str) -> Iterator[Pro
             yield Problem(KEY, f"{place}: {details['msg']}", "check that this is the config.json of a language model")
             continue
         name = str(details["loc"][0])
-        what = f"{place}: {keys.get(name, name)} {brief(details['input'])} is not supported: {details['msg']}"
-        yield Problem(KEY, what, "check that this is the config.json of a language model")
+        fault = f"{place}: {keys.get(name, name)} {brief(details['input'])} is not supported: {details['msg']}"
+        yield Problem(KEY, fault, "check that this is the config.json of a language model")
 
 
 def _unsupported(config: Mapping[str, Any], form: HfFormat, moved: Mapping[str, str], place: str) -> Iterator[Problem]:
@@ -176,22 +176,22 @@ def _missing(config: Mapping[str, Any], form: HfFormat, place: str) -> Iterator[
         value = config.get(key)
         most = MOST_LAYERS if name == "num_layers" else LARGEST
         if isinstance(value, int) and value > most:
-            what = f"{place}: {key} is {brief(value)}; at most {most:,} are supported"
-            yield Problem(KEY, what, "check that this is the config.json of a language model")
+            fault = f"{place}: {key} is {brief(value)}; at most {most:,} are supported"
+            yield Problem(KEY, fault, "check that this is the config.json of a language model")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            said = "is missing" if key not in config else f"is {brief(value)}, not a positive integer"
-            yield Problem(KEY, f"{place}: {key} {said}", "check that this is the config.json of a language model")
+            stated = "is missing" if key not in config else f"is {brief(value)}, not a positive integer"
+            yield Problem(KEY, f"{place}: {key} {stated}", "check that this is the config.json of a language model")
 
 
 def _contradictions(given: DecoderOptions, values: Mapping[str, Any], place: str) -> Iterator[Problem]:
     for name in sorted(given.model_fields_set - {"from_hf", *OWN_KEYS}):
-        said = getattr(given, name)
-        if said is None or name not in values:
+        stated = getattr(given, name)
+        if stated is None or name not in values:
             continue
         meant = values[name]
-        if said != meant:
+        if stated != meant:
             yield Problem(
                 f"model.{name}",
-                f"is {brief(said)}, but {place} says {brief(meant)}",
+                f"is {brief(stated)}, but {place} says {brief(meant)}",
                 f"remove the key (from_hf sets it), or write {brief(meant)}" + " or more" * (name == "vocab_size"),
             )

@@ -61,8 +61,8 @@ class _Scaling(TypedDict, total=False):
 
 def shape_problems(config: Mapping[str, Any], place: str) -> Iterator[Problem]:
     """Yields the keys whose values have a wrong type or size, with the location of config.json."""
-    for told in _errors(_Config, config):
-        yield Problem("model.from_hf", f"{place}: {told}", _FIX)
+    for error in _errors(_Config, config):
+        yield Problem("model.from_hf", f"{place}: {error}", _FIX)
 
 
 def scaling_errors(scaling: Mapping[str, Any]) -> list[str]:

@@ -83,8 +83,8 @@ def export_adapter(
     files = (_WEIGHTS, *texts.files, _CONFIG)
     remarks = list(texts.remarks)
     if grown := added_rows(options):
-        what = f"the base of the adapters has {grown} more rows than {options.from_hf}, the mean of its rows"
-        remarks.append(f"{what}: add them to it, or export with --merged")
+        fault = f"the base of the adapters has {grown} more rows than {options.from_hf}, the mean of its rows"
+        remarks.append(f"{fault}: add them to it, or export with --merged")
     return Exported(files, len(tensors), sum(tensor.nbytes for tensor in tensors.values()), tuple(remarks))
 
 

@@ -132,8 +132,8 @@ def export_hf(
     files.append(_put_json(target, "config.json", exported_config(options, config, context)))
     remarks = [*merged, *texts.remarks]
     if options.from_hf is not None and options.original is None:
-        what = "the run does not hold the config.json that it began with (it is older than that, or the file too long)"
-        remarks.append(f"{what}: compare context and special ids with {options.from_hf}/config.json")
+        fault = "the run does not hold the config.json that it began with (it is older than that, or the file too long)"
+        remarks.append(f"{fault}: compare context and special ids with {options.from_hf}/config.json")
     return Exported(tuple(files), len(tensors), total, tuple(remarks))
 
 
@@ -148,8 +148,8 @@ def _tensors(options: DecoderOptions, saved: SavedTensors | MergedTensors, dtype
     for name, shape in model_tensors(options).items():
         info = saved.infos.get(name)
         if info is None or info.shape != shape:
-            what = "is not in the checkpoint" if info is None else f"has shape {list(info.shape)}, not {list(shape)}"
-            problems.append(Problem(name, what))
+            fault = "is not in the checkpoint" if info is None else f"has shape {list(info.shape)}, not {list(shape)}"
+            problems.append(Problem(name, fault))
             continue
         kind = dtype if dtype is not None and info.dtype in FLOATS else info.dtype
         found += [_Tensor(part.name, part.shape, kind, info, part.expert) for part in hf_parts(name, shape)]

@@ -130,8 +130,8 @@ def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, H
     """
     parts = list(islice((part for name, shape in wanted.items() for part in hf_parts(name, shape)), _MOST_PARTS + 1))
     if len(parts) > _MOST_PARTS:
-        what = f"has more than {_MOST_PARTS:,} tensors, with one for each expert of a layer"
-        raise CheckpointError(Problem(files.store.url, what, "check the sizes of the model"))
+        fault = f"has more than {_MOST_PARTS:,} tensors, with one for each expert of a layer"
+        raise CheckpointError(Problem(files.store.url, fault, "check the sizes of the model"))
     there = files.tensors(part.name for part in parts)
     problems = []
     for part in parts:
@@ -145,10 +145,10 @@ def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, H
             stored = tensor.shape[0]
             there[part.name] = GrownTensor(tensor.name, tensor.dtype, part.shape, tensor.key, tensor.begin, stored)
         elif tensor.shape != part.shape:
-            what = (
+            fault = (
                 f"has shape {list(tensor.shape)} in {files.place(tensor.key)}, the job's model needs {list(part.shape)}"
             )
-            problems.append(Problem(part.name, what, "check that all files, config.json included, are of one model"))
+            problems.append(Problem(part.name, fault, "check that all files, config.json included, are of one model"))
     if problems:
         left = len(problems) - _SHOWN
         raise CheckpointError([*problems[:_SHOWN], *([Problem("", f"and {left} more tensors")] if left > 0 else [])])

@@ -74,8 +74,8 @@ def import_hf(
         StoreError: A store failed. Without COMMIT, the written objects are not a checkpoint.
     """
     if options.lora is not None:
-        what = "a run that trains adapters keeps its frozen weights out of its checkpoints"
-        raise JobError(Problem("model.lora", what, f"set model.from_hf to {files.store.url}, and submit the job"))
+        fault = "a run that trains adapters keeps its frozen weights out of its checkpoints"
+        raise JobError(Problem("model.lora", fault, f"set model.from_hf to {files.store.url}, and submit the job"))
     shapes = model_tensors(options)
     there = matching_tensors(files, shapes)
     if list_checkpoints(store, run):
@@ -134,8 +134,8 @@ def one_dtype(tensors: list[HfTensor]) -> str:
     """
     kinds = sorted({tensor.dtype for tensor in tensors})
     if len(kinds) > 1:
-        what = f"experts of {' and '.join(kinds)} cannot be stacked"
-        raise JobError(Problem(tensors[0].name, what, "convert the model to one dtype"))
+        fault = f"experts of {' and '.join(kinds)} cannot be stacked"
+        raise JobError(Problem(tensors[0].name, fault, "convert the model to one dtype"))
     return kinds[0]
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from raypp.checkpoint.dtypes import DTYPES
-from raypp.checkpoint.state import Slice, model_slices
+from raypp.checkpoint.state import DTYPES, Slice, model_slices
 from raypp.errors import CheckpointError, Problem
 from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles

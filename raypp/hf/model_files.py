@@ -137,8 +137,8 @@ class HfFiles:
         with ThreadPoolExecutor(_READERS) as pool:
             spans = list(pool.map(self._span, keys))
             if (total := sum(length for length, _ in spans)) > MOST_BYTES:
-                what = f"the headers of its files have {total:,} bytes together; at most {MOST_BYTES:,} are read"
-                raise CheckpointError(Problem(self.store.url, what, _FIX))
+                fault = f"the headers of its files have {total:,} bytes together; at most {MOST_BYTES:,} are read"
+                raise CheckpointError(Problem(self.store.url, fault, _FIX))
             texts = pool.map(lambda key, span: self._get(key, LENGTH_BYTES, LENGTH_BYTES + span[0]), keys, spans)
             for key, (length, data_bytes), text in zip(keys, spans, texts, strict=True):
                 header = parse_header(text, data_bytes, self.place(key), fix=_FIX)
@@ -207,11 +207,11 @@ class HfFiles:
         if keys:
             return keys
         pickled = sorted(key for key in here if key.endswith((".bin", ".pt", ".pth", ".ckpt")))
-        what, fix = "there are no safetensors", "name a model that save_pretrained wrote and that every node can read"
+        fault, fix = "there are no safetensors", "name a model that save_pretrained wrote and that every node can read"
         if pickled:
-            what += f", only {pickled[0]}: raypp loads no pickle"
+            fault += f", only {pickled[0]}: raypp loads no pickle"
             fix = "convert the model: load it with transformers, then save_pretrained(…, safe_serialization=True)"
-        raise CheckpointError(Problem(self.store.url, what, fix))
+        raise CheckpointError(Problem(self.store.url, fault, fix))
 
     def _span(self, key: str) -> tuple[int, int]:
         """Returns the bytes of a file's header and those after it.

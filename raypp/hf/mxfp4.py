@@ -71,8 +71,8 @@ def with_dequantised(tensors: dict[str, HfTensor], place: str, fix: str) -> dict
             continue
         whole = len(blocks.shape) == _DIMS and blocks.shape[-1] == _GROUP_BYTES
         if not whole or scales.shape != blocks.shape[:-1] or {blocks.dtype, scales.dtype} != {"U8"}:
-            what = f"{blocks.dtype} {list(blocks.shape)} and {name}{_SCALES} {scales.dtype} {list(scales.shape)} in "
-            raise CheckpointError(Problem(stored, f"{what}{place} do not form a tensor in MXFP4", fix))
+            fault = f"{blocks.dtype} {list(blocks.shape)} and {name}{_SCALES} {scales.dtype} {list(scales.shape)} in "
+            raise CheckpointError(Problem(stored, f"{fault}{place} do not form a tensor in MXFP4", fix))
         experts, rows, groups, _ = blocks.shape
         shape = (experts, 2 * _GROUP_BYTES * groups, rows)
         found[name] = Mxfp4Tensor(name, "BF16", shape, blocks.key, blocks.begin, blocks, scales)

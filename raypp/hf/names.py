@@ -58,6 +58,6 @@ def model_tensors(options: DecoderOptions) -> dict[str, Shape]:
     """
     family = family_of(options)
     if family is None:
-        what = f"only {options.kind}'s own code knows its tensors"
-        raise JobError(Problem("model.kind", what, f"use one of: {', '.join(FAMILIES)}"))
+        fault = f"only {options.kind}'s own code knows its tensors"
+        raise JobError(Problem("model.kind", fault, f"use one of: {', '.join(FAMILIES)}"))
     return {name: weight.shape for name, weight in family.model_weights(options).items()}

@@ -90,8 +90,8 @@ def scaling_of(config: Mapping[str, Any], refused: str) -> RopeOptions | None:
         return None
     if not isinstance(given, Mapping):
         raise _refusal(refused, "it is not a mapping")
-    if told := scaling_errors(given):
-        raise _refusal(refused, told[0])
+    if errors := scaling_errors(given):
+        raise _refusal(refused, errors[0])
     kind = _kind(given)
     unknown = sorted(given.keys() - {*_KEYS, *_MSCALE, "rope_type", "type"})
     if unknown:

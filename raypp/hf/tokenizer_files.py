@@ -96,10 +96,10 @@ def tokenizer_files(
         )
     count, end = 1 + max(ids.values(), default=-1), _end_of(name, ids)
     if count > vocab_size and (end is None or ids[end] >= vocab_size):
-        what = f"it has {count} ids, but the model has only {vocab_size}"
+        fault = f"it has {count} ids, but the model has only {vocab_size}"
         if asked:
-            raise JobError(Problem(OPTION, f"{name} does not fit: {what}", "name the tokenizer of the run's data"))
-        return TokenizerFiles(alone, remarks=[f"the {visible(name)} tokenizer was not exported: {what}"])
+            raise JobError(Problem(OPTION, f"{name} does not fit: {fault}", "name the tokenizer of the run's data"))
+        return TokenizerFiles(alone, remarks=[f"the {visible(name)} tokenizer was not exported: {fault}"])
     files = {TOKENIZER: content} | (_beside(path.parent) if path.name == TOKENIZER else {})
     if CONFIG not in files:
         files[CONFIG] = _json(_config(end, context, plain=name == "bytes"))

@@ -53,8 +53,8 @@ def data_job(source: Source, data: str | None, pp: int, overrides: Sequence[str]
     if data is not None:
         section = _other_data(section, data, source, overrides)
     elif not section:
-        what = f"{source.place} does not name any data"
-        raise JobError(Problem(DATA, what, f"give {DATA} PATH, the text to evaluate on"))
+        fault = f"{source.place} does not name any data"
+        raise JobError(Problem(DATA, fault, f"give {DATA} PATH, the text to evaluate on"))
     elif isinstance(held_out := section.get("eval"), dict) and held_out.get("path"):
         section |= {"path": held_out["path"], "eval": None}
     document["data"] = section

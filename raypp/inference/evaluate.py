@@ -21,8 +21,8 @@ from raypp.data.corpus import Corpus
 from raypp.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError
 from raypp.inference.eval_job import DATA
+from raypp.inference.rank import load_weights
 from raypp.inference.source import Source
-from raypp.inference.stages import load_weights
 from raypp.measure.local_ranks import run_ranks
 from raypp.ports import free_port
 from raypp.records import Seat
@@ -65,8 +65,8 @@ def checked(found: dict[str, Any]) -> dict[str, Any]:
         JobError: No token of the data has a label.
     """
     if not found["tokens"]:
-        what = "has no token that follows another one: there is nothing to predict"
-        raise JobError(Problem(DATA, what, "give longer documents"))
+        fault = "has no token that follows another one: there is nothing to predict"
+        raise JobError(Problem(DATA, fault, "give longer documents"))
     return found
 
 

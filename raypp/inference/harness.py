@@ -24,7 +24,7 @@ from raypp.inference.prompts import Answer, Encoded, end_ids
 from raypp.inference.scoring import Scored
 from raypp.inference.source import Source
 from raypp.inference.task_model import TaskModel, ask_on_seat
-from raypp.pipeline.next_token import Choice
+from raypp.pipeline.decode import Choice
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train.own_seat import local_seat
@@ -83,8 +83,8 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
             add_special_tokens = not string.startswith(self._tokenizer.shown([self.prefix_token_id]))
         if add_special_tokens:
             ids, _ = framed(self._tokenizer, ids)
-        if what := lacking(self._tokenizer, ids, int(self._source.model["vocab_size"])):
-            raise JobError(Problem(TASKS, f"a text has {what}", "leave out the task"))
+        if fault := lacking(self._tokenizer, ids, int(self._source.model["vocab_size"])):
+            raise JobError(Problem(TASKS, f"a text has {fault}", "leave out the task"))
         return [int(one) for one in ids]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
@@ -97,9 +97,9 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
             found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         except _TooLong as error:
             task, most = requests[error.index].task_name, self._max_length
-            what = f"{task} has a continuation of {error.length} tokens, but the model's context has {most}"
+            fault = f"{task} has a continuation of {error.length} tokens, but the model's context has {most}"
             fix = "leave out the task, or use a model with a longer context"
-            raise JobError(Problem(TASKS, what, fix)) from None
+            raise JobError(Problem(TASKS, fault, fix)) from None
         return found
 
     def _loglikelihood_tokens(
@@ -136,8 +136,8 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         for text, settings in (request.args for request in requests):
             limit = next((settings[name] for name in _LIMITS if settings.get(name) is not None), _NEW_TOKENS)
             if not 0 < limit < self._max_length:
-                what = f"asks for {limit} new tokens, but the model's context has {self._max_length}"
-                raise JobError(Problem(TASKS, what, "set max_gen_toks in the task's generation_kwargs"))
+                fault = f"asks for {limit} new tokens, but the model's context has {self._max_length}"
+                raise JobError(Problem(TASKS, fault, "set max_gen_toks in the task's generation_kwargs"))
             tokens = self.tok_encode(text) or [self.prefix_token_id]  # something to continue
             prompts.append(Encoded(text, tokens[limit - self._max_length :], limit))
             until = settings.get("until") or []
@@ -218,12 +218,12 @@ def load_tasks(names: Sequence[str], where: str = "") -> dict[str, dict[str, Any
 
 
 def _not_loaded(name: str, error: Exception) -> JobError | UnreachableError:
-    said = " ".join(in_words(error).split())[:_SHOWN]
+    reason = " ".join(in_words(error).split())[:_SHOWN]
     for cause in causes(error):
         if isinstance(cause, ConnectionError) or type(cause).__module__.partition(".")[0] in _NETWORK:
             fix = "run it where there is a network, or use a task whose data are on this machine"
-            return UnreachableError(Problem(TASKS, f"the data of {name} cannot be fetched: {said}", fix))
-    return JobError(Problem(TASKS, f"{name} cannot be loaded: {said}", "check the task's YAML file and its data"))
+            return UnreachableError(Problem(TASKS, f"the data of {name} cannot be fetched: {reason}", fix))
+    return JobError(Problem(TASKS, f"{name} cannot be loaded: {reason}", "check the task's YAML file and its data"))
 
 
 def _tasks_on_rank(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from raypp.environment import need
 from raypp.inference.evaluate import Tell, checked, loss_on_seat
+from raypp.inference.processes import error_document
 from raypp.inference.rank import answer_request, open_decoder
-from raypp.inference.rank_error import error_document
 from raypp.inference.source import Source
 from raypp.records import Seat
 from raypp.spec.load import parse_job

@@ -102,14 +102,14 @@ def encode_prompts(
         limit = min(MOST_NEW_TOKENS, room) if max_new_tokens is None else max_new_tokens
         if not tokens:
             problems.append(Problem(place, "is empty", "give at least one token"))
-        elif what := lacking(tokenizer, tokens, int(source.model["vocab_size"])):
-            problems.append(Problem(place, f"has {what}", "change the prompt"))
+        elif fault := lacking(tokenizer, tokens, int(source.model["vocab_size"])):
+            problems.append(Problem(place, f"has {fault}", "change the prompt"))
         elif room < 1:
-            what = f"has {len(tokens)} tokens, but the context of {source.place} ends at {source.context}"
-            problems.append(Problem(place, what, f"shorten it to {source.context - 1} tokens or less"))
+            fault = f"has {len(tokens)} tokens, but the context of {source.place} ends at {source.context}"
+            problems.append(Problem(place, fault, f"shorten it to {source.context - 1} tokens or less"))
         elif limit > room:
-            what = f"has {len(tokens)} tokens: with {limit} new ones it exceeds the context of {source.context}"
-            problems.append(Problem(place, what, f"use --max-new-tokens {room} or less"))
+            fault = f"has {len(tokens)} tokens: with {limit} new ones it exceeds the context of {source.context}"
+            problems.append(Problem(place, fault, f"use --max-new-tokens {room} or less"))
         found.append(Encoded(text, tokens, limit))
     if problems:
         raise JobError(_first(problems, Problem("", f"and {len(problems) - _SHOWN} more prompts")))
@@ -128,8 +128,8 @@ def encode_conversation(source: Source, tokenizer: PromptTokenizer, text: str, m
         raise JobError(Problem("--chat", f"the conversation cannot be encoded: {error}")) from error
     room = source.context - len(tokens)
     if not tokens or room < (max_new_tokens or 1):
-        what = f"the conversation has {len(tokens)} tokens, and the context of {source.place} ends at {source.context}"
-        raise JobError(Problem("--chat", what, "begin a new one"))
+        fault = f"the conversation has {len(tokens)} tokens, and the context of {source.place} ends at {source.context}"
+        raise JobError(Problem("--chat", fault, "begin a new one"))
     return Encoded(text, tokens, max_new_tokens or min(MOST_NEW_TOKENS, room))
 
 

@@ -9,22 +9,32 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from raypp.errors import EXIT_OK, Problem, ResourcesError
-from raypp.inference.rank_error import error_document
+from raypp.checkpoint.layout import commit_key
+from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.errors import EXIT_OK, CheckpointError, Problem, ResourcesError
+from raypp.hf.base_identity import with_base_id
+from raypp.hf.initial_weights import load_from_hf
+from raypp.hf.model_files import HfFiles
+from raypp.inference.processes import error_document
 from raypp.inference.source import Source
-from raypp.inference.stages import load_stages
-from raypp.parallel.apply import compute_dtype
+from raypp.models.stage import DecoderStage, build_stage
+from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
-from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
-from raypp.pipeline.next_token import Choice
+from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, length_that_changes_keys
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Seat
+from raypp.spec.job import Job
+from raypp.storage import open_store
+from raypp.train.build import draw_weights
 from raypp.train.cuda_settings import prepare_driver, set_product_precision
 from raypp.train.lost_peer import explained, lost_peer
 from raypp.train.own_seat import local_seat
@@ -70,8 +80,10 @@ def _seat_here(source: Source, pp: int, rank: int, port: int) -> Seat:
     prepare_driver()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and torch.cuda.device_count() < pp:
-        what = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"
-        raise ResourcesError(Problem("--mesh", what, "use fewer ranks, or CUDA_VISIBLE_DEVICES= to compute on the CPU"))
+        fault = f"pp={pp} needs as many GPUs; this machine has {torch.cuda.device_count()}"
+        raise ResourcesError(
+            Problem("--mesh", fault, "use fewer ranks, or CUDA_VISIBLE_DEVICES= to compute on the CPU")
+        )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     return local_seat(rank, pp, port, source.job(pp), device=kind)
 
@@ -137,3 +149,80 @@ def answer_request(
             tell({"token": [prompt, token, finish]})
 
     decoder.run(prompts, Choice(**request["choice"]), setup["ends"], emit, rows=setup["rows"])
+
+
+@dataclass(frozen=True)
+class LoadedStages:
+    """A rank's part of a trained model.
+
+    Attributes:
+        pipeline: The cut and the placement.
+        modules: This rank's stages by index.
+    """
+
+    pipeline: ResolvedPipeline
+    modules: dict[int, DecoderStage]
+
+
+def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> LoadedStages:
+    """Builds the stages of a pipeline rank, and loads them. No communication.
+
+    Args:
+        source: The model.
+        job: From `Source.job`; its precision is the dtype of the weights, but for quantised ones.
+        rank: The pipeline rank.
+        device: The device that computes.
+
+    Raises:
+        JobError: `model.from_hf` names another base than the one the adapters belong to.
+        CheckpointError: Weights are missing, torn, or have other shapes.
+        StoreError: The store does not answer.
+    """
+    pipeline = resolve_pipeline(job)
+    last = pipeline.num_stages - 1
+    modules: dict[int, DecoderStage] = {}
+    for index in pipeline.stages_of_rank[rank]:
+        layers = pipeline.layers_of_stage[index]
+        stage = build_stage(job.model, layers, first=index == 0, last=index == last)
+        assert isinstance(stage, DecoderStage)
+        prepared = prepare_stage(stage, job, None, device).module
+        assert isinstance(prepared, DecoderStage)
+        modules[index] = prepared
+    stages = list(modules.values())
+    load_weights(source, job, stages)
+    for stage in stages:
+        stage.requires_grad_(False).eval()
+        for parameter in stage.parameters():
+            if parameter.is_floating_point():  # the frozen ones of model.lora may be in bf16
+                parameter.data = parameter.data.to(compute_dtype(job))
+    return LoadedStages(pipeline, modules)
+
+
+def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:
+    """Sets every weight of a rank's stages. No communication.
+
+    Raises:
+        JobError: `model.from_hf` names another base than the one the adapters belong to.
+        CheckpointError: Weights are missing, torn, or have other shapes; or the checkpoint was
+            removed.
+        StoreError: The store does not answer.
+    """
+    model = job.model
+    if source.store is None:
+        assert model.from_hf is not None
+        load_from_hf(model.from_hf, stages)
+        return
+    if model.lora is not None and model.from_hf is not None:
+        with_base_id(model, HfFiles(model.from_hf))
+        load_from_hf(model.from_hf, stages, frozen=True)
+    elif model.lora is not None:
+        draw_weights(stages, job, frozen=True)
+    store = open_store(source.store)
+    try:
+        load_checkpoint(store, source.run, source.step, stages, None)
+    except CheckpointError:
+        if store.head(commit_key(source.run, source.step)) is not None:
+            raise
+        fault = "was removed before it was read: its run keeps the newest checkpoints only"
+        fix = "run the command again, or resume the run with a larger checkpoint.keep"
+        raise CheckpointError(Problem(source.place, fault, fix)) from None

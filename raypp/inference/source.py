@@ -31,7 +31,7 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.spec.tokenizer_file import BESIDE, BOUNDS
 from raypp.storage import NotFound, ObjectStore, open_store
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home
 
 KEY = "RUN"
 _TOKENIZER = "tokenizer.json"
@@ -85,11 +85,11 @@ class Source:
         chosen = {"precision": precision, "seed": train.get("seed", 0)}
         job = parse_job({"name": self.run or "model", **sections, "train": chosen})
         if ":" in job.model.kind:
-            what = f"{job.model.kind} of {self.place} is a model of your own: raypp does not know its attention"
-            raise JobError(Problem("model.kind", what, "use its own code, or a built-in family"))
+            fault = f"{job.model.kind} of {self.place} is a model of your own: raypp does not know its attention"
+            raise JobError(Problem("model.kind", fault, "use its own code, or a built-in family"))
         if pp > job.model.num_layers:
-            what = f"pp={pp} has more ranks than {self.place} has layers, {job.model.num_layers}"
-            raise JobError(Problem("--mesh", what, f"use pp={job.model.num_layers} or less"))
+            fault = f"pp={pp} has more ranks than {self.place} has layers, {job.model.num_layers}"
+            raise JobError(Problem("--mesh", fault, f"use pp={job.model.num_layers} or less"))
         cut_of(job)
         return job
 
@@ -123,8 +123,8 @@ class Source:
         """
         tokenizer, known = self.tokenizer or "bytes", section_of(self.document, "data")
         if is_remote(tokenizer):
-            what = f"{self.place} is in a store, where no chat template is looked for"
-            raise JobError(Problem("--chat", what, "copy the model into a folder of this machine"))
+            fault = f"{self.place} is in a store, where no chat template is looked for"
+            raise JobError(Problem("--chat", fault, "copy the model into a folder of this machine"))
         day = known.get("template_date") or date.today().isoformat()
         named = {"tokenizer": tokenizer, "chat_template": known.get("chat_template"), "template_date": day}
         data = parse_job({"name": "model", "data": named}).data
@@ -232,12 +232,12 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _neither(argument: str, folder: Path) -> JobError:
-    what = f"{argument} is neither a run (no spec.json, no checkpoint) nor a Hugging Face model (no config.json)"
+    fault = f"{argument} is neither a run (no spec.json, no checkpoint) nor a Hugging Face model (no config.json)"
     fix = "name a run, a folder of a store with the run's name, or a folder with config.json and safetensors"
     if (folder / "adapter_config.json").exists():
-        what = f"{argument} has adapters without the model they belong to"
+        fault = f"{argument} has adapters without the model they belong to"
         fix = "name the run that trained them, or export it with --merged"
-    return JobError(Problem(KEY, what, fix))
+    return JobError(Problem(KEY, fault, fix))
 
 
 def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Source:

@@ -15,8 +15,7 @@ from raypp.inference.prompts import Encoded
 from raypp.inference.scoring import Score, Scored, Scorer
 from raypp.inference.source import Source
 from raypp.memory.fetch import from_rank_zero
-from raypp.pipeline.decode import Prompt
-from raypp.pipeline.next_token import Choice
+from raypp.pipeline.decode import Choice, Prompt
 from raypp.records import Seat
 from raypp.spec.job import Job
 from raypp.train.assemble import AssembledRank

@@ -23,7 +23,7 @@ from raypp.models.stage import build_stage
 from raypp.parallel.apply import prepare_stage
 from raypp.parallel.late_sums import LateSums
 from raypp.planning.end_weights import activation_bytes, sum_bytes
-from raypp.planning.links import message_bytes
+from raypp.planning.machines import message_bytes
 from raypp.ports import free_port
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job

@@ -34,9 +34,8 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.copy_costs import COPIES, copying_seconds
 from raypp.measure.parity import one_process_job
-from raypp.models.initial_values import initialise
 from raypp.models.loss import Targets, token_loss_sum
-from raypp.models.stage import build_stage, computes_loss
+from raypp.models.stage import build_stage, computes_loss, initialise
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole

@@ -161,22 +161,27 @@ def close_unlocked(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def peek(path: Path) -> dict[str, Any] | None:
-    """Reads the control block of a file that no living process writes; None for any other.
+@contextlib.contextmanager
+def open_shared(path: Path) -> Iterator[int]:
+    """Opens a file beside other readers.
 
-    Several processes may read it at the same time.
+    Raises:
+        BlockingIOError: A living process writes it.
+        OSError: It cannot be opened.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return read_control(descriptor)
-    except OSError:
-        return None
+        yield descriptor
     finally:
-        os.close(descriptor)
+        close_unlocked(descriptor)
+
+
+def peek(path: Path) -> dict[str, Any] | None:
+    """Reads the control block of a file that no living process writes; None for any other."""
+    with contextlib.suppress(OSError), open_shared(path) as descriptor:
+        return read_control(descriptor)
+    return None
 
 
 def write_control(descriptor: int, about: Mapping[str, Any]) -> None:
@@ -354,17 +359,11 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 def _is_dead(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with open_shared(path) as descriptor:
+            age = time.time() - os.fstat(descriptor).st_mtime
+            about = read_control(descriptor)
     except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        age = time.time() - os.fstat(descriptor).st_mtime
-        about = read_control(descriptor)
-    except OSError:
-        return False  # a living process holds it
-    finally:
-        os.close(descriptor)
+        return False  # it is gone, or a living process holds it
     if about is None:
         return age > _YOUNG_S  # its creator may be about to write the first block
     return age > _FORGET_S or not _lives(about.get("keeper"))

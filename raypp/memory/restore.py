@@ -26,9 +26,9 @@ from raypp.checkpoint.commit import job_identity
 from raypp.checkpoint.load_checkpoint import Load
 from raypp.checkpoint.state import of_one_replica
 from raypp.errors import CheckpointError
-from raypp.memory.copy_messages import parse_facts
 from raypp.memory.fetch import from_rank_zero, gather_json, give, take
 from raypp.memory.files import CONTROL_BYTES, LARGEST_TAIL, SlotName, life_of, peek
+from raypp.memory.peer import parse_facts
 from raypp.memory.rank_slots import RunLife
 from raypp.memory.slot import Slot, StoredSlot, reading, snapshot_name
 from raypp.memory.tier import MemoryTier
@@ -210,11 +210,11 @@ def load_from_memory(
     for _ in range(_TRIES):
         here = _snapshots_here(tier, damaged)
         seen = [[*key, about["committed"], about["mesh"], about["layout"]] for key, (_, _, about) in here.items()]
-        told = gather_json({"node": seat.node_rank, "address": address, "seen": seen})
+        answers = gather_json({"node": seat.node_rank, "address": address, "seen": seen})
         if result is None:
-            where = [None if one["address"] is None else tuple(one["address"]) for one in told]
-            result = FoundInMemory([one["node"] for one in told], where)
-        best, why = choose([one["seen"] for one in told], newest_commit, refused)
+            where = [None if one["address"] is None else tuple(one["address"]) for one in answers]
+            result = FoundInMemory([one["node"] for one in answers], where)
+        best, why = choose([one["seen"] for one in answers], newest_commit, refused)
         if best is None:
             result.reason = "; ".join([*reasons, why])
             return result
@@ -302,11 +302,11 @@ class _Try:
                             for number, file in enumerate(slot.files)
                             for begin, end in file.blocks(load.ranges.get(file.record.key, ()))
                         ]
-        told = self._agree(wants)
-        if told is None:
+        answers = self._agree(wants)
+        if answers is None:
             return False
         for owner, source, reader in self._transfers():
-            for number, begin, end in told[reader].get(str(owner), ()):
+            for number, begin, end in answers[reader].get(str(owner), ()):
                 self._guarded(owner, partial(self._pass_data, owner, source, reader, number, begin, end))
         if load is not None and not self._failure:
             try:
@@ -387,14 +387,14 @@ class _Try:
     def _agree(self, wants: Mapping[int, Any]) -> list[dict[str, Any]] | None:
         """Tells the others of a failure; returns what each rank wants, or None if one failed."""
         bad = [[owner, self._best.source(owner, self._me)] for owner in self._bad]
-        told = gather_json({"failure": self._failure, "bad": bad, "wants": wants})
-        for owner, source in (pair for one in told for pair in one["bad"]):
+        answers = gather_json({"failure": self._failure, "bad": bad, "wants": wants})
+        for owner, source in (pair for one in answers for pair in one["bad"]):
             self.found_damage = True
             key = (self._best.attempt, self._best.step, owner)
             if self._nodes[source] == self._nodes[self._me] and key in self._here:
                 self._damaged.add(self._here[key][1])
-        self.reasons = list(dict.fromkeys(one["failure"] for one in told if one["failure"]))
-        return None if self.reasons else [one["wants"] for one in told]
+        self.reasons = list(dict.fromkeys(one["failure"] for one in answers if one["failure"]))
+        return None if self.reasons else [one["wants"] for one in answers]
 
 
 def _snapshots_here(tier: MemoryTier, damaged: set[Path]) -> Here:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
@@ -15,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypp.checkpoint.commit import ObjectRecord
-from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.commit import ObjectRecord, read_extra
 from raypp.checkpoint.ranged_reads import CheckpointFile, ObjectInMemory
 from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.tensor_file import decode_header
@@ -28,6 +26,7 @@ from raypp.memory.files import (
     SlotName,
     close_unlocked,
     open_locked,
+    open_shared,
     read_control,
     remove,
     tail_offset,
@@ -231,15 +230,13 @@ def reading(path: Path, name: SlotName) -> Iterator[StoredSlot]:
         CheckpointError: It is gone, in use, or torn; names the rank and the step.
     """
     who = snapshot_name(name.rank, name.step or 0)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        raise CheckpointError(Problem(who, "is gone")) from None
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+            descriptor = stack.enter_context(open_shared(path))
+        except BlockingIOError:
             raise CheckpointError(Problem(who, "is in use")) from None
+        except OSError:
+            raise CheckpointError(Problem(who, "is gone")) from None
         control = _complete(descriptor, name.step)
         tail = None if control is None else _tail(descriptor, control)
         if control is None or tail is None or control["rank"] != name.rank:
@@ -247,8 +244,6 @@ def reading(path: Path, name: SlotName) -> Iterator[StoredSlot]:
         size = CONTROL_BYTES + control["data_size"]
         mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         yield StoredSlot(control, tail, memoryview(mapped)[CONTROL_BYTES:])
-    finally:
-        close_unlocked(descriptor)
 
 
 def snapshot_name(rank: int, step: int) -> str:

@@ -1,4 +1,4 @@
-"""Assigns ranks to workers according to their nodes."""
+"""Assigns ranks to workers according to their nodes, and stages to pipeline ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import Literal
 
 from raypp.errors import Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
@@ -102,3 +103,22 @@ def _blocks(nodes: Sequence[_Block], sizes: list[int]) -> list[_Block]:
         mixed = _arrange(left, smaller)
         whole += [mixed[start : start + size] for start in range(0, len(mixed), size)]
     return sorted(whole, key=min)
+
+
+Placement = Literal["loop", "v"]
+
+
+def place_stages(pp: int, num_stages: int, placement: Placement = "loop") -> list[list[int]]:
+    """Returns the stages of each pipeline rank, ascending.
+
+    "loop" assigns stages round-robin (4 ranks, 8 stages: [0,4][1,5][2,6][3,7]). "v" reverses the
+    direction at the ends, so the last stage is on the rank of the first (4 ranks, 8 stages:
+    [0,7][1,6][2,5][3,4]).
+    """
+    if num_stages % pp:
+        raise ValueError(f"{num_stages} stages cannot be divided evenly among {pp} ranks")
+    ranks: list[list[int]] = [[] for _ in range(pp)]
+    for stage in range(num_stages):
+        turn, index = divmod(stage, pp)
+        ranks[pp - 1 - index if placement == "v" and turn % 2 else index].append(stage)
+    return ranks

@@ -7,6 +7,7 @@ width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -273,3 +274,22 @@ class DecoderLayer(nn.Module):
         """
         out: Tensor = self.get_submodule(self.mlp_name)(x_BTC)
         return out
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+class SandwichLayer(DecoderLayer):
+    """Attention and a feed-forward block with GELU, each between two norms with gain 1 + weight.
+
+    Args:
+        options: The `model:` section.
+        head_norms: Queries and keys are normalised per head.
+        index: The global index of the layer.
+    """
+
+    def __init__(self, options: DecoderOptions, index: int, *, head_norms: bool = False) -> None:
+        width, rule = options.hidden_size, options.attention_rule(index)
+        attention = Attention(options, head_norms=head_norms, rule=rule, norm=OffsetRMSNorm)
+        mlp = GatedFeedForward(width, options.ffn_size, partial(F.gelu, approximate="tanh"))
+        super().__init__(options, attention, mlp, norms=_NORMS, norm=OffsetRMSNorm)

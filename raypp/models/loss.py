@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from raypp.planning.loss_chunks import chunk_sizes
+from raypp.planning.loss_memory import chunk_sizes
 
 IGNORED = -100
 """The label of a token that has none."""

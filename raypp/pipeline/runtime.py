@@ -26,9 +26,9 @@ from raypp.models.stage import computes_loss
 from raypp.parallel.late_sums import free_within_backward, reduce_within_backward
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
-from raypp.pipeline.clock import ActionClock
+from raypp.pipeline.device_clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
-from raypp.pipeline.sum_start import sum_start
+from raypp.pipeline.wire import sum_start
 from raypp.schedules.action import Action, Kind, Program, stages_with_backward
 from raypp.schedules.communication import Line, Send
 from raypp.schedules.posting import Posting, posting_on, with_messages

@@ -12,7 +12,7 @@ from typing import Literal
 
 from raypp.errors import JobError
 from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
-from raypp.mesh.stage_placement import Placement, place_stages
+from raypp.mesh.seating import Placement, place_stages
 from raypp.planning.end_weights import end_weights
 from raypp.planning.flops import recompute_factor
 from raypp.schedules.catalogue import schedule_named

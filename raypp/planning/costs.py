@@ -249,7 +249,7 @@ def read_costs(path: Path, job: Job) -> Costs:
         shown = visible(", ".join(differs[:_SHOWN])) + (" and others" if len(differs) > _SHOWN else "")
         raise JobError(f"{path} was measured for another job: {shown} differ", fix)
     document: Mapping[str, Any] = found
-    lacks = [said for name, said in _ADDED.items() if name not in document]
+    lacks = [text for name, text in _ADDED.items() if name not in document]
     parts: dict[str, Any] = {name: Part(**document[name]) for name in ("layer", "first", "last")}
     numbers: dict[str, Any] = {name: document[name] for name in NUMBERS if name in document}
     where = f"{visible(found.get('measured', ''))} on {visible(found.get('device', 'a device'))}"

@@ -15,12 +15,10 @@ from itertools import pairwise
 
 from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
-from raypp.planning.cards import cards_of_nodes
-from raypp.planning.choose_lookahead import best_depth, depths, fits_by_plan
+from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths, fits_by_plan
 from raypp.planning.costs import Costs
 from raypp.planning.end_weights import activation_bytes, sum_bytes
-from raypp.planning.links import message_bytes
-from raypp.planning.machines import Machines, Node
+from raypp.planning.machines import Machines, Node, message_bytes
 from raypp.planning.memory import RankMemory, gathered_bytes, memory_kind, rank_memory, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NotRequired
 
@@ -15,6 +16,10 @@ from typing_extensions import TypedDict
 from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import arrange
+from raypp.planning.activations import microbatch_tokens
+from raypp.planning.choices import wire_of
+from raypp.planning.resolve import ResolvedPipeline
+from raypp.spec.job import Job
 from raypp.untrusted.documents import Bounds, Count, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
@@ -206,3 +211,49 @@ def read_machines(path: Path) -> Machines:
 
 def _node(name: str, speeds: Sequence[float], memory: int) -> Node:
     return Node(name, max(1, len(speeds)), min(speeds, default=1.0), memory)
+
+
+_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The boundary between two neighbouring stages.
+
+    Attributes:
+        stage: The stage before the boundary; the other one is `stage + 1`.
+        from_rank: Pipeline rank of the stage before it.
+        to_rank: Pipeline rank of the stage after it.
+        crosses_ranks: False if one rank holds both stages, so that nothing is sent.
+        bytes_per_microbatch: Bytes of an activation. The gradient that comes back has the same
+            size.
+        bytes_per_step: Bytes of both directions and all microbatches of one pipeline.
+    """
+
+    stage: int
+    from_rank: int
+    to_rank: int
+    crosses_ranks: bool
+    bytes_per_microbatch: int
+    bytes_per_step: int
+
+
+def message_bytes(job: Job) -> int:
+    """Returns the bytes of the larger message between two ranks, activations or gradients.
+
+    A message has micro_batch_size · seq_len · hidden_size values, divided over cp ranks. Rows are
+    assumed to be data.seq_len long; negotiated lengths are shorter. int8 also sends an fp32 scale
+    per token.
+    """
+    wire, tokens, width = wire_of(job), microbatch_tokens(job), job.model.hidden_size
+    rows = [width + 4 if kind == "int8" else width * _BYTES[kind] for kind in (wire.activations, wire.gradients)]
+    return tokens * max(rows)
+
+
+def boundaries(job: Job, pipeline: ResolvedPipeline) -> list[Boundary]:
+    """All borders of a pipeline, from the first stage to the last."""
+    found = []
+    for stage, (upper, lower) in enumerate(pairwise(pipeline.rank_of_stage)):
+        size = message_bytes(job) if upper != lower else 0
+        found.append(Boundary(stage, upper, lower, upper != lower, size, 2 * size * pipeline.microbatches))
+    return found

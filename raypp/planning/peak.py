@@ -8,8 +8,7 @@ from raypp.planning.activations import Kind
 from raypp.planning.memory import RankMemory, rank_memory
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.stored_bytes import size_text
-from raypp.schedules.repeats import without_repeats
-from raypp.schedules.waiting import waiting_sends
+from raypp.schedules.waiting import waiting_sends, without_repeats
 from raypp.spec.job import Job
 
 CERTAIN = 0.9

@@ -14,7 +14,7 @@ from raypp.errors import ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.flops import flops_per_token
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
-from raypp.planning.links import Boundary, boundaries
+from raypp.planning.machines import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
 from raypp.planning.offload import offload_in_words
 from raypp.planning.predict import Grounds, Prediction, kind_of, predict, stage_times

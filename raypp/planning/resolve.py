@@ -13,12 +13,11 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from raypp.mesh.stage_placement import Placement, place_stages
+from raypp.mesh.seating import Placement, place_stages
 from raypp.planning.choices import Wire, cut_of, lookahead_of, schedule_of, wire_of
 from raypp.planning.end_weights import end_weights
 from raypp.schedules.action import Action, Program, without_idle_backwards
-from raypp.schedules.catalogue import build_program, schedule_named
-from raypp.schedules.forward_only import build_forward_only
+from raypp.schedules.catalogue import build_forward_only, build_program, schedule_named
 from raypp.schedules.simulate import Simulator
 from raypp.spec.job import Job
 from raypp.spec.lora import trains

@@ -84,8 +84,8 @@ def policy_of(recovery: RecoverySection) -> Policy:
     try:
         made = build(recovery)
     except Exception as error:  # it may be the user's code
-        what = f"{recovery.policy} raised {in_words(error)}"
-        raise JobError(Problem(_KEY, what, fix)) from error
+        fault = f"{recovery.policy} raised {in_words(error)}"
+        raise JobError(Problem(_KEY, fault, fix)) from error
     if not callable(getattr(made, "decide", None)):
         raise JobError(Problem(_KEY, f"{recovery.policy} returned {type(made).__name__}, which is not a policy", fix))
     policy: Policy = made

@@ -1,16 +1,18 @@
-"""Finds schedules by name. raypp's own are the modules of this package that declare a `KIND`."""
+"""Finds schedules by name, raypp's own (modules with a `KIND`) and a user's, which it checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any, Literal, cast
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, in_words
 from raypp.kinds import SCHEDULES, ScheduleKind
-from raypp.schedules.action import Program, with_whole_backwards
-from raypp.schedules.custom import from_csv, own_schedule
+from raypp.schedules.action import Action, Program, parse_actions, with_whole_backwards
+from raypp.schedules.validity import check_program
 from raypp.spec.limits import ACTIONS, STAGES
+from raypp.untrusted.files import read_file
 
 __all__ = ["SCHEDULES", "build_program", "schedule_named", "size_problems"]
 
@@ -67,12 +69,12 @@ def size_problems(schedule: ScheduleKind, pp: int, stages_per_rank: int, microba
     if not schedule.allows_stages(stages_per_rank):
         need = str(least) if least == most else f"{least} to {most}"
         others = [kind.name for kind in SCHEDULES.usable() if kind.allows_stages(stages_per_rank)]
-        instead = f", or {' or '.join(others)}" if others else ""
+        alternatives = f", or {' or '.join(others)}" if others else ""
         problems.append(
             Problem(
                 "pipeline.stages_per_rank",
                 f"{schedule.name} takes {need} per rank, not {stages_per_rank}",
-                f"use pipeline.stages_per_rank {schedule.nearest_stages(stages_per_rank)}{instead}",
+                f"use pipeline.stages_per_rank {schedule.nearest_stages(stages_per_rank)}{alternatives}",
             )
         )
     fewest = schedule.least_microbatches(pp)
@@ -101,6 +103,149 @@ def too_large(pp: int, stages_per_rank: int, microbatches: int) -> Iterator[Prob
         fix = f"use mesh.pp ≤ {max(1, STAGES // stages_per_rank):,}"
         yield Problem("mesh.pp", f"{ranks} are {stages:,} stages; a pipeline has at most {STAGES:,}", fix)
     elif 2 * stages * microbatches > ACTIONS:
-        what = f"{microbatches:,} on {stages:,} stage{'s' if stages > 1 else ''} make {2 * stages * microbatches:,} "
+        fault = f"{microbatches:,} on {stages:,} stage{'s' if stages > 1 else ''} make {2 * stages * microbatches:,} "
         fix = f"use at most {ACTIONS // (2 * stages):,}, with a larger train.micro_batch_size"
-        yield Problem("pipeline.microbatches", f"{what}actions; a program has at most {ACTIONS:,}", fix)
+        yield Problem("pipeline.microbatches", f"{fault}actions; a program has at most {ACTIONS:,}", fix)
+
+
+_KEY = "pipeline.schedule"
+_SHOWN = 5
+_FILE_BYTES = 32 << 20
+
+
+def own_schedule(kind: ScheduleKind) -> ScheduleKind:
+    """Wraps a user's own schedule so that its programs are checked.
+
+    The user's builder, `function(pp, stages_per_rank, microbatches, lookahead=0)`, returns a list
+    of actions for every rank (`Action`, or text such as `0F1`). The attribute `placement = "v"` of
+    the function selects the V placement.
+
+    Raises:
+        JobError: The schedule cannot be imported, or is not a function.
+    """
+    name, function = kind.name, kind.build()
+    if not callable(function):
+        fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
+        raise JobError(Problem(_KEY, f"{name} is not a function", fix))
+    placement: Literal["loop", "v"] = "v" if getattr(function, "placement", kind.placement) == "v" else "loop"
+
+    def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+        try:
+            made = function(pp, stages_per_rank, microbatches, lookahead)
+        except JobError:
+            raise
+        except Exception as error:  # user code may raise anything; report it as a problem of the job
+            asked = f"pp {pp}, stages_per_rank {stages_per_rank}, microbatches {microbatches}, lookahead {lookahead}"
+            fault = f"{name} raised {in_words(error)} (called with {asked})"
+            fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
+            raise JobError(Problem(_KEY, fault, fix)) from error
+        try:
+            rows = {int(rank): [_action(item) for item in actions] for rank, actions in dict(made).items()}
+        except (TypeError, ValueError) as error:
+            fix = "return {rank: ['0F0', '0B0', ...], ...}"
+            raise JobError(Problem(_KEY, f"{name} did not return a valid program: {error}", fix)) from error
+        return _checked(name, rows, pp, stages_per_rank, microbatches, placement)
+
+    return replace(kind, builder=build, placement=placement)
+
+
+def from_csv(path: str) -> ScheduleKind:
+    """Loads a schedule from a CSV file: one row per rank, in rank order, of actions such as `0F1`.
+
+    Empty cells are allowed; they mark where a rank waits. Stages may be placed in a loop or in a V;
+    the rows determine which.
+
+    Raises:
+        JobError: The file cannot be read, or a cell is not an action.
+    """
+    try:
+        lines = read_file(Path(path), _FILE_BYTES, JobError, _KEY).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise JobError(Problem(_KEY, f"cannot read {path}: {error}", "name a file that every node can read")) from error
+    rows: dict[int, list[Action]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip(" ,"):
+            continue
+        try:
+            rows[len(rows)] = parse_actions(line)
+        except ValueError as error:
+            raise JobError(
+                Problem(_KEY, f"{path}:{number}: {error}", "write one row per rank, e.g. 0F0,0F1,0B0,0B1")
+            ) from error
+    last = 1 + max((action.stage for actions in rows.values() for action in actions), default=0)
+    first_row = {action.stage for action in rows.get(0, ())}
+    placement: Literal["loop", "v"] = "v" if last > len(rows) > 1 and last - 1 in first_row else "loop"
+
+    def build(pp: int, stages_per_rank: int, microbatches: int, lookahead: int = 0) -> Program:
+        return _checked(path, rows, pp, stages_per_rank, microbatches, placement)
+
+    return replace(ScheduleKind.undeclared(path), builder=build, placement=placement, own=True)
+
+
+def _action(item: Any) -> Action:
+    return item if isinstance(item, Action) else Action.parse(str(item))
+
+
+def _checked(
+    name: str,
+    rows: dict[int, list[Action]],
+    pp: int,
+    stages_per_rank: int,
+    microbatches: int,
+    placement: Literal["loop", "v"],
+) -> Program:
+    wrong = check_program(rows, _stages(pp, stages_per_rank, placement), microbatches)
+    if wrong:
+        more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
+        fault = f"{name} cannot run with {pp} ranks of {stages_per_rank} stages and {microbatches} microbatches: "
+        fix = "give each stage F, then B (or I and W), of every microbatch, on the rank that holds it"
+        raise JobError(Problem(_KEY, fault + "; ".join(wrong[:_SHOWN]) + more, fix))
+    return rows
+
+
+def _stages(pp: int, stages_per_rank: int, placement: Literal["loop", "v"]) -> Sequence[Sequence[int]]:
+    turns = range(stages_per_rank)
+    return [[t * pp + (pp - 1 - r if placement == "v" and t % 2 else r) for t in turns] for r in range(pp)]
+
+
+def build_forward_only(
+    pp: int, stages_per_rank: int, microbatches: int, placement: Literal["loop", "v"] = "loop"
+) -> Program:
+    """Builds the program of every rank, with the stage placement of a training schedule.
+
+    Args:
+        pp: Number of pipeline ranks.
+        stages_per_rank: Stages on each rank; 2 in a V.
+        microbatches: Number of microbatches.
+        placement: "loop": stage s is on rank s mod pp; "v": rank r has the stages r and 2·pp - 1 -
+            r.
+    """
+    return _v(pp, microbatches) if placement == "v" else _loop(pp, stages_per_rank, microbatches)
+
+
+def _loop(pp: int, stages_per_rank: int, microbatches: int) -> Program:
+    """Runs rounds of `pp` microbatches through all stages, so no rank waits for the way round."""
+    rounds = [range(start, min(start + pp, microbatches)) for start in range(0, microbatches, pp)]
+    turns = range(stages_per_rank)
+    return {
+        rank: [Action(rank + turn * pp, "F", index) for part in rounds for turn in turns for index in part]
+        for rank in range(pp)
+    }
+
+
+def _v(pp: int, microbatches: int) -> Program:
+    """Builds the program of the V placement.
+
+    A microbatch returns to rank r after 2·(pp - r) - 1 forwards there. Then its two stages
+    alternate.
+    """
+    program: dict[int, list[Action]] = {}
+    for rank in range(pp):
+        ahead = min(microbatches, 2 * (pp - rank) - 1)
+        actions = [Action(rank, "F", index) for index in range(ahead)]
+        for index in range(microbatches):
+            actions.append(Action(2 * pp - 1 - rank, "F", index))
+            if ahead + index < microbatches:
+                actions.append(Action(rank, "F", ahead + index))
+        program[rank] = actions
+    return program

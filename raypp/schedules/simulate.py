@@ -14,9 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
-from raypp.schedules.repeats import without_repeats
 from raypp.schedules.shared_cards import Channel, SharedCards, Step
-from raypp.schedules.waiting import Waiting, waiting_sends
+from raypp.schedules.waiting import Waiting, waiting_sends, without_repeats
 
 
 @dataclass(frozen=True)

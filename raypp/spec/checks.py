@@ -10,7 +10,6 @@ import difflib
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from raypp.spec.quantised import width_problems
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
 from raypp.spec.tokenizer_file import TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.spec.trackers import check_trackers
-from raypp.untrusted.files import special_kind
-from raypp.untrusted.folders import Search
+from raypp.untrusted.files import files_below, special_kind
 from raypp.untrusted.text import visible
 
 BYTE_IDS = 257
@@ -378,12 +376,7 @@ def _source(job: Job) -> SourceKind | None:
 def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
     if is_remote(path):
         return
-    try:
-        there = exists(path)
-    except JobError as error:
-        yield from (replace(problem, key=key) for problem in error.problems)
-        return
-    if not there:
+    if not exists(path):
         noun = "nothing matches" if is_glob(path) else "there is no"
         if Path(path).is_absolute():
             yield Problem(key, f"{noun} {visible(path)}", "check the path")
@@ -395,7 +388,7 @@ def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
         yield Problem(key, f"{visible(path)} is {kind}", "name a regular file, or a directory")
     elif os.path.isfile(path) and os.path.getsize(path) == 0:  # noqa: PTH113, PTH202 - false where not allowed
         yield Problem(key, f"{visible(path)} is empty", "name a file that contains text")
-    elif os.path.isdir(path) and not any(map(os.path.isfile, Search(key, error=JobError).below(Path(path)))):  # noqa: PTH112
+    elif os.path.isdir(path) and not any(map(os.path.isfile, files_below(Path(path)))):  # noqa: PTH112
         yield Problem(key, f"the directory {visible(path)} contains no files", "name a directory that contains files")
 
 

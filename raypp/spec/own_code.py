@@ -13,8 +13,7 @@ from pathlib import Path
 from raypp.errors import JobError
 from raypp.spec.checks import named_kinds
 from raypp.spec.job import Job
-from raypp.untrusted.files import read_file
-from raypp.untrusted.folders import Search
+from raypp.untrusted.files import files_below, read_file
 
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 MOST_BYTES = 256 << 20
@@ -53,8 +52,7 @@ def _files(top: str) -> Iterator[tuple[str, Path]]:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     single = [Path(spec.origin)] if spec.origin and spec.has_location and not folders else []
-    search = Search(f"module {top}", error=JobError)
-    for path in [*single, *(path for folder in folders for path in sorted(map(Path, search.below(folder))))]:
+    for path in [*single, *(path for folder in folders for path in sorted(map(Path, files_below(folder))))]:
         home = path.parent if path in single else next(folder.parent for folder in folders if folder in path.parents)
         kept = path.is_file() and path.suffix in _SUFFIXES and "__pycache__" not in path.parts
         if kept and not any(place in path.parents for place in _INSTALLED):

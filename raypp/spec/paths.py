@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import re
 from pathlib import Path
 
-from raypp.errors import JobError
 from raypp.spec.job import Job
 from raypp.spec.tokenizer_file import tokenizer_path
-from raypp.untrusted.folders import Search
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, matches
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -78,18 +75,11 @@ def resolve_path(path: str, directory: Path) -> str:
         return str(expanded)
     for start in (Path.cwd(), directory):
         candidate = start / expanded
-        with contextlib.suppress(JobError):  # spec.checks searches again, and reports it
-            if exists(str(candidate)):
-                return str(candidate)
+        if exists(str(candidate)):
+            return str(candidate)
     return str(expanded)
 
 
 def exists(path: str) -> bool:
-    """Whether the local path exists, or the glob matches something.
-
-    Raises:
-        JobError: The search for matches looked at too many files.
-    """
-    if os.path.lexists(path):
-        return True
-    return is_glob(path) and next(Search(path, error=JobError).matches(path), None) is not None
+    """Whether the local path exists, or the glob matches something."""
+    return os.path.lexists(path) or (is_glob(path) and next(matches(path), None) is not None)

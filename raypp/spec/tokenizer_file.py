@@ -13,8 +13,7 @@ from typing_extensions import TypedDict
 
 from raypp.errors import DataError, Problem
 from raypp.untrusted.documents import Bounds, parse_as, parse_json
-from raypp.untrusted.files import read_file
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible
 
 BOUNDS = Bounds(size=256 << 20, values=4_000_000)

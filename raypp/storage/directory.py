@@ -33,8 +33,7 @@ from raypp.storage.store import (
     too_large,
 )
 from raypp.storage.store_retry import Patience
-from raypp.untrusted.files import kind_of
-from raypp.untrusted.paths import expand_home
+from raypp.untrusted.files import expand_home, kind_of
 from raypp.untrusted.text import visible
 
 KIND = StoreKind(

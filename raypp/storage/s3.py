@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import StoreKind
-from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3_client import (
     CONFLICT,
     CONNECTIONS,
@@ -48,6 +47,7 @@ from raypp.storage.store import (
     AlreadyExists,
     BucketMissing,
     Data,
+    MemorySource,
     NotFound,
     ObjectInfo,
     StoreError,

@@ -501,9 +501,9 @@ def _refusal(error: Exception, store: S3Store, place: str, after: str) -> RayppE
         )
     if code in ("NoSuchKey", "NotFound", "404") or status == 404:
         return NotFound(Problem(place, "there is no such object"))
-    what, fix = _about_the_caller(code, at, answer)
-    if what:
-        return AccessRefused(Problem(place, what, fix))
+    fault, fix = _about_the_caller(code, at, answer)
+    if fault:
+        return AccessRefused(Problem(place, fault, fix))
     if status in (401, 403):
         return AccessRefused(
             Problem(
@@ -516,13 +516,13 @@ def _refusal(error: Exception, store: S3Store, place: str, after: str) -> RayppE
         return StoreError(
             Problem(place, f"the bucket is in another region: {message}", "set AWS_REGION to the bucket's region")
         )
-    what = f"the server{at} answered {status} {code}: {message}{after}"
+    fault = f"the server{at} answered {status} {code}: {message}{after}"
     if status == 429 or (status >= 500 and status not in _STAYING):
-        return StoreError(Problem(place, what, "try again later; check the server if it persists"))
+        return StoreError(Problem(place, fault, "try again later; check the server if it persists"))
     if may_pass(error):
-        return StoreError(Problem(place, what, "check the network, and every proxy before the server"))
+        return StoreError(Problem(place, fault, "check the network, and every proxy before the server"))
     fix = "check that the server implements S3, and that no proxy changes requests; `raypp doctor --store` tries all"
-    return RefusedRequest(Problem(place, what, fix))
+    return RefusedRequest(Problem(place, fault, fix))
 
 
 def _about_the_caller(code: str, at: str, answer: dict[str, object]) -> tuple[str, str]:

@@ -174,11 +174,11 @@ def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: 
     """
     from botocore.exceptions import IncompleteReadError
 
-    body, told, announced = answer["Body"], answer.get("ContentRange"), answer.get("ContentLength")
+    body, content_range, announced = answer["Body"], answer.get("ContentRange"), answer.get("ContentLength")
     try:
         size = None if announced is None else object_size(announced, place)
-        if ranged and told is not None:
-            wanted = most = _length_of_range(told, first, end, place)
+        if ranged and content_range is not None:
+            wanted = most = _length_of_range(content_range, first, end, place)
         elif ranged and answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
             raise wrong(place, "the server sent a part of the object and did not say which")
         else:  # the whole object: some servers ignore the range
@@ -189,7 +189,7 @@ def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: 
                 first -= len(skipped)
         if end is None and wanted > MOST_WHOLE_BYTES:
             raise too_large(place, wanted)
-        exact = end is None or (ranged and told is not None)
+        exact = end is None or (ranged and content_range is not None)
         data = bytes(body.read(most + 1 if exact else most))
         if len(data) > most:
             raise wrong(place, f"the server sent more than the {most:,} bytes that may come")
@@ -200,9 +200,9 @@ def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: 
         body.close()  # a connection that is read to its end has gone back already
 
 
-def _length_of_range(told: Any, first: int, end: int | None, place: str) -> int:
+def _length_of_range(content_range: Any, first: int, end: int | None, place: str) -> int:
     """Returns the length of the range that a server says it sends, if it is the wanted one."""
-    found = _RANGE.fullmatch(str(told).strip())
+    found = _RANGE.fullmatch(str(content_range).strip())
     asked = f"{first}-{'' if end is None else end - 1}"
     if found is not None:
         begin, last = int(found[1]), int(found[2])
@@ -212,4 +212,4 @@ def _length_of_range(told: Any, first: int, end: int | None, place: str) -> int:
         complete = last + 1 == min(ends) if total is not None else last + 1 <= min(ends, default=last + 1)
         if begin == first <= last and complete:
             return object_size(last + 1 - first, place)
-    raise wrong(place, f"bytes {asked} were asked for, and the server sent {visible(str(told)[:60])!r}")
+    raise wrong(place, f"bytes {asked} were asked for, and the server sent {visible(str(content_range)[:60])!r}")

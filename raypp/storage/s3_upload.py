@@ -29,9 +29,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from raypp.crc32 import crc32
-from raypp.storage.byte_source import MemorySource
-from raypp.storage.other_traffic import LOW_PRIORITY
-from raypp.storage.store import Data, NotFound
+from raypp.storage.rate_limit import LOW_PRIORITY
+from raypp.storage.store import Data, MemorySource, NotFound
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raypp.parallel.failed_groups import before_abort
+from raypp.parallel.rank_groups import before_abort
 from raypp.torch_private import backends_on
 
 log = logging.getLogger(__name__)

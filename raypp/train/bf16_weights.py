@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from raypp.models.counter_hash import LANES, hash_key, lanes, splitmix
+from raypp.models.adapter_dropout import LANES, hash_key, lanes, splitmix
 from raypp.parallel.shard import LocalRows, local_part, local_rows
 
 

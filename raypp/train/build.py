@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from raypp.models.initial_values import initialise
 from raypp.models.loss import token_loss_sum
-from raypp.models.stage import build_stage
+from raypp.models.stage import build_stage, initialise
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.replica_sums import ReplicaSums

@@ -233,7 +233,7 @@ def changes_that_fit(job: Job, capacity: int, factor: float = 1.0, patience_s: f
     question = {"job": job_document(job), "capacity": capacity, "factor": factor, "patience_s": patience_s}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "raypp.planning.fit"],
+            [sys.executable, "-m", "raypp.planning.fit_search"],
             input=json.dumps(question),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,

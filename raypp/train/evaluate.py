@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from raypp.data.loader import Microbatch
 from raypp.models.loss import token_loss_sum
-from raypp.parallel.failed_groups import check_groups
+from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Requests
 from raypp.spec.job import Job

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from raypp.errors import Problem, UnreachableError
-from raypp.parallel.failed_groups import before_join
-from raypp.parallel.rank_groups import few_ctas
+from raypp.parallel.rank_groups import before_join, few_ctas
 from raypp.records import Event, Seat
 from raypp.torch_private import backends_on, restart_group_names, set_operation_timeout
 from raypp.train.abort import abort_groups, cut_since

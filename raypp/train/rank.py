@@ -9,19 +9,19 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.announce import StoreAnnouncements
-from raypp.checkpoint.leftovers import look_after_store
+from raypp.checkpoint.retention import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
-from raypp.parallel.failed_groups import check_groups
+from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import device_marks
 from raypp.records import RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
-from raypp.storage.other_traffic import OtherTraffic
+from raypp.storage.rate_limit import OtherTraffic
 from raypp.storage.rate_limit import Pace as CablePace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.train.abort import abort_groups

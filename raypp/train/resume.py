@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.commit import list_checkpoints, read_commit, read_extra
 from raypp.checkpoint.compatibility import rate_jump
-from raypp.checkpoint.extra import read_extra
 from raypp.checkpoint.layout import commit_key, spec_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import Loader

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.data.tokenizer import framed, lacking, open_tokenizer
 from raypp.errors import JobError, Problem
 from raypp.parallel.apply import compute_dtype
-from raypp.parallel.failed_groups import check_groups
-from raypp.pipeline.decode import LENGTH, PipelineDecoder, Prompt, length_that_changes_keys
-from raypp.pipeline.next_token import Choice
+from raypp.parallel.rank_groups import check_groups
+from raypp.pipeline.decode import LENGTH, Choice, PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.records import Event
 from raypp.spec.job import Job, SampleOptions
 from raypp.train.assemble import AssembledRank

@@ -25,10 +25,9 @@ from raypp.train.nonfinite import FiniteGuard
 from raypp.train.optimizer import begin_update
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.reduce import GlobalSums, coefficient
-from raypp.train.router_losses import RouterLosses
 from raypp.train.stragglers import Pace
 from raypp.train.tune_lookahead import LookaheadTuner, chosen_event
-from raypp.train.warm_up import warm_up
+from raypp.train.warm_up import RouterLosses, warm_up
 
 CPU = torch.device("cpu")
 _AFTER_STEP = "save"

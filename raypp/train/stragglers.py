@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from raypp.mesh.geometry import Mesh
-from raypp.pipeline.clock import ActionClock
+from raypp.pipeline.device_clock import ActionClock
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.records import Event
 from raypp.train.assemble import AssembledRank

@@ -20,8 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.run_end import RunEnd, write_end
-from raypp.checkpoint.run_spec import newest_number, read_spec, write_spec
+from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_end, write_spec
 from raypp.environment import NCCL_OF_TORCH
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, RayppError, in_words
 from raypp.hf.from_hf import with_hf_sizes

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raypp.pipeline.clock import ActionClock
+from raypp.pipeline.device_clock import ActionClock
 from raypp.pipeline.link_probe import Channel, time_channels
 from raypp.pipeline.wire import wire_format
 from raypp.planning.activations import Kind, stage_activation_bytes
-from raypp.planning.cards import cards_and_links
-from raypp.planning.choose_lookahead import Depth, best_depth, depths, fits_by_plan
+from raypp.planning.choose_lookahead import Depth, best_depth, cards_and_links, depths, fits_by_plan
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.records import Event
 from raypp.schedules.simulate import Simulator, StageTimes

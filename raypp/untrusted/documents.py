@@ -137,14 +137,14 @@ def described(details: Any) -> str:
     """Describes an error of pydantic: `objects[3].size is -1: should be greater than …`."""
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{visible(part)}" for part in details["loc"])
     where = where.removeprefix(".")
-    said = details["msg"].removeprefix("Input ")
+    message = details["msg"].removeprefix("Input ")
     if details["type"] in ("missing", "missing_argument"):
         return f"{where} is missing"
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where} is not a known key"
     if details["type"] == "json_invalid":
-        return f"is not JSON: {visible(said.removeprefix('Invalid JSON: '))}"
-    return f"{where + ' ' if where else ''}is {shown(details['input'])}: {visible(said)}"
+        return f"is not JSON: {visible(message.removeprefix('Invalid JSON: '))}"
+    return f"{where + ' ' if where else ''}is {shown(details['input'])}: {visible(message)}"
 
 
 def shown(value: Any) -> str:

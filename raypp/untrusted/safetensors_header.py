@@ -84,11 +84,11 @@ def header_length(
         raise error(Problem(place, f"is not a safetensors file: it has {len(first)} bytes", fix))
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if length > MOST_BYTES:
-        what = f"is not a safetensors file: its header would have {length:,} bytes; at most {MOST_BYTES:,} are read"
-        raise error(Problem(place, what, fix))
+        fault = f"is not a safetensors file: its header would have {length:,} bytes; at most {MOST_BYTES:,} are read"
+        raise error(Problem(place, fault, fix))
     if file_bytes is not None and LENGTH_BYTES + length > file_bytes:
-        what = f"is torn: {file_bytes} bytes are there, its header alone ends at byte {LENGTH_BYTES + length}"
-        raise error(Problem(place, what, fix))
+        fault = f"is torn: {file_bytes} bytes are there, its header alone ends at byte {LENGTH_BYTES + length}"
+        raise error(Problem(place, fault, fix))
     return length
 
 
@@ -147,8 +147,8 @@ def parse_header(
             fail(f"tensors {shown(one)} and {shown(other)} overlap")
     needed = ordered[-1][1].end if ordered else 0
     if data_bytes is not None and needed > data_bytes:
-        what = f"is torn: {data_bytes} bytes of data are there, {shown(ordered[-1][0])} ends at byte {needed}"
-        raise error(Problem(place, what, fix))
+        fault = f"is torn: {data_bytes} bytes of data are there, {shown(ordered[-1][0])} ends at byte {needed}"
+        raise error(Problem(place, fault, fix))
     return SafetensorsHeader(document, metadata, needed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 
-from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
+from raypp.memory.peer import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
 from raypp.train.preflight import parse_place
 from raypp.untrusted.sockets import GREETING_BYTES, checked_greeting, greeting, greeting_fits
 from tests.fuzz import target

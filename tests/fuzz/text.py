@@ -9,8 +9,7 @@ import unicodedata
 from contextlib import redirect_stderr, redirect_stdout
 
 from raypp.cli.console import Console, Lines, Table, Text
-from raypp.cli.error_view import show_error
-from raypp.cli.output import echo, echo_json, echo_lines, styled
+from raypp.cli.output import echo, echo_json, echo_lines, show_error, styled
 from raypp.errors import JobError, Problem
 from raypp.untrusted.text import shell_word, visible, visible_lines
 from tests.fuzz import target

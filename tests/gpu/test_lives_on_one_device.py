@@ -17,7 +17,7 @@ from ranks import DEVICE, run_on_one_device, share_the_device
 from told import Told
 
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.verify import verify_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.own_seat import local_seat

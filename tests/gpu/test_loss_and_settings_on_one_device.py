@@ -12,7 +12,7 @@ from harness import run_ranks
 from ranks import DEVICE
 
 from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
-from raypp.planning import loss_chunks
+from raypp.planning import loss_memory
 from raypp.spec.load import parse_job
 from raypp.train.assemble import assemble
 from raypp.train.own_seat import local_seat
@@ -37,7 +37,7 @@ def test_the_loss_in_chunks_is_the_one_from_whole_logits(
     dtype: torch.dtype, backward_next: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("CPU_BYTES", "CUDA_BYTES"):
-        monkeypatch.setattr(loss_chunks, name, 4 * VOCABULARY * 256)
+        monkeypatch.setattr(loss_memory, name, 4 * VOCABULARY * 256)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, TOKENS, WIDTH, generator=generator).to(DEVICE, dtype).requires_grad_()
     weight = (0.3 * torch.randn(VOCABULARY, WIDTH, generator=generator)).to(DEVICE, dtype).requires_grad_()

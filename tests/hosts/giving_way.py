@@ -16,8 +16,7 @@ import threading
 import torch
 import torch.distributed as dist
 
-from raypp.storage.other_traffic import OtherTraffic
-from raypp.storage.rate_limit import Pace
+from raypp.storage.rate_limit import OtherTraffic, Pace
 from raypp.storage.s3_upload import low_priority_options
 
 MESSAGE = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from probing import HOSTS
 
 from cluster.testbed import TestBed, why_not
-from raypp.planning.cards import cards_and_links
+from raypp.planning.choose_lookahead import cards_and_links
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -16,7 +16,7 @@ from laptop import assert_same_weights, bare_environment, numbers, weights
 
 from cluster.testbed import TestBed, why_not
 from raypp.api.checked_job import load_checked_job
-from raypp.cli.init_command import TEMPLATES
+from raypp.cli.job_commands import TEMPLATES
 from raypp.observe.reader import RunReader
 from raypp.ports import free_port
 from raypp.spec.job import Job

@@ -43,8 +43,8 @@ ALLOWED = {
     ("raypp.models.kv_cache.KeyValueCache.next_token", "tensor(device=)"): _DECODE,
     ("raypp.pipeline.decode.PipelineDecoder._take", "tolist"): _DECODE,
     ("raypp.pipeline.decode.PipelineDecoder._turn", "tensor(device=)"): _DECODE,
-    ("raypp.pipeline.next_token.next_tokens", "numpy"): _DECODE,
-    ("raypp.pipeline.next_token.next_tokens", "tolist"): _DECODE,
+    ("raypp.pipeline.decode.next_tokens", "numpy"): _DECODE,
+    ("raypp.pipeline.decode.next_tokens", "tolist"): _DECODE,
     ("raypp.train.sample.Sampler.__init__", "tolist"): "token ids of prompts, which a tokenizer made on the host",
     ("raypp.train.reduce.GradientReducer.read", "cpu"): "the one wait of a step, after its last backward",
     (
@@ -62,7 +62,7 @@ ALLOWED = {
     ("raypp.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
     ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
     ("raypp.models.attention._attend", "repeat_interleave"): _COUNT,
-    ("raypp.parallel.attention_blocks._per_query_head", "repeat_interleave"): _COUNT,
+    ("raypp.parallel.ring_hops._per_query_head", "repeat_interleave"): _COUNT,
     ("raypp.parallel.ulysses.ulysses_attention", "repeat_interleave"): _COUNT,
     (
         "raypp.models.experts.StackedExperts.forward",

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.gpu_single import variants
 from benchmarks.timed_rank import job_of
-from raypp.planning.fit import memory_problems
+from raypp.planning.fit_search import memory_problems
 
 H100 = int(79.1 * 2**30)
 

@@ -12,7 +12,7 @@ import pytest
 
 from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.layout import rank_key
-from raypp.checkpoint.leftovers import find_leftovers, remove_leftovers
+from raypp.checkpoint.retention import find_leftovers, remove_leftovers
 from raypp.observe.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 

@@ -60,7 +60,7 @@ def test_the_commands_for_checkpoints_import_neither_torch_nor_ray() -> None:
 
 def test_the_parts_that_know_only_bytes_import_neither_torch_nor_boto3() -> None:
     code = (
-        "import sys, raypp.storage.s3, raypp.clusters.seaweed, raypp.checkpoint.commit, raypp.checkpoint.verify, "
+        "import sys, raypp.storage.s3, raypp.clusters.seaweed, raypp.checkpoint.commit, raypp.checkpoint.ranged_reads, "
         "raypp.checkpoint.retention, raypp.checkpoint.compatibility, raypp.checkpoint.run_spec, "
         "raypp.checkpoint.layout; "
         "print([name for name in ('torch', 'boto3') if name in sys.modules])"

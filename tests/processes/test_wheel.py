@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from raypp.cli.init_command import TEMPLATES
+from raypp.cli.job_commands import TEMPLATES
 from raypp.cli.main import COMMANDS
 from raypp.ports import free_port
 

@@ -23,7 +23,7 @@ from raypp.models.loss import IGNORED
 from raypp.models.stage import build_stage
 from raypp.observe.recorder import RunRecorder
 from raypp.parallel.context import WholeRows
-from raypp.parallel.failed_groups import before_abort
+from raypp.parallel.rank_groups import before_abort
 from raypp.pipeline.collate import collate
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job

@@ -18,9 +18,8 @@ from raypp.checkpoint.commit import read_commit
 from raypp.errors import CheckpointError
 from raypp.hf.export_model import export_hf
 from raypp.hf.from_hf import hf_options
-from raypp.inference.processes import Generators
+from raypp.inference.processes import GenerationError, Generators
 from raypp.inference.prompts import Answer, Encoded
-from raypp.inference.rank_error import GenerationError
 from raypp.inference.source import Source, find_source
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore

@@ -10,7 +10,7 @@ from comparison import assert_identical, assert_same_sums
 from test_mesh_does_not_change_numbers import document
 from training import Batch, InBothTypes, thinned, train_steps
 
-from raypp.planning import loss_chunks
+from raypp.planning import loss_memory
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
 pytestmark = pytest.mark.ranks
@@ -22,7 +22,7 @@ CHUNK = 32
 
 def in_chunks(rank: int, world: int, port: int, job: dict[str, Any], *arguments: Any) -> dict[str, Any]:
     """Trains with chunks small enough for this model."""
-    loss_chunks.CPU_BYTES = 4 * job["model"]["vocab_size"] * CHUNK
+    loss_memory.CPU_BYTES = 4 * job["model"]["vocab_size"] * CHUNK
     return train_steps(rank, world, port, job, *arguments)
 
 

@@ -23,8 +23,7 @@ from raypp.pipeline.agreement import StepPlan
 from raypp.planning.memory import rank_memory
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Requests
-from raypp.schedules.repeats import without_repeats
-from raypp.schedules.waiting import waiting_sends
+from raypp.schedules.waiting import waiting_sends, without_repeats
 from raypp.spec.load import load_job
 from raypp.torch_private import DispatchMode, read_scalar
 from raypp.train.assemble import AssembledRank

@@ -17,8 +17,7 @@ from training import seat_of, thinned
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.inference.source import find_source
 from raypp.models.stage import build_stage
-from raypp.pipeline.decode import PipelineDecoder, Prompt
-from raypp.pipeline.next_token import Choice
+from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.rank import run_rank

@@ -11,7 +11,7 @@ from test_mesh_does_not_change_numbers import document
 from told import Told
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
-from raypp.checkpoint.verify import verify_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore

@@ -11,7 +11,7 @@ from gallery import NAMES, small
 from training import Batch, thinned, train_steps
 
 from raypp.api.checked_job import load_checked_job
-from raypp.cli.init_command import TEMPLATES
+from raypp.cli.job_commands import TEMPLATES
 from raypp.spec.load import job_document
 
 pytestmark = pytest.mark.ranks

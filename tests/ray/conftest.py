@@ -21,7 +21,7 @@ from raypp.checkpoint.run_spec import newest_number, write_spec
 from raypp.clusters import local
 from raypp.clusters.dashboard import DashboardError
 from raypp.clusters.find import Cluster, find_cluster
-from raypp.clusters.known_runs import RunPlace
+from raypp.clusters.known_runs import RunPlace, cluster_name
 from raypp.control import client
 from raypp.control.protocol import RELAYS_FROM_RANKS
 from raypp.errors import RayppError, UnreachableError
@@ -92,6 +92,10 @@ class Started:
     def wait_step(self, step: int) -> None:
         self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}")
 
+    def let_go(self) -> None:
+        """Lets the ranks take the step that `hold` names."""
+        (self.place / "go").touch()
+
     def wait_end(self) -> dict[str, Any]:
         self.wait(lambda: is_final(self.reader.status()), "the end")
         return self.status()
@@ -116,7 +120,8 @@ class Started:
 
     def end_controller_for_good(self) -> None:
         """Kills the controller as if Ray had used up all its restarts."""
-        code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor('raypp/{self.name}'), no_restart=True)"
+        name = f"raypp/{cluster_name(self.url, self.name)}"
+        code = f"import ray; ray.init(namespace='raypp'); ray.kill(ray.get_actor({name!r}), no_restart=True)"
         assert self.cluster.embedded is not None
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         environment |= self.cluster.embedded.ray_environment()
@@ -183,10 +188,14 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
     """Starts runs of stand-ins on a cluster. On exit, ends the runs that are still active."""
     started: list[Started] = []
 
-    def start(name: str, *, steps: int = 20, every: int = 5, fault: str = "", url: str = "", **more: Any) -> Started:
+    def start(
+        name: str, *, steps: int = 20, every: int = 5, fault: str = "", hold: int = 0, url: str = "", **more: Any
+    ) -> Started:
+        """Starts a run. Step `hold` is not taken before `let_go` is called."""
         rank_function = more.pop("rank_function", "stand_in:run_rank")
         relays_from_ranks = more.pop("relays_from_ranks", RELAYS_FROM_RANKS)
-        environment = {"STAND_IN_DIR": str(tmp_path / name)} | ({"STAND_IN_FAULT": fault} if fault else {})
+        environment = {"STAND_IN_DIR": str(tmp_path / name), "STAND_IN_HOLD": str(hold)}
+        environment |= {"STAND_IN_FAULT": fault} if fault else {}
         job = parse_job(
             {
                 "name": name,

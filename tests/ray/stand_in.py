@@ -4,6 +4,7 @@ The ranks of a run share a directory (`STAND_IN_DIR` in `resources.env`). Rank 0
 there, `commit` holds the newest committed step, and `over-N` ends attempt N. `STAND_IN_FAULT` is
 `kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible. The kind
 `unsaved` fails the last save of an attempt, which leaves the step before in `memory` for the next.
+`STAND_IN_HOLD` is a step that is not taken before the file `go` exists.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
         if not stopped:
             step += 1
             reporter.phase("step", str(step))
+            _hold(seat, step, reporter, place)
             _write(place / "step", step)
             time.sleep(_STEP_S)
             with (place / "taken").open("a") as taken:
@@ -90,6 +92,15 @@ def _attend(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult
         time.sleep(0.02)
     step = _read(over)
     return RankResult(seat.rank, step, step < job.train.steps, None)
+
+
+def _hold(seat: Seat, step: int, reporter: Reporter, place: Path) -> None:
+    looks = 0
+    while step == int(os.environ.get("STAND_IN_HOLD", 0)) and not (place / "go").exists():
+        _stay(seat)
+        looks += 1
+        reporter.phase("step", f"{step}, held {looks}")  # a rank whose phase stays the same hangs
+        time.sleep(0.02)
 
 
 def _stay(seat: Seat) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from held_back import held_back
 
 from raypp.api.find_run import present_status
 from raypp.checkpoint.layout import attempt_key
@@ -33,7 +32,7 @@ def _environment(run, rank: int) -> dict[str, str]:
 
 
 def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) -> None:
-    run = start_run("plain", steps=120)
+    run = start_run("plain", steps=120, hold=3)
     run.wait_step(2)
     pids = run.pids()
 
@@ -41,9 +40,9 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(start_run: StartRun) ->
         return [" ".join(psutil.Process(pid).cmdline()).strip() for pid in pids]
 
     expected = [f"ray::raypp/plain/pp{pp}-fsdp{fsdp}" for pp in range(2) for fsdp in range(2)]
-    with held_back(pids):
-        run.wait(lambda: titles() == expected, f"the titles {expected}")
-        actors = run.actors()
+    run.wait(lambda: titles() == expected, f"the titles {expected}")
+    actors = run.actors()
+    run.let_go()
     assert {actor["name"] for actor in actors} >= {"raypp/plain", "raypp/plain/pp0-fsdp0", "raypp/plain/pp1-fsdp1"}
     assert {actor["repr_name"] for actor in actors} >= {"raypp/plain/pp1-fsdp0"}
 
@@ -215,10 +214,10 @@ def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
 
 @pytest.mark.slow
 def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
-    run = start_run("driver", steps=120)
+    run = start_run("driver", steps=120, hold=6)
     run.wait_step(5)
-    with held_back(run.pids()):
-        os.kill(int(run.job()["driver_info"]["pid"]), signal.SIGKILL)
+    os.kill(int(run.job()["driver_info"]["pid"]), signal.SIGKILL)
+    run.let_go()
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"]) == ("SUCCEEDED", 120, 0)
     run.assert_nothing_left()
@@ -227,10 +226,11 @@ def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
 @pytest.mark.slow
 def test_a_driver_that_was_silent_when_the_run_ended_has_its_exit_code(start_run: StartRun) -> None:
     """The controller waits only briefly for a driver of which it has heard nothing."""
-    run = start_run("silent-driver", steps=120)
+    run = start_run("silent-driver", steps=120, hold=6)
     run.wait_step(5)
     driver = int(run.job()["driver_info"]["pid"])
     os.kill(driver, signal.SIGSTOP)
+    run.let_go()
     try:
         assert run.wait_end()["state"] == "SUCCEEDED"
         run.wait(lambda: not run.living_actors(), "the end of the controller")
@@ -301,8 +301,9 @@ def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: Sta
     assert len({pid for run in (mine, hers) for pid in run.pids()}) == 4
     answer = mine.command("stop")
     assert (answer["found"], answer["state"]) == (True, "STOPPED")
-    assert mine.status()["state"] == "STOPPED" and not mine.command("facts")["found"]
-    assert [known_runs.controller_alive(run.run_place, 20.0) for run in (mine, hers)] == [False, True]
+    assert mine.status()["state"] == "STOPPED"
+    mine.wait(lambda: known_runs.controller_alive(mine.run_place, 20.0) is False, "the end of its controller")
+    assert not mine.command("facts")["found"] and hers.command("facts")["found"]
     assert hers.status()["state"] == "RUNNING"
     step = hers.status()["step"]
     hers.wait(lambda: hers.status()["step"] > step, "more steps")

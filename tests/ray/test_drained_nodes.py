@@ -7,7 +7,6 @@ import subprocess
 import time
 
 import pytest
-from held_back import held_back
 
 from raypp.clusters.find import Cluster
 from tests.ray.conftest import StartRun
@@ -35,13 +34,14 @@ def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure
 ) -> None:
     with ExtraNodes(cluster) as extra:
         three = extra.add(41, 42, 43)
-        run = start_run("drained", steps=900, every=500, resources={"cpus_per_rank": 20}, recovery={"max_restarts": 0})
+        resources, recovery = {"cpus_per_rank": 20}, {"max_restarts": 0}
+        run = start_run("drained", steps=900, every=500, hold=21, resources=resources, recovery=recovery)
         run.wait_step(20)
         used = {rank["node"] for rank in run.status()["ranks"]}
         victim = next(node for node in three if node.address in used)
         at = time.time()
-        with held_back(run.pids()):  # the command may take longer than these steps
-            _drain(cluster, victim, 120)
+        _drain(cluster, victim, 120)
+        run.let_go()
         run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
         assert {rank["node"] for rank in run.status()["ranks"]} == {node.address for node in three} - {victim.address}
         victim.kill()  # as the cloud does at the deadline

@@ -43,9 +43,10 @@ def test_a_full_disk_is_named_with_its_place(start_run: StartRun) -> None:
 @pytest.mark.slow
 @pytest.mark.gate
 def test_a_rank_that_is_told_to_end_is_saved_first_and_that_counts_for_no_failure(start_run: StartRun) -> None:
-    run = start_run("notice", steps=200, every=0, recovery={"max_restarts": 0})
+    run = start_run("notice", steps=200, every=0, hold=6, recovery={"max_restarts": 0})
     run.wait_step(5)
     os.kill(run.pids()[2], signal.SIGTERM)
+    run.let_go()
     status = run.wait_end()
     assert (status["state"], status["restarts"]) == ("SUCCEEDED", 1), run.reader.status()
     told = run.kinds()

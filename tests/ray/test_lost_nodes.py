@@ -90,8 +90,8 @@ def _trains_on(run: Started, mesh: dict[str, int]) -> None:
 
 
 def _assert_no_step_twice_or_left_out(run: Started) -> None:
-    """Asserts that the current attempt began where the one before ended. Waits for its first step: a
-    rank reports the step that it begins, and writes the step that it has taken."""
+    """Asserts that the current attempt began where the one before ended. Waits for its first step:
+    a rank reports the step that it begins, and writes the step that it has taken."""
     grown = run.status()["attempt"]
     run.wait(lambda: run.taken()[-1][0] == grown, f"a step of attempt {grown}")
     taken = run.taken()

@@ -11,9 +11,8 @@ import pytest
 
 from raypp.clusters.find import Cluster
 from raypp.control.inference_client import use_on_cluster
-from raypp.inference.processes import Generators, NewToken
+from raypp.inference.processes import GenerationError, Generators, NewToken
 from raypp.inference.prompts import Encoded
-from raypp.inference.rank_error import GenerationError
 from raypp.inference.source import find_source
 from tests.ray.extra_nodes import CPUS, ExtraNodes
 

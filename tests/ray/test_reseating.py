@@ -7,7 +7,6 @@ import os
 import signal
 
 import pytest
-from held_back import held_back
 
 from tests.ray.conftest import Started, StartRun
 
@@ -15,10 +14,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 
 def _kill_controller(run: Started) -> None:
-    # Not by a command: that starts a process on the cluster, and the run might end meanwhile.
-    with held_back(run.pids()):
-        (pid,) = (one["pid"] for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["state"] == "ALIVE")
-        os.kill(pid, signal.SIGKILL)
+    (pid,) = (one["pid"] for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["state"] == "ALIVE")
+    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -32,14 +29,13 @@ def _kill_controller(run: Started) -> None:
 def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
     start_run: StartRun, victim: int
 ) -> None:
-    run = start_run(f"survive{victim}", steps=240)
+    run = start_run(f"survive{victim}", steps=240, hold=13)
     run.wait_step(12)
 
     def standbys() -> list[str]:
         return [one["name"] for one in run.actors() if "standby" in one["name"] and one["state"] == "ALIVE"]
 
-    with held_back(run.pids()):  # its start takes seconds
-        run.wait(standbys, "a standby that runs")
+    run.wait(standbys, "a standby that runs")
     (standby,) = standbys()
     before = run.pids()
     os.kill(before[victim], signal.SIGKILL)
@@ -52,6 +48,7 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
     failed = next(event for event in run.reader.events() if event.kind == "rank_failed")
     assert (failed.rank, failed.details["kind"], failed.details["pid"]) == (victim, "killed", before[victim])
     assert f"pid {before[victim]}" in run.status()["error"]
+    run.let_go()
     status = run.wait_end()
     assert (status["state"], status["step"], status["restarts"], status["attempt"]) == ("SUCCEEDED", 240, 1, 2)
     assert [row["step"] for row in run.reader.history()] == list(range(1, 241))
@@ -60,9 +57,10 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
 
 @pytest.mark.slow
 def test_a_rank_that_raises_loses_its_process_and_the_others_keep_theirs(start_run: StartRun) -> None:
-    run = start_run("raises", steps=60, fault="raise:2:12:1", recovery={"standby": False})
+    run = start_run("raises", steps=60, fault="raise:2:12:1", hold=7, recovery={"standby": False})
     run.wait_step(6)
     before = run.pids()
+    run.let_go()
     run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
     after = run.pids()
     assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, False, True]
@@ -72,10 +70,11 @@ def test_a_rank_that_raises_loses_its_process_and_the_others_keep_theirs(start_r
 
 @pytest.mark.slow
 def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_nothing(start_run: StartRun) -> None:
-    run = start_run("phoenix", steps=150)
+    run = start_run("phoenix", steps=150, hold=13)
     run.wait_step(12)
     before = run.pids()
     _kill_controller(run)
+    run.let_go()
     run.wait(lambda: "controller_restarted" in run.kinds(), "the controller's next life")
     status = run.wait_end()
     assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 150, 1, 0)
@@ -94,11 +93,12 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
 @pytest.mark.slow
 @pytest.mark.gate
 def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_run: StartRun) -> None:
-    run = start_run("both", steps=120)
+    run = start_run("both", steps=120, hold=9)
     run.wait_step(8)
     before = run.pids()
     _kill_controller(run)
     os.kill(before[3], signal.SIGKILL)
+    run.let_go()
     status = run.wait_end()
     assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 120, 2, 1)
     assert run.pids()[:3] == before[:3]

@@ -14,7 +14,7 @@ from seaweed import BUCKET, seaweed
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.layout import commit_key, rank_key
-from raypp.checkpoint.verify import verify_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
 

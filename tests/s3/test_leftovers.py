@@ -12,7 +12,7 @@ from told import Told
 
 from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.layout import rank_key
-from raypp.checkpoint.leftovers import find_leftovers, look_after_store, remove_leftovers
+from raypp.checkpoint.retention import find_leftovers, look_after_store, remove_leftovers
 from raypp.records import Coordinates, Seat
 from raypp.storage.s3 import S3Store
 

@@ -17,13 +17,11 @@ from seaweed import BUCKET, seaweed
 from stand_in_clock import StandInClock
 
 from raypp.storage import rate_limit
-from raypp.storage.byte_source import MemorySource
 from raypp.storage.directory import DirectoryStore
-from raypp.storage.other_traffic import OtherTraffic
-from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
+from raypp.storage.rate_limit import YIELDED, Abandoned, OtherTraffic, Pace
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_upload import low_priority_options
-from raypp.storage.store import ObjectStore
+from raypp.storage.store import MemorySource, ObjectStore
 
 pytestmark = pytest.mark.s3
 HEAD = 1000

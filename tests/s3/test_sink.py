@@ -15,9 +15,8 @@ from store_contract import assert_one_of_eight_writers_wins
 
 from benchmarks.sink import KEPT_BYTES, Sink
 from raypp.storage import AlreadyExists, NotFound
-from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3 import S3Store
-from raypp.storage.store import StoreError
+from raypp.storage.store import MemorySource, StoreError
 
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 _PREFIXES = (f"sink-{number}" for number in itertools.count())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from raypp.cli.init_command import TEMPLATES, template_names
+from raypp.cli.job_commands import TEMPLATES, template_names
 
 NAMES = template_names()
 

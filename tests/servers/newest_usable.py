@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.verify import verify_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.errors import Problem
 from raypp.storage import ObjectStore
 

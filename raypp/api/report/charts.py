@@ -178,9 +178,9 @@ def chart(
 def _curve(one: Series, axis: Axis, top: Callable[[float], float]) -> Html:
     at = [(round(10 * axis.share(step), 1), round(10 * top(value), 1)) for step, value in one.points]
     line = "M" + "L".join(f"{x:g} {y:g}" for x, y in at)
-    told = " ".join(f"{step}:{value:.6g}" for step, value in one.points)
+    points = " ".join(f"{step}:{value:.6g}" for step, value in one.points)
     pale = " pale" if one.means else ""
-    curve = tag("path", d=Whole(line), cls=f"curve {one.style}{pale}", data_points=Whole(told))
+    curve = tag("path", d=Whole(line), cls=f"curve {one.style}{pale}", data_points=Whole(points))
     if one.means:
         middle = "L".join(f"{10 * axis.share(step):.1f} {10 * top(value):.1f}" for step, value in one.means)
         curve = joined(curve, tag("path", d=Whole(f"M{middle}"), cls=f"mean {one.style}"))

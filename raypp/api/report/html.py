@@ -45,11 +45,11 @@ def tag(name: str, /, *children: object, **attributes: Any) -> Html:
         children: Markup, or text.
         attributes: By name; `cls` is `class`, `_` in a name is `-`. None leaves one out.
     """
-    said = "".join(
+    written = "".join(
         f' {("class" if key == "cls" else key.strip("_").replace("_", "-"))}="{text(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
     if name in _VOID:
-        return Html(f"<{name}{said}/>" if name not in ("meta", "br") else f"<{name}{said}>")
-    return Html(f"<{name}{said}>{joined(*children)}</{name}>")
+        return Html(f"<{name}{written}/>" if name not in ("meta", "br") else f"<{name}{written}>")
+    return Html(f"<{name}{written}>{joined(*children)}</{name}>")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from raypp.api.report.charts import ticks
 from raypp.api.report.html import Html, joined, tag
 from raypp.observe.chrome_trace import name_of
-from raypp.observe.in_words import seconds_text
+from raypp.observe.status import seconds_text
 from raypp.observe.trace import RankTrace, Span
 from raypp.observe.trace_analysis import Analysis
 
@@ -63,13 +63,15 @@ def step_picture(trace: Sequence[RankTrace], found: Analysis) -> Html:
     rows += _predicted(trace, found, step, begin, scale, each)
     keys = [tag("span", tag("b", cls=f"swatch {name}"), words) for name, words in LEGEND]
     left_out = len(trace) - len(shown)
-    said = f"step {step}, {seconds_text(end - begin)}"
+    caption = f"step {step}, {seconds_text(end - begin)}"
     if found.error_s:
-        said += f"; the hosts' clocks agree within {seconds_text(found.error_s)}"
-    said += f"; {left_out} more ranks are not shown" if left_out else ""
+        caption += f"; the hosts' clocks agree within {seconds_text(found.error_s)}"
+    caption += f"; {left_out} more ranks are not shown" if left_out else ""
     axis = tag("div", tag("span", cls="lane"), tag("div", *_times(end - begin), cls="x"), cls="row")
     picture = tag("div", *rows, axis, cls="step")
-    return joined(tag("p", said, cls="quiet"), tag("div", *keys, cls="legend"), tag("div", picture, cls="scroll wide"))
+    return joined(
+        tag("p", caption, cls="quiet"), tag("div", *keys, cls="legend"), tag("div", picture, cls="scroll wide")
+    )
 
 
 def _usual_step(trace: Sequence[RankTrace], found: Analysis) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raypp.checkpoint.tensor_file import BLOCK_BYTES, BOUNDS, BlockSums, HeaderWriter, TensorEntry, block_digest
 from raypp.errors import CheckpointError
-from raypp.storage.byte_source import MemorySource
+from raypp.storage.store import MemorySource
 
 SIZE = 3 * BLOCK_BYTES + 777
 DATA = memoryview(random.Random(0).randbytes(SIZE))

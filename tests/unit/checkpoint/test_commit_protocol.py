@@ -22,9 +22,8 @@ from raypp.checkpoint.commit import (
     write_commit,
 )
 from raypp.checkpoint.layout import commit_key, rank_key, split_location
-from raypp.checkpoint.leftovers import find_leftovers
-from raypp.checkpoint.retention import prune
-from raypp.checkpoint.verify import verify_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
+from raypp.checkpoint.retention import find_leftovers, prune
 from raypp.errors import CheckpointError, JobError
 from raypp.storage import AlreadyExists, ObjectStore
 from raypp.storage.directory import DirectoryStore

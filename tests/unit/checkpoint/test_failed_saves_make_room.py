@@ -16,8 +16,8 @@ from torch import nn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints
 from raypp.checkpoint.layout import commit_key, rank_key, steps_prefix
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.verify import verify_checkpoint
 from raypp.records import Coordinates, Seat
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore

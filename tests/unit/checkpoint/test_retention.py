@@ -14,8 +14,8 @@ from newest_usable import newest_usable
 
 from raypp.checkpoint.commit import Commit, ObjectRecord, claim_next_attempt, list_checkpoints, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key, step_of, steps_prefix
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.checkpoint.retention import prune
-from raypp.checkpoint.verify import verify_checkpoint
 from raypp.storage.directory import DirectoryStore
 
 RUN = "r"

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from raypp.api.find_run import ended_status, present_status
-from raypp.checkpoint.run_end import RunEnd, read_end, write_end
-from raypp.checkpoint.run_spec import write_spec
+from raypp.checkpoint.run_spec import RunEnd, read_end, write_end, write_spec
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import CheckpointError
 from raypp.observe.reader import RunReader

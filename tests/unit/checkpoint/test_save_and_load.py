@@ -21,11 +21,11 @@ from raypp.checkpoint import save
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.checkpoint.save import CheckpointSaver, NotSavedError
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.tensor_file import BLOCK_BYTES
-from raypp.checkpoint.verify import verify_checkpoint
 from raypp.control.classify import kind_and_cause
 from raypp.errors import CheckpointError
 from raypp.failure_kinds import FailureKind

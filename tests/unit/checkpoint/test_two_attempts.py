@@ -11,8 +11,8 @@ from newest_usable import newest_usable
 from test_commit_protocol import RUN, commit_of, put_objects, save
 
 from raypp.checkpoint.commit import claim_attempt, write_commit
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.checkpoint.retention import prune
-from raypp.checkpoint.verify import verify_checkpoint
 from raypp.errors import RayppError
 from raypp.storage import ObjectStore
 from raypp.storage.directory import DirectoryStore

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from raypp.api import run as api_run
-from raypp.api.job_watch import JobWatch
 from raypp.api.run import Run
-from raypp.checkpoint.run_end import RunEnd
+from raypp.api.submission import JobWatch
+from raypp.checkpoint.run_spec import RunEnd
 from raypp.cli import run_commands
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster

@@ -11,8 +11,8 @@ import pytest
 from gallery import NAMES
 
 from raypp.api.checked_job import load_checked_job
-from raypp.cli import init_command
-from raypp.cli.init_command import TEMPLATES, files_of, summary
+from raypp.cli import job_commands
+from raypp.cli.job_commands import TEMPLATES, files_of, summary
 from raypp.cli.main import run
 
 
@@ -42,7 +42,7 @@ def test_a_file_that_the_disk_has_no_room_for_does_not_stay(tmp_path: Path) -> N
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with OnFullDisk(path, "x") as file, pytest.raises(OSError, match="No space left"):
-        init_command._fill(file, b"name: a")
+        job_commands._fill(file, b"name: a")
     assert not path.exists()
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from raypp.checkpoint.run_end import RunEnd, write_end
-from raypp.checkpoint.run_spec import write_spec
+from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.cli.live import LiveView, next_commands, summary_view
 from raypp.cli.render import status_view
 from raypp.clusters.known_runs import RunPlace

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.cli.curve import loss_curve
+from raypp.cli.render import loss_curve
 
 
 def test_a_falling_loss_goes_from_the_top_left_to_the_bottom_right():

@@ -13,8 +13,7 @@ from rich.console import Group
 from rich.padding import Padding
 
 from raypp.cli.console import LONGEST_CELL, Console, Lines, Table, Text
-from raypp.cli.error_view import show_error
-from raypp.cli.output import echo, echo_json, echo_lines, styled
+from raypp.cli.output import echo, echo_json, echo_lines, show_error, styled
 from raypp.errors import JobError, Problem
 
 

@@ -18,10 +18,9 @@ import pytest
 
 from raypp.api import submission
 from raypp.api.find_run import find_run
-from raypp.api.job_watch import JobWatch
+from raypp.api.submission import JobWatch
 from raypp.checkpoint.layout import commit_key
-from raypp.checkpoint.run_end import RunEnd
-from raypp.checkpoint.run_spec import read_spec, write_spec
+from raypp.checkpoint.run_spec import RunEnd, read_spec, write_spec
 from raypp.cli import run_commands
 from raypp.cli.live import LiveView
 from raypp.cli.output import say

@@ -10,7 +10,7 @@ import pytest
 from gallery import NAMES, commands, header, settings, small
 
 from raypp.api.checked_job import load_checked_job
-from raypp.cli.init_command import TEMPLATES, summary
+from raypp.cli.job_commands import TEMPLATES, summary
 from raypp.cli.main import COMMANDS
 from raypp.planning.costs import device_named
 from raypp.planning.machines import Machines

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from raypp.checkpoint.run_end import RunEnd, read_end, write_end
-from raypp.checkpoint.run_spec import write_spec
+from raypp.checkpoint.run_spec import RunEnd, read_end, write_end, write_spec
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace

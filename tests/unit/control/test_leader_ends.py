@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.checkpoint.run_end import RunEnd, write_end
-from raypp.checkpoint.run_spec import write_spec
+from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.control import leader as leader_module
 from raypp.control import placement
 from raypp.control.leader import Leader

@@ -15,9 +15,8 @@ from data_jobs import as_lists, corpus_of, job, loading, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.data.loader import Loader, Share, open_loader
+from raypp.data.loader import Loader, Prefetch, Share, open_loader
 from raypp.data.packing import NO_LABEL, RowPlan, make_row
-from raypp.data.prefetch import Prefetch
 from raypp.data.row_order import Cursor, SingleOrder, rows_from
 from raypp.data.sources import Documents, data_identity
 from raypp.data.tokenizer import ByteTokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from data_jobs import as_lists, job, loading, rows_of
 
-from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.commit import read_extra
 from raypp.data.loader import check_budgets, open_loader, order_of
 from raypp.data.sources import check_data, data_identity, open_documents
 from raypp.errors import DataError, JobError

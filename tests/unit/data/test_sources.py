@@ -10,7 +10,7 @@ import pytest
 from data_jobs import as_lists, job, loading, rows_of, texts_of
 
 from raypp.data import tokenizer
-from raypp.data.json_rows import records_of
+from raypp.data.jsonl import records_of
 from raypp.data.source_files import find_files, watching
 from raypp.data.sources import SOURCES, check_data, job_tokenizer, open_documents
 from raypp.errors import DataError, JobError, RayppError

@@ -17,10 +17,10 @@ from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit, write_com
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import upload_snapshot
-from raypp.checkpoint.verify import verify_checkpoint
 from raypp.cli.main import run
 from raypp.errors import CheckpointError, JobError
 from raypp.hf.base_identity import base_identity
@@ -32,8 +32,7 @@ from raypp.hf.initial_weights import load_from_hf
 from raypp.hf.model_files import HfFiles
 from raypp.inference.source import find_source
 from raypp.models.documents import PackedDocuments
-from raypp.models.initial_values import initialise
-from raypp.models.stage import build_stage
+from raypp.models.stage import build_stage, initialise
 from raypp.parallel.shard import write_whole
 from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions, LoraOptions

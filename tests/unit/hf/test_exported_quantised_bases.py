@@ -21,7 +21,7 @@ from raypp.hf import initial_weights
 from raypp.hf.export_model import export_hf
 from raypp.hf.from_hf import hf_options
 from raypp.hf.initial_weights import load_from_hf
-from raypp.hf.quantised_arrays import rounded
+from raypp.hf.merged_tensors import rounded
 from raypp.models.quantised import stored_formats
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.models.stage import build_stage

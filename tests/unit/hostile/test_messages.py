@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from raypp.checkpoint.tensor_file import encode_header
 from raypp.errors import CheckpointError, RayppError, UnreachableError
-from raypp.memory.copy_messages import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
 from raypp.memory.files import LARGEST_DATA, SlotName, keeper
-from raypp.memory.peer import CopyReceiver, CopySender
+from raypp.memory.peer import FRAME_BYTES, CopyReceiver, CopySender, Frame, parse_control, parse_facts, parse_frame
 from raypp.memory.slot import Slot
 from raypp.train.preflight import Place, parse_place
 from raypp.untrusted import sockets

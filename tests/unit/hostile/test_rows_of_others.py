@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.data import compressed, template_limits
+from raypp.data import source_files, template_limits
 from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.conversations import RowFault, parse_row
 from raypp.data.rows import RowEncoder
@@ -146,7 +146,7 @@ def documents(folder: Path, name: str, content: bytes, kind: str = "text") -> An
 
 @pytest.mark.parametrize("packing", ["gz", "zst"])
 def test_a_bomb_ends_in_an_error(packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "_FREE", 1 << 18)
+    monkeypatch.setattr(source_files, "_FREE", 1 << 18)
     line = b"x" * 999 + b"\n\n"
     packed = (
         gzip.compress(line * 5_000) if packing == "gz" else zstandard.ZstdCompressor(level=3).compress(line * 5_000)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from raypp.checkpoint.announce import read_announcement
-from raypp.checkpoint.boxes import cover_once
 from raypp.checkpoint.commit import FORMAT, Commit
 from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.run_spec import read_spec
-from raypp.checkpoint.tensor_file import TensorEntry, decode_header, encode_header
+from raypp.checkpoint.tensor_file import TensorEntry, cover_once, decode_header, encode_header
 from raypp.cli.main import run
 from raypp.control import run_events
 from raypp.errors import CheckpointError

@@ -15,7 +15,7 @@ import nasty_world as nasty
 import pytest
 from rich.cells import cell_len
 
-from raypp.api.job_watch import JobWatch
+from raypp.api.submission import JobWatch
 from raypp.cli import doctor_command, live, parity_command
 from raypp.cli.console import Console
 from raypp.cli.main import run

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from their_models import FAMILY_CASES, family_cases, keys_of, loaded, their_config, their_instance
 
-from raypp.pipeline.decode import PipelineDecoder, Prompt, length_that_changes_keys
-from raypp.pipeline.next_token import Choice
+from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, length_that_changes_keys
 
 NEW = 6
 PROMPTS = ((5, 17, 3, 80, 41, 9, 66, 12, 31, 58, 2, 90), (44, 7, 13))

@@ -13,8 +13,8 @@ from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import write_spec
 from raypp.errors import CheckpointError, JobError
 from raypp.inference import source
+from raypp.inference.rank import load_weights
 from raypp.inference.source import Source, find_source
-from raypp.inference.stages import load_weights
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypp.mesh.geometry import AXES, Mesh
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.records import Coordinates
 from raypp.spec.job import MeshSection
 

@@ -15,8 +15,8 @@ from raypp.measure.model_costs import backward_for_input
 from raypp.models.documents import PackedDocuments
 from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.models.stage import build_stage
-from raypp.planning import loss_chunks
-from raypp.planning.loss_chunks import chunk_sizes, chunk_tokens
+from raypp.planning import loss_memory
+from raypp.planning.loss_memory import chunk_sizes, chunk_tokens
 from raypp.spec.models import DecoderOptions
 
 ROWS, TOKENS, WIDTH, VOCABULARY, CHUNK = 2, 95, 24, 100, 48
@@ -27,7 +27,7 @@ each. Measured: 3e-7, 4e-16, 3e-3."""
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_chunks, "CPU_BYTES", 4 * VOCABULARY * CHUNK)
+    monkeypatch.setattr(loss_memory, "CPU_BYTES", 4 * VOCABULARY * CHUNK)
 
 
 def drawn(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

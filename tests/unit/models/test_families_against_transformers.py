@@ -24,8 +24,8 @@ from torch.distributed import TCPStore
 from raypp.checkpoint.announce import StoreAnnouncements
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.verify import verify_checkpoint
 from raypp.hf.export_model import export_hf
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles

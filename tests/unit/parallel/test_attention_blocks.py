@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from raypp.models import attention_products
 from raypp.models.attention_products import attend_by_products, gradients_by_products
-from raypp.parallel.attention_blocks import attend_block, block_gradients
+from raypp.parallel.ring_hops import attend_block, block_gradients
 from raypp.spec.attention_rule import NO_RULE
 
 HEADS, WIDTH = 6, 8

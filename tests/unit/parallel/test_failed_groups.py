@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import Slice
-from raypp.parallel.failed_groups import before_abort, before_join, check_groups
+from raypp.parallel.rank_groups import before_abort, before_join, check_groups
 from raypp.train.lost_peer import lost_peer
 
 

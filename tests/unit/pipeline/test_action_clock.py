@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.pipeline.clock import ActionClock
-from raypp.pipeline.device_clock import Span
+from raypp.pipeline.device_clock import ActionClock, Span
 from raypp.schedules.action import Kind
 
 

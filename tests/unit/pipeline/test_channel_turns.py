@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.pipeline.link_probe import turns_of
 from raypp.schedules.communication import channels_of
 

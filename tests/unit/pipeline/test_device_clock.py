@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from raypp.memory.tier import SnapshotCosts
-from raypp.pipeline.clock import ActionClock
-from raypp.pipeline.device_clock import DeviceClock, Span
+from raypp.pipeline.device_clock import ActionClock, DeviceClock, Span
 from raypp.train.step import Stopwatch
 
 

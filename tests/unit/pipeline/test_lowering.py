@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.pipeline.runtime import lower
 from raypp.schedules.action import Action
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named

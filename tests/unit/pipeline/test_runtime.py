@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.pipeline import runtime
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.schedules.action import Program, splits_backward
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.forward_only import build_forward_only
+from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named
 
 MICROBATCHES = 8
 HANG_S = 120.0

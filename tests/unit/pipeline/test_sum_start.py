@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.pipeline.runtime import lower
-from raypp.pipeline.sum_start import SumStart, sum_start
+from raypp.pipeline.wire import SumStart, sum_start
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.torch_private import Computation, LoweredAction
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from planned_jobs import job_with
 
-from raypp.planning.cards import cards_and_links, cards_of_nodes
+from raypp.planning.choose_lookahead import cards_and_links, cards_of_nodes
 from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import forecast
-from raypp.planning.links import message_bytes
-from raypp.planning.machines import Link, Machines, Node
+from raypp.planning.machines import Link, Machines, Node, message_bytes
 from raypp.schedules.one_f_one_b import build as build_1f1b
 from raypp.schedules.simulate import StageTimes, simulate
 

@@ -12,8 +12,7 @@ from planned_jobs import job_with, typed
 
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, computed_costs, device_named
-from raypp.planning.fit import set_words
-from raypp.planning.fit_search import Fitting, changes_that_fit
+from raypp.planning.fit_search import Fitting, changes_that_fit, set_words
 from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, meshes

@@ -10,8 +10,7 @@ from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, read_costs, write_costs
 from raypp.planning.forecast import forecast
-from raypp.planning.links import message_bytes
-from raypp.planning.machines import Link, Machines, Node, read_machines
+from raypp.planning.machines import Link, Machines, Node, message_bytes, read_machines
 from raypp.planning.memory import stage_parameters
 from raypp.planning.predict import Grounds, predict
 from raypp.planning.resolve import resolve_pipeline

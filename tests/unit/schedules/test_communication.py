@@ -11,11 +11,10 @@ from deadlock import Rule, find_hangs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.schedules.action import Action, Program
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named, size_problems
+from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named, size_problems
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by
-from raypp.schedules.forward_only import build_forward_only
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.schedules.simulate import StageTimes, simulate
 from raypp.schedules.simulate_lines import simulate_lines

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from deadlock import find_hangs
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.schedules.action import Program, printed, stages_with_backward, without_idle_backwards
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.communication import Send

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.errors import JobError
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.schedules.action import Action, parse_actions, printed, splits_backward
-from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
-from raypp.schedules.forward_only import build_forward_only
+from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named
 from raypp.schedules.one_f_one_b import build as build_1f1b
 from raypp.schedules.simulate import StageTimes, simulate
 from raypp.schedules.validity import check_program

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.mesh.stage_placement import place_stages
+from raypp.mesh.seating import place_stages
 from raypp.pipeline.runtime import arrivals, lower
 from raypp.schedules.action import Action, Program, without_idle_backwards
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.posting import Posting
-from raypp.schedules.repeats import without_repeats
-from raypp.schedules.waiting import waiting_sends
+from raypp.schedules.waiting import waiting_sends, without_repeats
 from raypp.torch_private import Computation
 
 SENDS = (Computation.SEND_F, Computation.SEND_B)

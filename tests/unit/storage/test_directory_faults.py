@@ -12,7 +12,7 @@ import pytest
 from store_contract import assert_one_of_eight_writers_wins
 
 from raypp.checkpoint.commit import claim_next_attempt
-from raypp.checkpoint.leftovers import find_leftovers, remove_leftovers
+from raypp.checkpoint.retention import find_leftovers, remove_leftovers
 from raypp.storage import AlreadyExists, StoreError
 from raypp.storage.directory import DirectoryStore
 

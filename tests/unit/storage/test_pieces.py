@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from raypp.storage.byte_source import MemorySource
 from raypp.storage.rate_limit import Pace
 from raypp.storage.s3_upload import PartBody
+from raypp.storage.store import MemorySource
 
 SIZE = 64 << 20
 FIRST = Pace().piece_bytes

@@ -11,9 +11,9 @@ import pytest
 
 from raypp.errors import JobError
 from raypp.storage import open_store
-from raypp.storage.byte_source import MemorySource
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_upload import PartBody
+from raypp.storage.store import MemorySource
 
 DATA = memoryview(bytes(range(256)) * (40 << 10))
 PART_BYTES = 5 << 20

@@ -13,8 +13,7 @@ import pytest
 from stand_in_clock import StandInClock
 
 from raypp.storage import rate_limit
-from raypp.storage.other_traffic import LOW_PRIORITY, OtherTraffic
-from raypp.storage.rate_limit import YIELDED, Abandoned, Pace
+from raypp.storage.rate_limit import LOW_PRIORITY, YIELDED, Abandoned, OtherTraffic, Pace
 
 MESSAGE = 1 << 20
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raypp.checkpoint.extra import read_extra
+from raypp.checkpoint.commit import read_extra
 from raypp.records import Event, Requests, StepReport
 from raypp.train.recent_reports import RecentReports
 

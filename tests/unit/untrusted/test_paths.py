@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.untrusted.paths import same_place
+from raypp.untrusted.files import same_place
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
-"""The options of commands that run on this machine unless a cluster is asked for."""
+"""Arguments and options that several commands have."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 from raypp.cli.output import echo
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.errors import JobError, Problem
 from raypp.inference.source import Source
 from raypp.spec.job import Job
 from raypp.spec.paths import is_remote
@@ -60,3 +63,36 @@ def note_paths(cluster: Cluster, source: Source, job: Job | None = None, files: 
     here = [path for path in paths if not is_remote(path)]
     if here:
         echo(f"note: every node of the cluster must have {', '.join(dict.fromkeys(here))}", err=True)
+
+
+def mesh_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--mesh pp=N`, which the command gets as `pp`, the number of pipeline ranks."""
+    text = "Ranks that the layers are split over."
+    return click.option(
+        "--mesh", "pp", metavar="pp=N", default="pp=1", show_default=True, callback=_pipeline_ranks, help=text
+    )(function)
+
+
+def _pipeline_ranks(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """Returns N of `pp=N`.
+
+    Raises:
+        JobError: It is something else.
+    """
+    del context, parameter
+    found = re.fullmatch(r"pp=([1-9][0-9]{0,4})", value.strip())
+    if found is None:
+        raise JobError(Problem("--mesh", f"{value!r} is not pp=N", "give the number of pipeline ranks, such as pp=4"))
+    return int(found[1])
+
+
+def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the argument `JOB` (as `job`, a path) and the option `--set` (as `overrides`)."""
+    setting = click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Replace one value of the job file, e.g. --set mesh.pp=4. Can be repeated.",
+    )
+    return click.argument("job", type=click.Path(path_type=Path))(setting(command))
