@@ -12,16 +12,19 @@ import numpy as np
 import pytest
 import torch
 from harness import run_ranks
-from lives import Lives, same
+from lives import Fate, Lives, same
+from test_memory_tier import shared_memory as shared_memory
 from test_mesh_does_not_change_numbers import document
-from training import seat_of
+from training import seat_of, thinned
 
 from raypp import ports
 from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
 from raypp.measure.parity import train_some_steps, whole
+from raypp.mesh.geometry import AXES
 from raypp.parallel import replica_sums
+from raypp.records import Coordinates
 from raypp.spec.load import parse_job
 from raypp.train.fault_injection import VARIABLE
 from raypp.train.reduce import GradientReducer
@@ -195,6 +198,50 @@ def test_replicas_that_computed_the_same_keep_it_with_lr_1_and_no_momentum() -> 
         assert [same_weights(a, b) for a, b in zip(one, alone, strict=True)] == [True] * 4
 
 
+# Every mesh and precision
+
+
+MIXTURE = {
+    "kind": "qwen3_moe", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+    "vocab_size": 96, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16,
+}  # fmt: skip
+
+
+def case(model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **mesh: int) -> dict[str, Any]:
+    made = document(microbatches=2, train=outer(steps=4, **(train or {})))
+    return {**made, "mesh": {"dp_replicate": 2, **mesh}, "model": {**made["model"], **(model or {})}}
+
+
+OFFLOAD = {"precision": "bf16", "optimizer": {"kind": "adamw", "lr": 3e-3, "offload": True}}
+CASES = {
+    "fsdp, bf16, offload": case(fsdp=2, train=OFFLOAD),
+    "pp, tied": case(pp=2, model={"tie_embeddings": True}),
+    "cp": case(cp=2),
+    "experts": case(fsdp=2, ep=2, model=MIXTURE),
+    "muon": case(fsdp=2, train={"optimizer": {"kind": "muon", "lr": 1e-2}}),
+    "adapters": case(pp=2, model={"lora": {"rank": 4, "base": "fp32"}}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(CASES, ["fsdp, bf16, offload"], ["experts", "pp, tied"]))
+def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
+    ranks = run_ranks(4, train, CASES[name], 4)
+    each = [Coordinates(*place) for place in np.ndindex(*(CASES[name]["mesh"].get(axis, 1) for axis in AXES))]
+    pairs = [(one, other) for one in range(4) for other in range(one) if
+             replace(each[one], dp_replicate=0) == replace(each[other], dp_replicate=0)]  # fmt: skip
+    assert len(pairs) == 2
+    for one, other in pairs:
+        equal = [same_weights(a, b) for a, b in zip(ranks[one], ranks[other], strict=True)]
+        assert equal == [False, True, False, True]
+
+
+def test_offload_changes_no_bit() -> None:
+    job = CASES["fsdp, bf16, offload"]
+    kept = {**job, "train": {**job["train"], "optimizer": {**OFFLOAD["optimizer"], "offload": False}}}
+    offloaded, here = (run_ranks(4, train, one, 4)[0] for one in (job, kept))
+    assert all(same_weights(one, other) for one, other in zip(offloaded, here, strict=True))
+
+
 # Restarts
 
 
@@ -228,3 +275,17 @@ def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_
     assert [resumed.losses[step] for step in range(5, 9)] == [told.losses[step] for step in range(5, 9)]
     assert same(other.final_state(), expected)
     other.end()
+
+
+def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path: Path, shared_memory: Any) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(steps=6))
+    job["checkpoint"] = {"every_steps": 0}
+    straight, killed = (Lives(job, tmp_path / name, [shared_memory(), shared_memory()], [0, 1]) for name in "ab")
+    assert not straight.attempt_once().errors
+    killed.attempt_once(Fate((1,), after=4))
+    resumed = killed.attempt_once()
+    assert not resumed.errors and resumed.of_kind("restored")[-1].details["source"] == "memory"
+    assert resumed.of_kind("resumed")[-1].step == 4
+    assert same(killed.final_state(), straight.final_state())
+    for one in (straight, killed):
+        one.end()
