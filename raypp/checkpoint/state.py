@@ -29,7 +29,7 @@ SCALE = "_scale"
 """Ends the key of an optimizer's tensor that has its parameter's shape but for the last dim, and is
 sharded like it: the scales of quantised values."""
 RESIDUAL = "residual."
-"""Begins the key of a residual of int8 gradient sums, followed by the number of its replica."""
+"""Begins the key of a residual of quantised sums, followed by the number of its replica."""
 RESIDUAL_OF_COPY = "residual_of_copy."
 """The same, of the copy of a tied weight that the last stage holds."""
 OUTER_MOMENTUM = "outer_momentum"
@@ -189,7 +189,7 @@ def optimizer_slices(
 
 @dataclass(frozen=True)
 class SavedResiduals:
-    """How a checkpoint's residuals of int8 sums and momenta of outer steps fill this rank's.
+    """How a checkpoint's residuals of quantised sums and momenta of outer steps fill this rank's.
 
     Attributes:
         targets: Where saved residuals go, by global name.
@@ -304,17 +304,17 @@ def _residuals_remark(before: int, now: int) -> str:
     if before == now:
         return ""
     if not before:
-        return "the checkpoint has no residuals of int8 gradient sums: they begin at zero"
+        return "the checkpoint has no residuals of quantised sums: they begin at zero"
     if not now:
         return (
-            f"gradients are no longer summed in int8: the residuals of {before} replicas, what rounding took from "
-            "earlier gradients, are dropped"
+            f"what replicas send is no longer quantised: the residuals of {before} replicas, what rounding took from "
+            "earlier sums, are dropped"
         )
-    return f"residuals of int8 gradient sums: those of {before} replicas go to {now}, their sum unchanged"
+    return f"residuals of quantised sums: those of {before} replicas go to {now}, their sum unchanged"
 
 
 def _residuals(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, Residuals, tuple[str, ...]]]:
-    """Yields this rank's residuals of int8 gradient sums.
+    """Yields this rank's residuals of quantised sums.
 
     Yields:
         The name; the values `[...]`, sharded like the parameter; all residuals of the stage; and

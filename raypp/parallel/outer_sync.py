@@ -23,12 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from raypp.parallel.int8_sums import decoded, encode, message_size
+from raypp.parallel.replica_sums import Residuals
 from raypp.parallel.shard import local_part
 from raypp.spec.job import SyncOptions
 from raypp.torch_private import set_local
 
-_PIECE = 1 << 22
+_MOST = 1 << 22
 """Most numbers that are sent at once: few round trips, and little memory beside the weights."""
+_Piece = tuple[int, slice]
+"""The number of a weight, and a range of its numbers."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,19 @@ def outer_state_of(stage: nn.Module) -> OuterState | None:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A trained weight of this rank: the parameter `[...]`, and in host memory its momentum `[...]`
-    and the value `[...]` on which the replicas last agreed."""
+    """A trained weight of this rank.
+
+    Attributes:
+        parameter: `[...]`, maybe sharded.
+        momentum: This rank's part of its momentum, `[...]`, in host memory.
+        agreed: The value on which the replicas last agreed, likewise.
+        residual: What rounding took from what this replica sent, likewise; None: it is not rounded.
+    """
 
     parameter: Tensor
     momentum: Tensor
     agreed: Tensor
+    residual: Tensor | None
 
 
 class OuterSync:
@@ -83,14 +94,19 @@ class OuterSync:
         self.replica, self.replicas = group.rank(), group.size()
         self._tokens = [0] * self.replicas
         self._weights: list[_Weight] = []
-        self._agreed = False
+        self._agreed, self._bits = False, {"none": 0, "int8": 8, "int4": 4}[options.compression]
         for stage in stages:
             trained = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
             momentum = {name: _host_zeros(weight) for name, weight in trained.items()}
             stage.outer_state = OuterState(self.replica, self.replicas, momentum)  # type: ignore[assignment]
+            residuals = {name: _host_zeros(weight) for name, weight in trained.items()} if self._bits else {}
+            if residuals:
+                kept = Residuals(self.replica, self.replicas, residuals)
+                stage.replica_residuals = kept  # type: ignore[assignment]
             for name, weight in trained.items():
-                local = local_part(momentum[name])
-                self._weights.append(_Weight(weight, local, torch.empty_like(local)))
+                local, residual = local_part(momentum[name]), residuals.get(name)
+                lost = None if residual is None else local_part(residual)
+                self._weights.append(_Weight(weight, local, torch.empty_like(local), lost))
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -121,15 +137,48 @@ class OuterSync:
             module.reshard()
         for pieces in _gathered([weight.agreed.numel() for weight in self._weights]):
             progress()
-            own = [local_part(self._weights[i].parameter).view(-1)[part].cpu() for i, part in pieces]
-            mean_N = self._mean(torch.cat(own), tokens)
-            means = torch.split(mean_N, [len(one) for one in own])  # type: ignore[no-untyped-call]
-            for (i, part), mean in zip(pieces, means, strict=True):
+            changes = (self._rounded_changes if self._bits else self._changes)(pieces, tokens)
+            for (i, part), change_N in zip(pieces, changes, strict=True):
                 weight = self._weights[i]
-                agreed, momentum = weight.agreed.view(-1)[part], weight.momentum.view(-1)[part]
-                self._update(agreed, momentum, agreed.double() - mean.double())
+                agreed = weight.agreed.view(-1)[part]
+                self._update(agreed, weight.momentum.view(-1)[part], change_N)
                 local_part(weight.parameter).view(-1)[part].copy_(agreed)
         self._changed()
+
+    def _changes(self, pieces: Sequence[_Piece], tokens: Sequence[int]) -> list[Tensor]:
+        """Returns the agreed weights minus their mean, fp64 `[N]` of each piece."""
+        own = [local_part(self._weights[i].parameter).view(-1)[part].cpu() for i, part in pieces]
+        means = torch.split(self._mean(torch.cat(own), tokens), [len(one) for one in own])
+        agreed = [self._weights[i].agreed.view(-1)[part] for i, part in pieces]
+        return [before.double() - mean.double() for before, mean in zip(agreed, means, strict=True)]
+
+    def _rounded_changes(self, pieces: Sequence[_Piece], tokens: Sequence[int]) -> list[Tensor]:
+        """Returns the mean of the changes that replicas send in few bits, fp64 `[N]` of each piece.
+
+        Each sends its own to all others. A replica without tokens does not count, and keeps its
+        residual.
+        """
+        sent = []
+        for i, part in pieces:
+            weight = self._weights[i]
+            assert weight.residual is not None
+            residual = weight.residual.view(-1)[part]
+            own = weight.agreed.view(-1)[part] - local_part(weight.parameter).view(-1)[part].cpu()
+            message, left = encode(own, residual, self._bits)
+            if tokens[self.replica]:
+                residual.copy_(left)
+            sent.append(message)
+        message = torch.cat(sent)
+        received = list(message.new_empty(self.replicas, message.numel()))
+        dist.all_gather(received, message, group=self._group)
+        changes, begin = [], 0
+        for _, part in pieces:
+            numbers = part.stop - part.start
+            end = begin + message_size(numbers, self._bits)
+            values = [decoded(one[begin:end], torch.float64, self._bits).view(-1) for one in received]
+            changes.append(weighted_mean(values, tokens)[:numbers])
+            begin = end
+        return changes
 
     def _update(self, agreed_N: Tensor, momentum_N: Tensor, change_N: Tensor) -> None:
         """Updates weights and momentum with an outer gradient `[N]` in fp64: SGD with Nesterov's
@@ -148,33 +197,33 @@ class OuterSync:
         sent = torch.cat((own_N, own_N.new_zeros(size * self.replicas - own_N.numel())))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
-        mean = weighted_mean(received.view(self.replicas, size), tokens).to(own_N.dtype)
+        mean = weighted_mean(received.view(self.replicas, size).unbind(), tokens).to(own_N.dtype)
         means = list(torch.empty_like(sent).view(self.replicas, size))
         dist.all_gather(means, mean, group=self._group)
         return torch.cat(means)[: own_N.numel()]
 
 
-def weighted_mean(values_RN: Tensor, weights: Sequence[int]) -> Tensor:
-    """Returns the mean of R rows by their weights, fp64 `[N]`, added in their order."""
-    total_N = torch.zeros(values_RN.shape[1], dtype=torch.float64)
-    for values_N, weight in zip(values_RN, weights, strict=True):
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Returns the mean of R tensors `[N]` by their weights, in fp64, added in their order."""
+    total_N = torch.zeros(len(values[0]), dtype=torch.float64)
+    for values_N, weight in zip(values, weights, strict=True):
         total_N.add_(values_N.double().mul_(weight))
     return total_N.div_(sum(weights))
 
 
-def _gathered(sizes: Sequence[int]) -> Iterator[list[tuple[int, slice]]]:
-    """Yields what is sent together: numbers of weights, each with a range of it.
+def _gathered(sizes: Sequence[int]) -> Iterator[list[_Piece]]:
+    """Yields the pieces of weights that are sent together.
 
-    Where a weight is cut depends on its size alone.
+    Where a weight is cut depends on its size alone, so both ends of a tied one are rounded alike.
     """
-    together: list[tuple[int, slice]] = []
-    left = _PIECE
+    together: list[_Piece] = []
+    left = _MOST
     for index, size in enumerate(sizes):
-        for begin in range(0, size, _PIECE):
-            part = slice(begin, min(begin + _PIECE, size))
+        for begin in range(0, size, _MOST):
+            part = slice(begin, min(begin + _MOST, size))
             if part.stop - begin > left:
                 yield together
-                together, left = [], _PIECE
+                together, left = [], _MOST
             together.append((index, part))
             left -= part.stop - begin
     if together:

@@ -108,8 +108,8 @@ def host_memory(
     situations = pipeline.simulator().situations
     parts = [(stages, pipeline.cut, situations[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
     saved = [
-        state_of(job, stages, cut, kind).saved + residual_bytes(job, stages, cut) + outer_bytes(job, stages, cut) // 2
-        for stages, cut, _ in parts
+        state_of(job, *part[:2], kind).saved + residual_bytes(job, *part[:2]) + outer_bytes(job, *part[:2], saved=True)
+        for part in parts
     ]
     moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
     found = []

@@ -192,10 +192,13 @@ def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     )
 
 
-def outer_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
-    """Returns the bytes of a rank's state of outer steps, in host memory: momentum, which is saved,
-    and the weights on which replicas last agreed."""
-    return 2 * _FP32 * _trained_share(job, stages, cut) if job.outer is not None else 0
+def outer_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], *, saved: bool = False) -> int:
+    """Returns the bytes of a rank's state of outer steps, in host memory: momentum and residuals,
+    which are saved, and the weights on which replicas last agreed."""
+    if job.outer is None:
+        return 0
+    kept = 1 + (job.outer.compression != "none") + (not saved)
+    return kept * _FP32 * _trained_share(job, stages, cut)
 
 
 def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action]) -> int:

@@ -144,9 +144,9 @@ def _elastic(job: Job) -> Iterator[Problem]:
         )
 
 
-MOST_INT8_REPLICAS = 7
-"""With more, int8 sums send no less than exact ones: each replica sends its gradients to every
-other."""
+MOST_INT8_REPLICAS, MOST_INT4_REPLICAS = 7, 15
+"""With more, sums in 8 or 4 bits send no less than exact ones: each replica sends its numbers to
+every other."""
 
 
 def _sync(job: Job) -> Iterator[Problem]:
@@ -180,6 +180,10 @@ def _outer(job: Job) -> Iterator[Problem]:
     if job.mesh.dp_replicate == 1:
         what = "outer has no effect: mesh.dp_replicate is 1, so there are no replicas that could train apart"
         yield Problem(key, what, "use exact, or mesh.dp_replicate of 2 or more")
+    most = {"int8": MOST_INT8_REPLICAS, "int4": MOST_INT4_REPLICAS}.get(train.sync.compression)
+    if most is not None and job.mesh.dp_replicate > most:
+        what = f"{train.sync.compression} saves nothing with {job.mesh.dp_replicate} replicas: each sends to all others"
+        yield Problem("train.sync.compression", what, f"use none, or mesh.dp_replicate of 2 to {most}")
     if train.precision == "bf16_pure":
         what = "outer needs fp32 weights: the changes of bf16 ones in few steps are lost in their rounding"
         yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")

@@ -271,6 +271,9 @@ class SyncOptions(Section):
     """outer: learning rate of the outer step."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """outer: Nesterov momentum of the outer step. 0.0 with lr: 1.0 takes the replicas' mean."""
+    compression: Literal["none", "int8", "int4"] = "none"
+    """outer: none: replicas send their weights | int8, int4: what these changed by, in so many
+    bits, with error feedback; a quarter or an eighth of the bytes with two replicas."""
 
 
 class TrainSection(Section):

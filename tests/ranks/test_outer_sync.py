@@ -18,7 +18,7 @@ from test_mesh_does_not_change_numbers import document
 from training import seat_of, thinned
 
 from raypp import ports
-from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM
+from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, RESIDUAL
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
 from raypp.measure.parity import train_some_steps, whole
@@ -35,8 +35,11 @@ Weights = dict[str, torch.Tensor]
 EVERY = 2
 
 
-def outer(*, lr: float = 0.7, momentum: float = 0.9, every: int = EVERY, **more: Any) -> dict[str, Any]:
-    return {"sync": {"kind": "outer", "every_steps": every, "lr": lr, "momentum": momentum}, **more}
+def outer(
+    *, lr: float = 0.7, momentum: float = 0.9, every: int = EVERY, compression: str = "none", **more: Any
+) -> dict[str, Any]:
+    sync = {"kind": "outer", "every_steps": every, "lr": lr, "momentum": momentum, "compression": compression}
+    return {"sync": sync, **more}
 
 
 def weights_of(runner: StepRunner) -> Weights:
@@ -216,6 +219,7 @@ OFFLOAD = {"precision": "bf16", "optimizer": {"kind": "adamw", "lr": 3e-3, "offl
 CASES = {
     "fsdp, bf16, offload": case(fsdp=2, train=OFFLOAD),
     "pp, tied": case(pp=2, model={"tie_embeddings": True}),
+    "pp, tied, int4": case(pp=2, model={"tie_embeddings": True}, train={"compression": "int4"}),
     "cp": case(cp=2),
     "experts": case(fsdp=2, ep=2, model=MIXTURE),
     "muon": case(fsdp=2, train={"optimizer": {"kind": "muon", "lr": 1e-2}}),
@@ -223,7 +227,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(CASES, ["fsdp, bf16, offload"], ["experts", "pp, tied"]))
+@pytest.mark.parametrize("name", thinned(CASES, ["fsdp, bf16, offload"], ["experts", "pp, tied, int4"]))
 def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
     ranks = run_ranks(4, train, CASES[name], 4)
     each = [Coordinates(*place) for place in np.ndindex(*(CASES[name]["mesh"].get(axis, 1) for axis in AXES))]
@@ -233,6 +237,18 @@ def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
     for one, other in pairs:
         equal = [same_weights(a, b) for a, b in zip(ranks[one], ranks[other], strict=True)]
         assert equal == [False, True, False, True]
+
+
+@pytest.mark.parametrize(("compression", "error"), [("int8", 0.01), ("int4", 0.2)])
+def test_what_is_sent_in_few_bits_is_near_the_mean(compression: str, error: float) -> None:
+    exact, rounded = (
+        run_ranks(2, train, document(dp_replicate=2, microbatches=2, train=outer(steps=8, compression=form)), 2)[0]
+        for form in ("none", compression)
+    )
+    assert same_weights(exact[0], rounded[0]) and not same_weights(exact[1], rounded[1])
+    for name, value in exact[1].items():
+        change = (value - exact[0][name]).norm()
+        assert (rounded[1][name] - value).norm() <= error * change, name
 
 
 def test_offload_changes_no_bit() -> None:
@@ -245,29 +261,33 @@ def test_offload_changes_no_bit() -> None:
 # Restarts
 
 
-def lives(root: Path, store: str, faults: str = "", steps: int = 8, **mesh: int) -> Lives:
+def lives(root: Path, store: str, compression: str, faults: str = "", **mesh: int) -> Lives:
     """A run with outer steps after every second step, and saves after every fourth."""
-    made = document(microbatches=2, train=outer(steps=steps), **{"dp_replicate": 2, **mesh})
+    made = document(microbatches=2, train=outer(steps=8, compression=compression), dp_replicate=2, **mesh)
     made = {**made, "checkpoint": {"every_steps": 4, "memory_tier": False, "keep": 9}}
-    world = mesh.get("pp", 1) * mesh.get("fsdp", 1) * mesh.get("dp_replicate", 2)
+    world = 2 * mesh.get("pp", 1)
     return Lives(made, root / store, [root / "memory"] * world, [0] * world, {VARIABLE: faults})
 
 
-def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_a_replica(tmp_path: Path) -> None:
-    straight = lives(tmp_path, "straight")
+@pytest.mark.parametrize("compression", ["none", pytest.param("int4", marks=[pytest.mark.slow, pytest.mark.gate])])
+def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_a_replica(
+    tmp_path: Path, compression: str
+) -> None:
+    straight = lives(tmp_path, "straight", compression)
     told = straight.attempt_once()
     assert not told.errors
     expected = straight.final_state()
     keys = {key.rpartition("/")[2] for key in expected if key.startswith("optim/")}
     assert {OUTER_MOMENTUM, "exp_avg", f"exp_avg{OF_REPLICA}1"} <= keys
+    assert (f"{RESIDUAL}1" in keys) == (compression != "none")
     moments = [name for name in expected if name.endswith("/exp_avg")]
     assert any(not torch.equal(expected[name], expected[f"{name}{OF_REPLICA}1"]) for name in moments)
     straight.end()
 
-    killed = lives(tmp_path, "killed", "kill@optimizer:rank=1,step=7")
+    killed = lives(tmp_path, "killed", compression, "kill@optimizer:rank=1,step=7")
     assert killed.attempt_once().errors, "no rank was killed"
     killed.end()
-    other = lives(tmp_path, "killed", pp=2)
+    other = lives(tmp_path, "killed", compression, pp=2)
     other.attempt = 1
     resumed = other.attempt_once()
     assert not resumed.errors

@@ -194,6 +194,7 @@ EVAL = {"eval": {"fraction": 0.02}}
     [
         ("train.sync.kind", {"mesh": {"pp": 2}}, "outer has no effect: mesh.dp_replicate is 1"),
         ("train.sync.kind", {"train": {"precision": "bf16_pure"}}, "outer needs fp32 weights"),
+        ("train.sync.compression", {"mesh": {"dp_replicate": 16}}, "int4 saves nothing with 16 replicas"),
         ("checkpoint.every_steps", {"checkpoint": {"every_steps": 25}}, "25 is no multiple of train.sync.every_steps"),
         ("train.eval_every_steps", {"train": {"eval_every_steps": 30}, "data": EVAL}, "30 is no multiple of"),
         ("train.sample.every_steps", {"train": {"sample": {"prompts": ["a"], "every_steps": 5}}}, "5 is no multiple"),
@@ -204,7 +205,7 @@ def test_outer_steps_are_refused_where_they_do_nothing_or_replicas_would_differ(
     key: str, other: dict[str, Any], told: str
 ) -> None:
     job = {"mesh": {"dp_replicate": 2}, "checkpoint": {"every_steps": 40}, "train": {}} | other
-    outer = {"steps": 200, "sync": {"kind": "outer", "every_steps": 20}}
+    outer = {"steps": 200, "sync": {"kind": "outer", "every_steps": 20, "compression": "int4"}}
     assert told in found(**{**job, "train": {**outer, **job["train"]}})[key]
     assert key not in found(**{**job, "train": {**outer, **job["train"], "sync": {"kind": "exact"}}})
     fine = found(mesh={"dp_replicate": 2}, checkpoint={"every_steps": 40}, train={**outer, "precision": "bf16"})
