@@ -128,7 +128,7 @@ def compare_losses(steps: int, every: int, replicas: Sequence[int]) -> None:
     counted = f"mean of the last {min(LAST, steps)} of {steps} steps"
     print(f"\n| replicas | train.sync | loss, {counted} | difference | held-out loss | difference |")
     print("|---|---|---|---|---|---|")
-    syncs = {form: {"kind": form} for form in ("exact", "int8")}
+    syncs: dict[str, dict[str, Any]] = {form: {"kind": form} for form in ("exact", "int8")}
     for form in ("none", "int8", "int4"):
         syncs[f"outer, {every} steps, {form}"] = {"kind": "outer", "every_steps": every, "compression": form}
     for number in replicas:
