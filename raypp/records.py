@@ -160,7 +160,7 @@ EventKind = Literal[
     "attempt_started", "seated", "rank_failed", "stacks", "restarting", "reshaped", "no_smaller_mesh", "node_left_out",
     "controller_restarted", "takeover_refused", "spares_held", "spares_missing", "spares_released",
     # of ranks that start
-    "attention", "cuda", "data", "lookahead", "mixed_devices", "network", "offload", "refused_connection",
+    "attention", "compile", "cuda", "data", "lookahead", "mixed_devices", "network", "offload", "refused_connection",
     "checkpoint_rejected", "learning_rate", "loaded_from_hf", "resumed", "restored", "sync", "first_step",
     # of ranks that train
     "evaluated", "sampled", "loss_spike", "straggler", "step_skipped", "preemption_notice", "traced", "trace_failed",
