@@ -17,8 +17,9 @@ reverse order, so values that are compared were measured within a minute. A rati
 of the same round; the table shows the median over the rounds and the range. The steps without a
 limit of the cable are those of `beside`.
 
-`--losses N` trains N steps on text instead, on this machine's loopback, exact and in int8, and
-compares the losses. That does not depend on the machine's load.
+`--losses N` trains N steps on text instead, on this machine's loopback, with exact and int8 sums
+and with outer steps, with as many replicas as `--replicas` says and equal tokens, and compares the
+losses. That does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ PROGRAMS: dict[str, list[str]] = {
     INT8: ["--set", "train.sync={kind: int8}"],
 }
 NO_LIMIT = "beside, no limit"
+MICROBATCHES_OF_ALL = 4
+"""Microbatches of a step, of all replicas, in `--losses`."""
 LAST = 20
 """The final loss is the mean over this many steps."""
 
@@ -113,25 +116,30 @@ def report(found: dict[float, list[dict[str, Figures]]]) -> None:
             print(f"| {share} | {program} | {seconds:.3f} | {ratios[0]} | {ratios[1]} | {size:.1f} |")
 
 
-def job_of(kind: str, steps: int, seed: int) -> dict[str, Any]:
+def job_of(sync: dict[str, Any], replicas: int, steps: int, seed: int) -> dict[str, Any]:
     job = document({}, steps, seed)
-    job["mesh"] = {"pp": 2, "dp_replicate": 2}
-    job["pipeline"]["microbatches"] = 2
-    job["train"]["sync"] = {"kind": kind}
+    job["mesh"] = {"dp_replicate": replicas}
+    job["pipeline"]["microbatches"] = MICROBATCHES_OF_ALL // replicas
+    job["train"]["sync"] = sync
     return job
 
 
-def compare_losses(steps: int) -> None:
+def compare_losses(steps: int, every: int, replicas: Sequence[int]) -> None:
     counted = f"mean of the last {min(LAST, steps)} of {steps} steps"
-    print(f"\n| sums | loss, {counted} | difference | held-out loss | difference |")
-    print("|---|---|---|---|---|")
-    exact: dict[str, Any] | None = None
-    for name, kind, seed in (("exact", "exact", 0), ("int8", "int8", 0), ("exact, another seed", "exact", 1)):
-        found = train(job_of(kind, steps, seed), HOSTS, name)
-        exact = exact or found
-        last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
-        print(f"| {name} | {last:.4f} | {last - base:+.4f} | {found['held_out']:.4f} "
-              f"| {found['held_out'] - exact['held_out']:+.4f} |", flush=True)  # fmt: skip
+    print(f"\n| replicas | train.sync | loss, {counted} | difference | held-out loss | difference |")
+    print("|---|---|---|---|---|---|")
+    syncs: dict[str, dict[str, Any]] = {form: {"kind": form} for form in ("exact", "int8")}
+    for form in ("none", "int8", "int4"):
+        syncs[f"outer, {every} steps, {form}"] = {"kind": "outer", "every_steps": every, "compression": form}
+    for number in replicas:
+        exact: dict[str, Any] | None = None
+        for name, seed in (*((name, 0) for name in syncs), ("exact", 1)):
+            found = train(job_of(syncs[name], number, steps, seed), number, name)
+            exact = exact or found
+            last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
+            name += ", another seed" if seed else ""
+            held_out = f"{found['held_out']:.4f} | {found['held_out'] / exact['held_out'] - 1:+.1%}"
+            print(f"| {number} | {name} | {last:.4f} | {last - base:+.4f} | {held_out} |", flush=True)
 
 
 def main() -> None:
@@ -142,10 +150,12 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of each replica")
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="compare the losses of N steps instead")
+    parser.add_argument("--every", type=int, default=50, help="with --losses: steps between outer steps")
+    parser.add_argument("--replicas", nargs="*", type=int, default=[2, 4], help="with --losses: numbers of replicas")
     options = parser.parse_args()
     announce()
     if options.losses:
-        compare_losses(options.losses)
+        compare_losses(options.losses, options.every, options.replicas)
         return
     cores = len(os.sched_getaffinity(0))
     if reason := why_not() or (f"{cores} cores for {HOSTS} hosts" if cores < HOSTS else None):

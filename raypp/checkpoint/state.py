@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from raypp.models.stage import holds_both_ends, tied_copies
+from raypp.parallel.outer_sync import outer_state_of
 from raypp.parallel.replica_sums import Residuals, residuals_of
 from raypp.parallel.shard import zeros_beside
 from raypp.records import Coordinates
@@ -28,9 +29,14 @@ SCALE = "_scale"
 """Ends the key of an optimizer's tensor that has its parameter's shape but for the last dim, and is
 sharded like it: the scales of quantised values."""
 RESIDUAL = "residual."
-"""Begins the key of a residual of int8 gradient sums, followed by the number of its replica."""
+"""Begins the key of a residual of quantised sums, followed by the number of its replica."""
 RESIDUAL_OF_COPY = "residual_of_copy."
 """The same, of the copy of a tied weight that the last stage holds."""
+OUTER_MOMENTUM = "outer_momentum"
+"""The key of a parameter's momentum of outer steps (`parallel.outer_sync`)."""
+OF_REPLICA = ".replica"
+"""Ends, with its number, the key of an optimizer state of a replica that trains apart, other than
+the first."""
 _DATA_AXES = ("dp_replicate", "fsdp", "cp")
 
 
@@ -84,10 +90,15 @@ def gather_state(
     for name, tensor in _model_tensors(stages, copies=copies):
         _add(slices, name, tensor, coordinates)
     if optimizer is not None:
+        for full_name, value in _outer_momenta(stages, copies=copies):
+            _add(slices, full_name, value, coordinates)
+        number, _ = _apart(stages)
+        if coordinates is not None and number:
+            coordinates = replace(coordinates, dp_replicate=0)  # the first that holds this replica's
         for name, parameter in _parameters(stages, copies=copies):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if value is not None:
-                    _add(slices, f"{OPTIMIZER}{name}/{key}", value, coordinates)
+                    _add(slices, f"{OPTIMIZER}{name}/{key}{_of_replica(number)}", value, coordinates)
         for full_name, value, *_ in _residuals(stages):
             _add(slices, full_name, value, None)  # each replica has its own
     return slices
@@ -138,10 +149,12 @@ def optimizer_slices(
         key, tensor.
     """
     keys: dict[str, list[str]] = {}
+    end = _of_replica(_apart(stages)[0] % _replicas_apart(saved))
     for full_name in saved:
         name, _, key = full_name[len(OPTIMIZER) :].rpartition("/")
-        if not key.startswith((RESIDUAL, RESIDUAL_OF_COPY)):
-            keys.setdefault(name, []).append(key)
+        of_first = not key.startswith((RESIDUAL, RESIDUAL_OF_COPY)) and key != OUTER_MOMENTUM and OF_REPLICA not in key
+        if key.endswith(end) if end else of_first:
+            keys.setdefault(name, []).append(key[: len(key) - len(end)])
     on_device = {
         id(parameter)
         for group in optimizer.param_groups
@@ -158,7 +171,7 @@ def optimizer_slices(
             continue
         seen.add(id(parameter))
         for key in keys.get(name, ()):
-            full_name = f"{OPTIMIZER}{name}/{key}"
+            full_name = f"{OPTIMIZER}{name}/{key}{end}"
             shape, dtype = saved[full_name]
             if shape == tuple(parameter.shape):
                 value = to_host(torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
@@ -176,7 +189,7 @@ def optimizer_slices(
 
 @dataclass(frozen=True)
 class SavedResiduals:
-    """How a checkpoint's residuals of int8 gradient sums fill those of this rank.
+    """How a checkpoint's residuals of quantised sums and momenta of outer steps fill this rank's.
 
     Attributes:
         targets: Where saved residuals go, by global name.
@@ -227,7 +240,63 @@ def residual_slices(stages: Sequence[nn.Module], saved: Collection[str]) -> Save
                 plan.added.append((own, into))
         if not taken:
             plan.cleared.append(own)
-    return replace(plan, remark=_residuals_remark(before, now))
+    for full_name, value in _outer_momenta(stages, copies=True):
+        part = slice_of(full_name, value)
+        if full_name in saved:
+            plan.targets.setdefault(full_name, []).append(part)
+        else:
+            plan.cleared.append(part.tensor)
+    remarks = _residuals_remark(before, now), _apart_remark(saved, _apart(stages)[1])
+    return replace(plan, remark="; ".join(filter(None, remarks)))
+
+
+def of_one_replica(full_name: str) -> bool:
+    """Whether a tensor is of one replica alone: a residual, or its optimizer's state.
+
+    The first replica's state has the names of a state that all share. But beside it there are
+    others then.
+    """
+    key = full_name.rpartition("/")[2]
+    return key.startswith((RESIDUAL, RESIDUAL_OF_COPY)) or OF_REPLICA in key
+
+
+def _of_replica(number: int) -> str:
+    """Returns what the keys of a replica's optimizer state end with."""
+    return f"{OF_REPLICA}{number}" if number else ""
+
+
+def _apart(stages: Sequence[nn.Module]) -> tuple[int, int]:
+    """Returns which replica this is of those that train apart, and their number: else 0 of 1."""
+    held = outer_state_of(stages[0]) if stages else None
+    return (0, 1) if held is None else (held.replica, held.replicas)
+
+
+def _replicas_apart(saved: Collection[str]) -> int:
+    """Returns the number of replicas whose optimizer states a checkpoint has."""
+    keys = (full_name.rpartition("/")[2].partition(OF_REPLICA) for full_name in saved)
+    return 1 + max((int(number) for _, end, number in keys if end and number.isdecimal()), default=0)
+
+
+def _outer_momenta(stages: Sequence[nn.Module], *, copies: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yields the momenta of outer steps, `[...]`, that this rank holds."""
+    for stage in stages:
+        held = outer_state_of(stage)
+        for name, value in held.momentum.items() if held is not None else ():
+            if copies or name not in tied_copies(stage):
+                yield f"{OPTIMIZER}{name}/{OUTER_MOMENTUM}", value
+
+
+def _apart_remark(saved: Collection[str], now: int) -> str:
+    """Says what becomes of the state of replicas that trained apart, on so many that do."""
+    momentum = any(full_name.endswith(f"/{OUTER_MOMENTUM}") for full_name in saved)
+    before = _replicas_apart(saved) if momentum else 1
+    if momentum and now == 1:
+        return "replicas no longer train apart: the momentum of outer steps is dropped, the first's optimizer goes on"
+    if saved and now > 1 and not momentum:
+        return "replicas train apart from here: each goes on with the optimizer's state, outer steps begin at rest"
+    return (
+        "" if before == now else f"of {before} replicas that trained apart, {now} go on: replica r as r modulo {before}"
+    )
 
 
 def _residuals_remark(before: int, now: int) -> str:
@@ -235,17 +304,17 @@ def _residuals_remark(before: int, now: int) -> str:
     if before == now:
         return ""
     if not before:
-        return "the checkpoint has no residuals of int8 gradient sums: they begin at zero"
+        return "the checkpoint has no residuals of quantised sums: they begin at zero"
     if not now:
         return (
-            f"gradients are no longer summed in int8: the residuals of {before} replicas, what rounding took from "
-            "earlier gradients, are dropped"
+            f"what replicas send is no longer quantised: the residuals of {before} replicas, what rounding took from "
+            "earlier sums, are dropped"
         )
-    return f"residuals of int8 gradient sums: those of {before} replicas go to {now}, their sum unchanged"
+    return f"residuals of quantised sums: those of {before} replicas go to {now}, their sum unchanged"
 
 
 def _residuals(stages: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor, Residuals, tuple[str, ...]]]:
-    """Yields this rank's residuals of int8 gradient sums.
+    """Yields this rank's residuals of quantised sums.
 
     Yields:
         The name; the values `[...]`, sharded like the parameter; all residuals of the stage; and

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from raypp.checkpoint.commit import job_identity
 from raypp.checkpoint.load_checkpoint import Load
-from raypp.checkpoint.state import RESIDUAL, RESIDUAL_OF_COPY
+from raypp.checkpoint.state import of_one_replica
 from raypp.errors import CheckpointError
 from raypp.memory.fetch import from_rank_zero, gather_json, give, take
 from raypp.memory.files import CONTROL_BYTES, LARGEST_TAIL, SlotName, life_of, peek
@@ -288,7 +288,7 @@ class _Try:
             # Of equal slices the first is read: what is on this node comes first.
             ordered = sorted(self._slots.items(), key=lambda item: (item[0] != self._me, item[1].data is None, item[0]))
             try:
-                self._check_residuals()
+                self._check_own_state()
                 files = [file for _, slot in ordered for file in slot.files]
                 load = Load(files, stages, optimizer, f"step {self._best.step}")
             except CheckpointError as error:
@@ -374,10 +374,10 @@ class _Try:
         name, path, _ = self._here[self._best.attempt, self._best.step, owner]
         return self._files.enter_context(reading(path, name))
 
-    def _check_residuals(self) -> None:
-        """Raises CheckpointError if residuals of int8 sums are lost: the sum of all counts."""
+    def _check_own_state(self) -> None:
+        """Raises CheckpointError if state is lost that no other replica holds."""
         if self._best.missing and any(
-            entry.name.rpartition("/")[2].startswith((RESIDUAL, RESIDUAL_OF_COPY))
+            of_one_replica(entry.name)
             for slot in self._slots.values()
             for file in slot.files
             for entry in file.header.entries

@@ -224,6 +224,8 @@ class MemoryTier:
         slices: Callable[[], State],
         extra: Callable[[], str],
         saving: bool = False,
+        *,
+        may: bool = True,
     ) -> None:
         """Takes a snapshot of the completed step if one is due.
 
@@ -235,6 +237,7 @@ class MemoryTier:
             slices: Returns the state; called only if needed.
             extra: Returns JSON text to store with the snapshot; called only if needed.
             saving: Whether a save is in progress on any rank, as agreed on.
+            may: Whether the state after this step may be kept, the same on all ranks.
         """
         if not self._started:
             return
@@ -265,7 +268,7 @@ class MemoryTier:
         link_free = self._sender is not None and self._ticket <= self._copied
         # With two files, the one to write is that of a step which the partners have no longer: the
         # other file's step must be with all of them.
-        may = self._is_free() and (not self._fewer or (link_free and self._common <= self._copied))
+        may = may and self._is_free() and (not self._fewer or (link_free and self._common <= self._copied))
         if may and done - self._taken >= agreed.every and agreed.own == self._expected:
             self._take(done, self._state(slices), extra(), link_free)
         elif link_free and self._common > self._copied:

@@ -159,7 +159,9 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
     with integer_weights():
         if expert_mesh is not None:
             for part in moe_blocks(stage):
-                fully_shard(part.experts, **{**settings, **expert_fsdp_settings(expert_mesh)})
+                fully_shard(
+                    part.experts, **{**settings, **expert_fsdp_settings(expert_mesh, apart=job.outer is not None)}
+                )
         for block in stage.get_submodule("model.layers").children():
             fully_shard(block, **settings)
         fully_shard(stage, **settings)

@@ -75,11 +75,16 @@ def spread_experts(stage: nn.Module, mesh: DeviceMesh) -> None:
                 setattr(part, name, nn.Parameter(spread, requires_grad=whole.requires_grad))
 
 
-def expert_fsdp_settings(mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns the `fully_shard` settings that spread experts need in addition to the job's own."""
+def expert_fsdp_settings(mesh: DeviceMesh, *, apart: bool = False) -> dict[str, Any]:
+    """Returns the `fully_shard` settings that spread experts need in addition to the job's own.
+
+    Args:
+        mesh: From `make_expert_mesh`.
+        apart: Whether replicas train apart.
+    """
     shards = mesh["expert_shard"].size()
     over: tuple[str, ...] = ("expert_shard",)
-    if mesh["dp_replicate"].size() > 1:
+    if mesh["dp_replicate"].size() > 1 and not apart:
         over = ("dp_replicate", *over)
     return {"mesh": mesh[over], "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, shards))}
 

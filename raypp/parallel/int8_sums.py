@@ -1,4 +1,4 @@
-"""Sums of gradients over replicas in int8, with error feedback.
+"""Sums over replicas in 8 or 4 bits, with error feedback: of gradients, or changes of weights.
 
 Each replica sends its gradient as int8 numbers, one fp32 scale per block of `BLOCK` numbers, and
 adds up what all replicas sent, in their order. So all replicas get the same bits. What rounding
@@ -16,17 +16,17 @@ from torch import Tensor
 
 BLOCK = 256
 """Numbers with one scale."""
-_STEPS = 127
+_STEPS = {8: 127, 4: 7}
 
 
-def message_size(numbers: int) -> int:
-    """Returns the bytes of a message of so many numbers: one per number, and a scale per block."""
+def message_size(numbers: int, bits: int = 8) -> int:
+    """Returns the bytes of a message of so many numbers, in 8 or 4 bits, and a scale per block."""
     blocks = -(-numbers // BLOCK)
-    return blocks * (4 + BLOCK)
+    return blocks * (4 + BLOCK * bits // 8)
 
 
 @torch.no_grad()
-def encode(gradient_N: Tensor, residual_N: Tensor) -> tuple[Tensor, Tensor]:
+def encode(gradient_N: Tensor, residual_N: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Quantises a gradient and the residual of the last step.
 
     Rounds to the nearest number: the same input gives the same message. A block with a non-finite
@@ -35,22 +35,27 @@ def encode(gradient_N: Tensor, residual_N: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         gradient_N: The replica's own gradient, `[N]`.
         residual_N: Its residual, `[N]`.
+        bits: Of a number, 8 or 4.
 
     Returns:
-        The message, uint8 `[4 K + 256 K]` with the scales first, and the new residual `[N]`.
+        The message, uint8 `[4 K + 32 bits K]` with the scales first, and the new residual `[N]`.
     """
-    numbers, blocks = gradient_N.numel(), -(-gradient_N.numel() // BLOCK)
+    numbers, blocks, steps = gradient_N.numel(), -(-gradient_N.numel() // BLOCK), _STEPS[bits]
     wanted = gradient_N.new_zeros(blocks * BLOCK)
     torch.add(gradient_N, residual_N, out=wanted[:numbers])
     wanted_KB = wanted.view(blocks, BLOCK)
-    message = torch.empty(message_size(numbers), dtype=torch.uint8, device=gradient_N.device)
-    scales_K1, numbers_KB = _parts(message)
-    scales_K1.copy_(wanted_KB.abs().amax(dim=1, keepdim=True) / _STEPS)
+    message = torch.empty(message_size(numbers, bits), dtype=torch.uint8, device=gradient_N.device)
+    scales_K1, packed = _parts(message, bits)
+    scales_K1.copy_(wanted_KB.abs().amax(dim=1, keepdim=True) / steps)
     # A block of zeros has scale 0. So has one whose largest number is below the smallest scale: all
     # of it stays in the residual.
     steps_KB = wanted_KB / torch.where(scales_K1 == 0, torch.inf, scales_K1).to(wanted.dtype)
-    numbers_KB.copy_(steps_KB.round_().clamp_(-_STEPS, _STEPS))
-    wanted_KB.sub_(_decoded(message, wanted.dtype))
+    rounded_KB = steps_KB.round_().clamp_(-steps, steps)
+    if bits == 4:
+        halves = (rounded_KB.nan_to_num(0.0) + 8).to(torch.uint8)  # 1 to 15
+        rounded_KB = halves[:, ::2] | halves[:, 1::2] << 4
+    packed.copy_(rounded_KB)
+    wanted_KB.sub_(decoded(message, wanted.dtype, bits))
     return message, wanted[:numbers]
 
 
@@ -62,9 +67,9 @@ def add_up(messages: list[Tensor], sum_N: Tensor) -> None:
         messages: Those of all R replicas, each as `encode` returned it.
         sum_N: Receives the sum.
     """
-    total_KB = _decoded(messages[0], sum_N.dtype)
+    total_KB = decoded(messages[0], sum_N.dtype)
     for message in messages[1:]:
-        total_KB.add_(_decoded(message, sum_N.dtype))
+        total_KB.add_(decoded(message, sum_N.dtype))
     sum_N.copy_(total_KB.view(-1)[: sum_N.numel()])
 
 
@@ -75,12 +80,17 @@ def scales_and_numbers(message: Tensor, rows: int, width: int) -> tuple[Tensor, 
     return scales, message[4 * rows :].view(torch.int8).view(rows, width)
 
 
-def _parts(message: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns views of a message: scales fp32 `[K, 1]` and numbers int8 `[K, 256]`."""
-    return scales_and_numbers(message, message.numel() // (4 + BLOCK), BLOCK)
+def _parts(message: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Returns views of a message: scales fp32 `[K, 1]`, and numbers int8 `[K, 256]` or two in each
+    uint8 `[K, 128]`."""
+    width = BLOCK * bits // 8
+    scales_K1, numbers = scales_and_numbers(message, message.numel() // (4 + width), width)
+    return scales_K1, numbers if bits == 8 else numbers.view(torch.uint8)
 
 
-def _decoded(message: Tensor, dtype: torch.dtype) -> Tensor:
+def decoded(message: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
     """Returns the numbers of a message, `[K, 256]`."""
-    scales_K1, numbers_KB = _parts(message)
+    scales_K1, numbers_KB = _parts(message, bits)
+    if bits == 4:
+        numbers_KB = torch.stack((numbers_KB & 15, numbers_KB >> 4), dim=-1).flatten(1).to(torch.int8) - 8
     return numbers_KB.to(dtype).mul_(scales_K1.to(dtype))

@@ -50,6 +50,7 @@ class RankGroups:
             for messages to lower ranks. None without cp.
         experts: Mesh of the same ranks with the axes pp, dp_replicate, expert_shard, ep. None
             without ep.
+        apart: Whether replicas train apart (`parallel.outer_sync`): FSDP knows only one.
     """
 
     mesh: DeviceMesh
@@ -59,15 +60,16 @@ class RankGroups:
     weights: DeviceMesh
     context: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     experts: DeviceMesh | None = None
+    apart: bool = False
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
         """The mesh that weights are sharded over: (fsdp · cp) or (dp_replicate, fsdp · cp).
 
-        None when both axes have size 1.
+        None when both axes have size 1. Replicas that train apart share nothing.
         """
         shard = "fsdp" if self.context is None else FSDP_CP
-        if self.weights["dp_replicate"].size() > 1:
+        if self.weights["dp_replicate"].size() > 1 and not self.apart:
             return self.weights["dp_replicate", shard]
         return self.weights[shard] if self.weights[shard].size() > 1 else None
 
@@ -85,13 +87,14 @@ class RankGroups:
         return RingShare(Ring(self.coordinates.cp, up.size(), up, down))
 
 
-def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups:
+def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: bool = False) -> RankGroups:
     """Builds the meshes and the process groups. Collective over the world.
 
     Args:
         sizes: The shape of the job's mesh.
         device_type: cpu or cuda.
         ep: mesh.ep.
+        apart: Whether replicas train apart.
     """
     shape = tuple(getattr(sizes, axis) for axis in AXES)
     override: dict[int | str, Any] | None = {"pp": few_ctas()} if device_type == "cuda" else None
@@ -114,6 +117,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1) -> RankGroups
         weights=weights,
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
+        apart=apart,
     )
 
 

@@ -67,7 +67,7 @@ class _UnderWay:
 
 @dataclass(frozen=True)
 class Residuals:
-    """This rank's residuals of int8 sums, which are part of the training state.
+    """This rank's residuals of quantised sums, which are part of the training state.
 
     Attributes:
         replica: This rank's place among the replicas.
@@ -77,7 +77,7 @@ class Residuals:
 
     replica: int
     replicas: int
-    parts: dict[str, DTensor]
+    parts: dict[str, Tensor]
 
 
 def residuals_of(stage: nn.Module) -> Residuals | None:
@@ -117,7 +117,7 @@ class ReplicaSums(SumsUnderWay):
         if not self.int8:
             return
         names = {id(parameter): name for name, parameter in stage.named_parameters()}
-        parts: dict[str, DTensor] = {}
+        parts: dict[str, Tensor] = {}
         for flat in self._flats:
             places, size = _layout(reduced_together(flat.module))
             for parameter, begin in places:

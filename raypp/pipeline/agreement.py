@@ -90,6 +90,7 @@ class StepPlan:
         snapshots: Combined state of all memory tiers; None if there are none.
         compute_us: W compute times of the last step in microseconds, by rank; empty if not timed.
         peak_bytes: P largest peaks of memory, by pipeline rank; empty if not asked for.
+        replica_tokens: Tokens with a label of each replica's rows.
     """
 
     seq_lens: tuple[int, ...]
@@ -99,6 +100,12 @@ class StepPlan:
     snapshots: SnapshotState | None = None
     compute_us: tuple[int, ...] = ()
     peak_bytes: tuple[int, ...] = ()
+    replica_tokens: tuple[int, ...] = ()
+
+    def tokens_apart(self, replicas: int) -> list[int]:
+        """Returns the tokens with a label of each of `replicas` equal groups of replicas."""
+        each = len(self.replica_tokens) // replicas
+        return [sum(self.replica_tokens[index * each : (index + 1) * each]) for index in range(replicas)]
 
 
 def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 0) -> int:
@@ -195,4 +202,5 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
         snapshots=memory,
         compute_us=tuple(rest[peaks:]),
         peak_bytes=tuple(rest[:peaks]),
+        replica_tokens=tuple(table[:, count].tolist()),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from raypp.errors import Problem
 from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind
-from raypp.planning.memory import RankMemory, offloaded_bytes, residual_bytes, state_of
+from raypp.planning.memory import RankMemory, offloaded_bytes, outer_bytes, residual_bytes, state_of
 from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.stored_bytes import size_text
@@ -107,7 +107,10 @@ def host_memory(
     files, fewest_files = (own + copies, fewest + copies) if job.checkpoint.memory_tier else (0, 0)
     situations = pipeline.simulator().situations
     parts = [(stages, pipeline.cut, situations[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
-    saved = [state_of(job, stages, cut, kind).saved + residual_bytes(job, stages, cut) for stages, cut, _ in parts]
+    saved = [
+        state_of(job, *part[:2], kind).saved + residual_bytes(job, *part[:2]) + outer_bytes(job, *part[:2], saved=True)
+        for part in parts
+    ]
     moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
     found = []
     pipeline_ranks: dict[str, list[int]] = {}

@@ -72,8 +72,8 @@ class RankMemory:
     Attributes:
         weights: Parameters, frozen ones in `model.lora.base`; this rank's share under fsdp · cp.
         gradients: Of trained parameters; this rank's share.
-        optimizer: State of the optimizer for them, and residuals of int8 sums (train.sync); this
-            rank's share.
+        optimizer: State of the optimizer for them, residuals of int8 sums (train.sync) and, on a
+            CPU, the state of outer steps; this rank's share.
         gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
             gradients until they are reduced.
         activations: What forwards in flight keep for their backwards.
@@ -132,7 +132,9 @@ def rank_memory(
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut),
         gradients=0,
-        optimizer=held.optimizer + residual_bytes(job, stages, cut),
+        optimizer=held.optimizer
+        + residual_bytes(job, stages, cut)
+        + (outer_bytes(job, stages, cut) if kind == "cpu" else 0),
         gathered=0,
         activations=0,
         logits=0,
@@ -192,9 +194,19 @@ def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     )
 
 
+def outer_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], *, saved: bool = False) -> int:
+    """Returns the bytes of a rank's state of outer steps, in host memory: momentum and residuals,
+    which are saved, and the weights on which replicas last agreed."""
+    if job.outer is None:
+        return 0
+    kept = 1 + (job.outer.compression != "none") + (not saved)
+    return kept * FP32.bytes * _trained_share(job, stages, cut)
+
+
 def offloaded_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action]) -> int:
     """Returns the bytes that a rank on CUDA keeps in host memory (`planning.offload`)."""
-    return state_of(job, stages, cut, "cuda").host + host_activation_bytes(job, actions, cut, microbatch_tokens(job))
+    kept = state_of(job, stages, cut, "cuda").host + outer_bytes(job, stages, cut)
+    return kept + host_activation_bytes(job, actions, cut, microbatch_tokens(job))
 
 
 def stage_parameters(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> int:
@@ -364,7 +376,7 @@ class Gathered:
         reduced, beside the gradients. Sums over replicas are in place. In int8 there are also the
         replicas' messages and the next residuals.
         """
-        replicas = job.mesh.fsdp * job.mesh.cp * job.mesh.dp_replicate
+        replicas = job.mesh.fsdp * job.mesh.cp * (1 if job.outer is not None else job.mesh.dp_replicate)
         replaces = replicas > 1 or job.train.dtypes.copies_weights
 
         def here(whole: int, experts: int) -> int:
@@ -475,7 +487,7 @@ def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     shards = mesh.fsdp * mesh.cp
     others = {other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last} - set(stages)
     pairs = 2 * min(len(others), 2, mesh.pp - 1)
-    groups = (shards > 1) + (mesh.dp_replicate > 1) + 2 * (mesh.cp > 1)
+    groups = (shards > 1) + (mesh.dp_replicate > 1 and job.outer is None) + 2 * (mesh.cp > 1)
     groups += (mesh.ep > 1) + (1 < mesh.ep < shards)  # among experts, and among those with the same experts
     tied = job.model.tie_embeddings and job.model.lora is None and mesh.pp > 1
     groups += tied and (0 in stages) != (last in stages)

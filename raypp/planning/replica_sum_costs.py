@@ -1,8 +1,9 @@
-"""Sums of gradients over replicas: their bytes, and how much of them a step hides.
+"""What replicas send each other: sums of gradients, and how much of them a step hides.
 
 The runtime starts the sum of a block when the block's gradients are done
 (`pipeline.sum_start`). Pipeline ranks that finish early sum while others still compute. What is
-left after the last backward makes the step longer.
+left after the last backward makes the step longer. Replicas that train apart send their weights
+once in `train.sync.every_steps` steps, and wait for it.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ class ReplicaSums:
         kind: `train.sync.kind`.
         exact_bytes: Bytes that a rank with the largest share would send for exact sums.
         int8_bytes: The same for sums in int8.
-        seconds: Time of the sums of the slowest rank on its cable.
+        outer_bytes: Bytes that it sends in an outer step; 0 where gradients are summed.
+        every_steps: Steps between two exchanges; 1 where gradients are summed.
+        seconds: Time of an exchange of the slowest rank on its cable.
         hidden_s: The part of it that the step does not wait for.
-        exposed_s: Seconds by which the sums make the step longer, with what int8 computes.
+        exposed_s: Seconds by which exchanges make a step longer on average, with what int8
+            computes.
     """
 
     kind: str
     exact_bytes: int
     int8_bytes: int
+    outer_bytes: int
+    every_steps: int
     seconds: float
     hidden_s: float
     exposed_s: float
@@ -54,6 +60,10 @@ def sent_bytes(job: Job, numbers: float, kind: str) -> float:
     its numbers to every other.
     """
     replicas = job.mesh.dp_replicate
+    if kind == "outer":
+        if bits := {"int8": 8, "int4": 4}.get(job.train.sync.compression):
+            return (replicas - 1) * numbers * (_INT8_BLOCK * bits / 8 + 4) / _INT8_BLOCK
+        return 2 * (replicas - 1) / replicas * numbers * 4  # the mean of fp32 weights, as a ring
     if kind == "int8":
         return (replicas - 1) * numbers * _INT8_BYTES
     return 2 * (replicas - 1) / replicas * numbers * sum_bytes(job)
@@ -92,7 +102,8 @@ def replica_sums(
             slots = timeline.slots[rank]
             ready = [_ready(slots, stage, pipeline, messages) for stage in stages]
             late = max(late, _end(list(zip(ready, own, strict=True))) - timeline.makespan)
-    waits = late if beside else seconds
+    waits = late if beside and form != "outer" else seconds
+    every = job.train.sync.every_steps if form == "outer" else 1
     computing = 0.0
     if form == "int8":
         quantise, add = _INT8_S["cpu" if kind == "cpu" else "cuda"]
@@ -101,9 +112,11 @@ def replica_sums(
         kind=form,
         exact_bytes=round(sent_bytes(job, most, "exact")),
         int8_bytes=round(sent_bytes(job, most, "int8")),
+        outer_bytes=round(sent_bytes(job, most, "outer")) if form == "outer" else 0,
+        every_steps=every,
         seconds=seconds,
         hidden_s=max(0.0, seconds - waits),
-        exposed_s=max(0.0, waits) + computing,
+        exposed_s=max(0.0, waits) / every + computing,
     )
 
 

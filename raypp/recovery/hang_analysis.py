@@ -34,6 +34,7 @@ _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 _COLLECTIVE_NAMES = {
     "agree": "the agreement on the step",
     "sum": "the sum of loss and norms",
+    "outer": "the exchange of an outer step",
     "replicas": "the comparison of replicas",
     "clocks": "the comparison of clocks",
     "tie": "the sum of the tied embedding's gradients",

@@ -145,15 +145,18 @@ def _elastic(job: Job) -> Iterator[Problem]:
         )
 
 
-MOST_INT8_REPLICAS = 7
-"""With more, int8 sums send no less than exact ones: each replica sends its gradients to every
-other."""
+MOST_INT8_REPLICAS, MOST_INT4_REPLICAS = 7, 15
+"""With more, sums in 8 or 4 bits send no less than exact ones: each replica sends its numbers to
+every other."""
 
 
 def _sync(job: Job) -> Iterator[Problem]:
-    """Checks whether gradients can be summed over replicas in int8, and whether that helps."""
+    """Checks whether replicas can be kept one model as the job asks, and whether that helps."""
     key, replicas, train = "train.sync.kind", job.mesh.dp_replicate, job.train
     if train.sync.kind == "exact":
+        return
+    if train.sync.kind == "outer":
+        yield from _outer(job)
         return
     if replicas == 1:
         what = "int8 has no effect: mesh.dp_replicate is 1, so no gradients are summed over replicas"
@@ -172,6 +175,32 @@ def _sync(job: Job) -> Iterator[Problem]:
     if job.mesh.ep > 1:
         what = f"int8 is not available with mesh.ep {job.mesh.ep}: experts are cut along other dims than their first"
         yield Problem(key, what, "use exact, or mesh.ep: 1")
+
+
+def _outer(job: Job) -> Iterator[Problem]:
+    """Checks whether replicas can train apart."""
+    key, train, every = "train.sync.kind", job.train, job.train.sync.every_steps
+    if job.mesh.dp_replicate == 1:
+        what = "outer has no effect: mesh.dp_replicate is 1, so there are no replicas that could train apart"
+        yield Problem(key, what, "use exact, or mesh.dp_replicate of 2 or more")
+    most = {"int8": MOST_INT8_REPLICAS, "int4": MOST_INT4_REPLICAS}.get(train.sync.compression)
+    if most is not None and job.mesh.dp_replicate > most:
+        what = f"{train.sync.compression} saves nothing with {job.mesh.dp_replicate} replicas: each sends to all others"
+        yield Problem("train.sync.compression", what, f"use none, or mesh.dp_replicate of 2 to {most}")
+    if train.precision == "bf16_pure":
+        what = "outer needs fp32 weights: the changes of bf16 ones in few steps are lost in their rounding"
+        yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
+    intervals = {"checkpoint.every_steps": job.checkpoint.every_steps, "train.eval_every_steps": train.eval_every_steps}
+    if train.sample is not None:
+        intervals["train.sample.every_steps"] = train.sample.every_steps
+    for name, steps in intervals.items():
+        if steps % every:
+            what = f"{steps} is no multiple of train.sync.every_steps, {every}: in between, replicas differ"
+            fix = f"use {-(-steps // every) * every}, or train.sync.every_steps: {math.gcd(steps, every)}"
+            yield Problem(name, what, fix)
+    if every > train.steps:
+        what = f"{every} is more than the {train.steps} steps of the run: replicas would agree only at its end"
+        yield Problem("train.sync.every_steps", what, "use fewer, a tenth of train.steps or less")
 
 
 def _optimizer(job: Job) -> Iterator[Problem]:

@@ -260,12 +260,24 @@ class SampleOptions(Section):
 
 
 class SyncOptions(Section):
-    """How gradients are summed over the replicas of mesh.dp_replicate."""
+    """How the replicas of mesh.dp_replicate stay one model."""
 
-    kind: Literal["exact", "int8"] = "exact"
+    kind: Literal["exact", "int8", "outer"] = "exact"
     """exact: sums of the gradients as computed | int8: each replica sends its gradients in int8, a
     quarter of the bytes with two replicas; the rounding error is added in the next step (error
-    feedback) and is part of checkpoints. Needs gradients that are summed in fp32."""
+    feedback) and is part of checkpoints. Needs gradients that are summed in fp32 | outer: replicas
+    train apart, each with its own optimizer state and clipping, and every every_steps steps the
+    mean of their weights moves the common ones (DiLoCo, docs/design/0061)."""
+    every_steps: int = Field(default=50, ge=1, le=limits.COUNT)
+    """outer: steps between two outer steps, which also follow the last step. Checkpoints,
+    evaluations and samples are taken at outer steps only."""
+    lr: float = Field(default=0.7, gt=0, le=limits.REAL)
+    """outer: learning rate of the outer step."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """outer: Nesterov momentum of the outer step. 0.0 with lr: 1.0 takes the replicas' mean."""
+    compression: Literal["none", "int8", "int4"] = "none"
+    """outer: none: replicas send their weights | int8, int4: what these changed by, in so many
+    bits, with error feedback; a quarter or an eighth of the bytes with two replicas."""
 
 
 class TrainSection(Section):
@@ -295,7 +307,7 @@ class TrainSection(Section):
     """Dtype in which gradients are reduced over data-parallel ranks, and with precision: bf16_pure
     summed over microbatches. bf16 halves the traffic and needs precision: bf16 or bf16_pure."""
     sync: SyncOptions = Field(default_factory=SyncOptions)
-    """How gradients are summed over replicas: {kind: exact} or {kind: int8}."""
+    """How replicas stay one model: {kind: exact}, {kind: int8}, {kind: outer, every_steps: 50}."""
     activation_checkpointing: Literal["none", "selective", "full", "offload"] = "none"
     """Recompute activations in the backward to save memory. selective: all but the results of
     matrix products and attention | full: everything but the inputs of layers | offload: like full,
@@ -524,6 +536,15 @@ class Job(Section):
     def rows_per_step(self) -> int:
         """Rows of a step, of all replicas."""
         return self.mesh.replicas * self.pipeline.microbatches * self.train.micro_batch_size
+
+    @property
+    def outer(self) -> SyncOptions | None:
+        """How replicas that train apart agree again; None if they sum gradients."""
+        return self.train.sync if self.train.sync.kind == "outer" and self.mesh.dp_replicate > 1 else None
+
+    def replicas_agree(self, step: int) -> bool:
+        """Whether replicas hold the same weights after a step: always, or after outer steps."""
+        return self.outer is None or step % self.outer.every_steps == 0 or step == self.train.steps
 
     @property
     def run_url(self) -> str:

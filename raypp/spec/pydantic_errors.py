@@ -84,8 +84,8 @@ def unknown_key(path: KeyPath, document: Any) -> Problem:
     homes = [f"{key}.{name}" if key else name for key, other in type_names.all_sections() if name in other.model_fields]
     if close:
         fix = f"did you mean {close[0]}?"
-    elif len(homes) == 1:
-        fix = f"did you mean {homes[0]}?"
+    elif len(homes) in (1, 2):
+        fix = f"did you mean {' or '.join(homes)}?"
     else:
         fix = f"remove it; {dotted(path[:-1]) or 'a job'} has: {', '.join(known)}"
     return Problem(dotted(path), "unknown key", fix)

@@ -18,6 +18,7 @@ from raypp.models import fused
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.stage import parameter_names
 from raypp.parallel.attention_choice import choose_attention
+from raypp.parallel.outer_sync import OuterSync
 from raypp.parallel.rank_groups import RankGroups, make_groups
 from raypp.planning.offload import offload_in_words
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
@@ -57,6 +58,7 @@ class AssembledRank:
         reducer: The gradient reducer over the same parameters.
         loader: The loader of this replica's rows.
         attention: The kernel that computes attention on this rank.
+        outer: Takes the outer steps; None if replicas do not train apart.
     """
 
     job: Job
@@ -70,6 +72,7 @@ class AssembledRank:
     reducer: GradientReducer
     loader: Loader
     attention: AttentionKernel
+    outer: OuterSync | None = None
 
 
 @contextmanager
@@ -120,7 +123,7 @@ def assemble(
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
             if card is not None:
                 compare_cards(card, seat, Mesh.of(job.mesh), store, tell)
-            groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep)
+            groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep, apart=job.outer is not None)
         with part("build"):
             attention = _attention(job, seat, device, tell)
             pipeline = resolve_pipeline(job)
@@ -134,7 +137,13 @@ def assemble(
                 stack.callback(optimizer.close)
             if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):
                 tell(Event("offload", words, attempt=seat.attempt, rank=seat.rank, node=seat.node))
-            reducer = GradientReducer(built.modules, parameter_names(job.model, trained=True))
+            names, outer = parameter_names(job.model, trained=True), None
+            if job.outer is not None:
+                changed = getattr(optimizer, "weights_changed", lambda: None)
+                outer = OuterSync(built.modules, job.outer, groups.mesh["dp_replicate"].get_group(), changed)
+                reducer = GradientReducer(built.modules, names, outer.replica, outer.replicas)
+            else:
+                reducer = GradientReducer(built.modules, names)
             allow_long_steps(device, hang_timeout_s)  # all groups are there now
             if device.type == "cuda":
                 # Connects the world's ranks, which NCCL would do in the sums of the first step.
@@ -147,7 +156,9 @@ def assemble(
             for remark in loader.documents.remarks if seat.rank == 0 else ():
                 tell(Event("data", remark, attempt=seat.attempt, rank=seat.rank, node=seat.node))
         stack.callback(loader.close)
-        yield AssembledRank(job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention)
+        yield AssembledRank(
+            job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer
+        )
 
 
 def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callable[[Event], None]) -> Job:

@@ -17,12 +17,14 @@ class Place:
         restored: The step that this attempt started from.
         saved: The newest step that is in a checkpoint, or was begun to be saved.
         asked: Whether the operator waits for a save.
+        stopping: Whether the operator waits for a save and the end.
     """
 
     done: int
     restored: int
     saved: int
     asked: bool = False
+    stopping: bool = False
 
     @property
     def unsaved(self) -> bool:
@@ -48,12 +50,17 @@ class Due:
     save_is_needed: bool = True
 
 
-def before_step(place: Place, requests: Requests) -> tuple[Place, Due]:
+def before_step(place: Place, requests: Requests, *, savable: bool = True) -> tuple[Place, Due]:
     """Returns what is due when the ranks have agreed on requests, and the place after it.
 
     A request to save a state that is saved already is forgotten, but before the first step of an
-    attempt it waits for that step.
+    attempt it waits for that step. Where replicas differ, there is no state to save: requests wait
+    for the next outer step, except one to stop without a save.
     """
+    if not savable and (requests.save_before_stop or not requests.stop):
+        waiting = {"asked": place.asked or requests.save, "stopping": place.stopping or requests.stop}
+        return replace(place, **waiting), Due()
+    requests = replace(requests, stop=requests.stop or place.stopping)
     asked = (place.asked or requests.save) and (place.unsaved or place.done == place.restored)
     save = place.unsaved and (asked or (requests.stop and requests.save_before_stop))
     due = Due(save=save, stop=requests.stop, save_is_needed=not requests.stop or requests.save_before_stop)

@@ -34,7 +34,8 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
         run.reporter.phase("step", f"{place.done + 1} read")
         read = run.runner.read(run.reporter.requests(), watch)
         run.keep_snapshot(place.done, position, read.plan, watch)
-        place, due = before_step(place, read.plan.requests)
+        savable = place.done == restored or run.job.replicas_agree(place.done)
+        place, due = before_step(place, read.plan.requests, savable=savable)
         if due.save:
             run.save(place.done, position)
         if due.stop:
@@ -91,7 +92,8 @@ class Training:
         tier, known = self.tier, self.saver.committed
         with watch.part("memory"):
             tier.committed = max(tier.committed, -1 if known is None else known)
-            tier.step_begins(done, plan.snapshots, self._state, lambda: self._extra(position), plan.saving)
+            may = self.job.replicas_agree(done)
+            tier.step_begins(done, plan.snapshots, self._state, lambda: self._extra(position), plan.saving, may=may)
 
     def save(self, step: int, position: dict[str, Any]) -> None:
         """Begins a save, after a check of the weights that several ranks hold."""

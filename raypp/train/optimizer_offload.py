@@ -104,6 +104,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._wait(self._store([parameter]))
 
     @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Brings weights that were written in host memory, after `settle`, to the device."""
+        for parameter, gathered in self._gathered.items():
+            local = local_part(parameter)
+            gathered[: local.numel()].copy_(local.reshape(-1))
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient, block by block.
 

@@ -31,16 +31,19 @@ class GlobalSums:
 
     Attributes:
         loss: Sum of the token losses.
-        grad_norm: 2-norm of the undivided gradient sum.
+        grad_norm: 2-norm of the undivided gradient sum; where replicas train apart, the sum of
+            `norms`, so that divided by all tokens it is the mean over replicas, weighted by tokens.
         extra: `[N]`, fp64, on the CPU: sums of the extra numbers.
         squares: `[P]`, fp64, on the CPU: squared norm of each parameter's gradient, in the order of
-            the names.
+            the names; where replicas train apart, summed over them.
+        norms: The norm of each replica that trains apart; else of them all.
     """
 
     loss: float
     grad_norm: float
     extra: Tensor
     squares: Tensor
+    norms: tuple[float, ...] = ()
 
 
 class GradientReducer:
@@ -49,11 +52,13 @@ class GradientReducer:
     Args:
         stages: This rank's stages, sharded or not.
         names: Global names of all P trained parameters of the model, in the order of the sum.
+        replica: This rank's place among the replicas that train apart.
+        replicas: Their number; 1: gradients are sums over all replicas.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], names: Sequence[str]) -> None:
-        place = {name: index for index, name in enumerate(names)}
-        self._size = len(names)
+    def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], replica: int = 0, replicas: int = 1) -> None:
+        place = {name: replica * len(names) + index for index, name in enumerate(names)}
+        self._size, self._replicas = replicas * len(names), replicas
         self.names = list(names)
         held = [(name, parameter, stage) for stage in stages for name, parameter in stage.named_parameters()]
         self._device = held[0][1].device
@@ -97,6 +102,8 @@ class GradientReducer:
     def read(self, sums: Tensor) -> GlobalSums:
         """Copies the sums `[P + 1 + N]` to the host, and waits for them: the step's only wait.
 
+        With replicas that train apart, each has its own P.
+
         The copy follows the last backward and the reduction of gradients on the device, so whether
         the step is finite is known before anything changes a weight (design record 0027).
 
@@ -105,7 +112,9 @@ class GradientReducer:
         """
         sums, end = sums.cpu(), self._size
         check_groups()  # after an abort the device computes on with data that was never received
-        return GlobalSums(float(sums[end]), math.sqrt(float(sums[:end].sum())), sums[end + 1 :], sums[:end])
+        squares = sums[:end].view(self._replicas, end // self._replicas)
+        norms = tuple(math.sqrt(float(own.sum())) for own in squares)
+        return GlobalSums(float(sums[end]), sum(norms), sums[end + 1 :], squares.sum(0), norms)
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:

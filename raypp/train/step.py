@@ -119,6 +119,7 @@ class StepRunner:
     ) -> None:
         self.job, self.seat, self.pipeline, self.device = rank.job, rank.seat, rank.pipeline, rank.device
         self.built, self.loader, self.optimizer, self.reducer = rank.built, rank.loader, rank.optimizer, rank.reducer
+        self.outer = rank.outer
         self._tell, self._saving, self._snapshots = tell, saving, snapshots
         self._pace, self._injection = pace, injection
         self.router_losses = RouterLosses(rank.built.modules, rank.job.model, rank.device)
@@ -224,6 +225,8 @@ class StepRunner:
         """
         if isinstance(self.optimizer, OffloadedOptimizer):
             self.optimizer.settle()
+        if self.outer is not None:
+            self.outer.begin()
         self._seed(step)
         self._mark("prepare")
         with watch.part("data"):
@@ -255,13 +258,21 @@ class StepRunner:
         self._mark("update")
         with watch.part("optimizer"):
             if self.guard.is_finite(sums):
-                self._update(step, gradients, sums, read.plan.global_tokens, rate)
+                tokens, norm = read.plan.global_tokens, sums.grad_norm
+                if self.outer is not None:
+                    counts = read.plan.tokens_apart(self.outer.replicas)
+                    self.outer.count(counts)
+                    tokens, norm = counts[self.outer.replica], sums.norms[self.outer.replica]
+                self._update(step, gradients, norm, tokens, rate)
             else:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.guard.handle(step, sums, lambda: self._again(step, read, batches), self._tell)
                 self.optimizer.zero_grad(set_to_none=True)
             for one in self.built.replica_sums:
                 one.drop_residuals()
+        if self.outer is not None and self.job.replicas_agree(step):
+            with watch.part("outer"):
+                self.outer.run(lambda: self._mark("outer"))
         if self._injection is not None:
             self._injection.updated(self.built.modules)
         return self._report(step, read.plan, sums, rate, watch)
@@ -300,10 +311,10 @@ class StepRunner:
         if self.built.runtime.mark is not None:
             self.built.runtime.mark(what)
 
-    def _update(self, step: int, gradients: list[torch.Tensor], sums: GlobalSums, tokens: int, rate: float) -> None:
-        """Scales the gradients, local shards `[...]`, and runs the optimizer."""
+    def _update(self, step: int, gradients: list[torch.Tensor], norm: float, tokens: int, rate: float) -> None:
+        """Scales the gradients, local shards `[...]` of this norm, and runs the optimizer."""
         if tokens:
-            factor = coefficient(sums.grad_norm, tokens, self.job.train.clip_norm)
+            factor = coefficient(norm, tokens, self.job.train.clip_norm)
             begin_update(self.optimizer, gradients, factor, rate, step)
             self.optimizer.step()
             for one in self.built.replica_sums:

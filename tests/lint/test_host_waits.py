@@ -36,6 +36,7 @@ FILES = (
 _COUNT = "the number of repeats is an int: the result's size does not depend on values"
 _HOST = "a tensor on the CPU, which never was on the device"
 _SAVER = "a thread that waits for the copy of a snapshot, not the one that computes"
+_OUTER = "an outer step, every so many steps: what replicas agree on is in host memory"
 _DECODE = "decoding, between two steps: tokens are chosen, and rows end, on the host"
 ALLOWED = {
     ("raypp.models.kv_cache.KeyValueCache.prompts", "tensor(device=)"): _DECODE,
@@ -55,6 +56,8 @@ ALLOWED = {
     ("raypp.checkpoint.snapshot.Snapshot.data", "numpy"): _HOST + ": the bytes of a snapshot",
     ("raypp.checkpoint.snapshot.SnapshotBuffer._copy_on_stream.rest", "synchronize"): _SAVER,
     ("raypp.checkpoint.snapshot._DeviceCopy.wait", "synchronize"): _SAVER,
+    ("raypp.parallel.outer_sync.OuterSync._changes", "cpu"): _OUTER,
+    ("raypp.parallel.outer_sync.OuterSync._rounded_changes", "cpu"): _OUTER,
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
     ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
     ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",

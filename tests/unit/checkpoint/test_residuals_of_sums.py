@@ -52,7 +52,7 @@ def test_the_sum_over_replicas_stays(before: int, after: int) -> None:
     remarks = {remark for _, remark in found}
     assert remarks == {
         "" if before == after
-        else f"residuals of int8 gradient sums: those of {before} replicas go to {after}, their sum unchanged"
+        else f"residuals of quantised sums: those of {before} replicas go to {after}, their sum unchanged"
     }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_as_many_replicas_take_their_own() -> None:
 
 def test_without_saved_ones_they_begin_at_zero() -> None:
     assert loaded([stage(0, 2)], []) == (
-        [0.0], "the checkpoint has no residuals of int8 gradient sums: they begin at zero",
+        [0.0], "the checkpoint has no residuals of quantised sums: they begin at zero",
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypp.parallel.int8_sums import BLOCK, add_up, encode, message_size
+from raypp.parallel.int8_sums import BLOCK, add_up, decoded, encode, message_size
 
 NUMBERS = 3 * BLOCK + 17
 
@@ -38,6 +38,17 @@ def test_each_number_is_within_half_a_step_of_its_blocks_scale() -> None:
         step = own[block].abs().max() / 127
         assert bool(((found[block] - own[block]).abs() <= step * 0.501).all())
     assert torch.equal(left, own - found)
+
+
+def test_four_bits_are_within_half_a_step_and_take_half_the_bytes() -> None:
+    own = gradient(1)
+    message, left = encode(own, torch.zeros(NUMBERS), 4)
+    assert message.numel() == message_size(NUMBERS, 4) == 4 * (BLOCK // 2 + 4)
+    found = decoded(message, torch.float32, 4).view(-1)[:NUMBERS]
+    for begin in range(0, NUMBERS, BLOCK):
+        block = slice(begin, begin + BLOCK)
+        assert bool(((found[block] - own[block]).abs() <= own[block].abs().max() / 7 * 0.501).all())
+    assert torch.equal(left, own - found) and bool((found < 0).any()) and bool((found > 0).any())
 
 
 def test_the_residual_is_added_to_the_next_gradient() -> None:

@@ -120,3 +120,20 @@ def test_the_kind_of_device_that_quantises_costs_time() -> None:
     job = square("int8")
     sums = forecast(job, replace(free, inside_gbps=1e9), UNIT, kind="cpu").replica_sums
     assert sums is not None and 0 < sums.exposed_s < 1
+
+
+def test_outer_steps_send_the_weights_once_in_many_steps() -> None:
+    job = square("outer", train={"sync": {"kind": "outer", "every_steps": 10}})
+    found = of(job, 0.1)
+    sums = found.replica_sums
+    assert sums is not None and (sums.kind, sums.every_steps) == ("outer", 10)
+    assert sums.outer_bytes == sums.exact_bytes == largest(job) * 4
+    assert sums.seconds == pytest.approx(sums.outer_bytes * 8 / 0.1e9)
+    assert found.parts["reduce"] == sums.exposed_s == pytest.approx(sums.seconds / 10)
+    alone_job = square().model_copy(update={"mesh": job.mesh.model_copy(update={"dp_replicate": 1})})
+    apart, alone = make_plan(job), make_plan(alone_job)
+    for rank, (one, other) in enumerate(zip(apart.memory, alone.memory, strict=True)):
+        numbers = stage_trained(job, rank, [2, 2])[0]
+        assert one.optimizer - other.optimizer == 8 * numbers, "weights and momentum of outer steps"
+        assert one.gathered == other.gathered, "FSDP knows one replica"
+    assert apart.host.state - alone.host.state == 4 * largest(job)

@@ -127,7 +127,7 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_their_lines(folder: Path)
         (
             "train: {lr: 1}",
             "train.lr: unknown key",
-            "did you mean train.optimizer.lr?",
+            "did you mean train.optimizer.lr or train.sync.lr?",
         ),
         (
             "modle: {}",

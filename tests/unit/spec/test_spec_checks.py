@@ -186,6 +186,32 @@ def test_int8_sums_are_refused_where_they_do_nothing_or_cannot_work(
     assert "train.sync.kind" not in found(mesh=mesh, train=train, model={"kind": "qwen3_moe"})
 
 
+EVAL = {"eval": {"fraction": 0.02}}
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "told"),
+    [
+        ("train.sync.kind", {"mesh": {"pp": 2}}, "outer has no effect: mesh.dp_replicate is 1"),
+        ("train.sync.kind", {"train": {"precision": "bf16_pure"}}, "outer needs fp32 weights"),
+        ("train.sync.compression", {"mesh": {"dp_replicate": 16}}, "int4 saves nothing with 16 replicas"),
+        ("checkpoint.every_steps", {"checkpoint": {"every_steps": 25}}, "25 is no multiple of train.sync.every_steps"),
+        ("train.eval_every_steps", {"train": {"eval_every_steps": 30}, "data": EVAL}, "30 is no multiple of"),
+        ("train.sample.every_steps", {"train": {"sample": {"prompts": ["a"], "every_steps": 5}}}, "5 is no multiple"),
+        ("train.sync.every_steps", {"train": {"steps": 10}}, "20 is more than the 10 steps of the run"),
+    ],
+)
+def test_outer_steps_are_refused_where_they_do_nothing_or_replicas_would_differ(
+    key: str, other: dict[str, Any], told: str
+) -> None:
+    job = {"mesh": {"dp_replicate": 2}, "checkpoint": {"every_steps": 40}, "train": {}} | other
+    outer = {"steps": 200, "sync": {"kind": "outer", "every_steps": 20, "compression": "int4"}}
+    assert told in found(**{**job, "train": {**outer, **job["train"]}})[key]
+    assert key not in found(**{**job, "train": {**outer, **job["train"], "sync": {"kind": "exact"}}})
+    fine = found(mesh={"dp_replicate": 2}, checkpoint={"every_steps": 40}, train={**outer, "precision": "bf16"})
+    assert fine == {}
+
+
 @pytest.mark.parametrize("mesh", [{"dp_replicate": 2}, {"pp": 2, "dp_replicate": 7}, {"dp_replicate": 2, "fsdp": 4}])
 def test_int8_sums_are_allowed_with_up_to_seven_replicas(mesh: dict[str, Any]) -> None:
     assert found(mesh=mesh, train=INT8) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,24 @@ SAVE, STOP, DROP = Requests(save=True), Requests(stop=True), Requests(stop=True,
 )
 def test_before_a_step(place: tuple[Any, ...], requests: Requests, then: tuple[Any, ...], due: Due) -> None:
     assert before_step(Place(*place), requests) == (Place(*then), due)
+
+
+@pytest.mark.parametrize(
+    ("requests", "waiting", "later"),
+    [
+        (Requests(), {}, Due()),
+        (SAVE, {"asked": True}, Due(save=True)),
+        (STOP, {"stopping": True}, Due(save=True, stop=True)),
+    ],
+)
+def test_requests_wait_for_the_next_outer_step(requests: Requests, waiting: dict[str, bool], later: Due) -> None:
+    place, due = before_step(Place(3, 0, 2), requests, savable=False)
+    assert (place, due) == (Place(3, 0, 2, **waiting), Due())
+    assert before_step(replace(place, done=4), Requests())[1] == later
+
+
+def test_a_stop_without_a_save_waits_for_nothing() -> None:
+    assert before_step(Place(3, 0, 2), DROP, savable=False)[1] == Due(stop=True, save_is_needed=False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,311 @@
+"""Replicas that train apart: outer steps have the bits of a reference, keep replicas equal, and
+survive a restart and another mesh inside a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run_ranks
+from lives import Fate, Lives, same
+from test_memory_tier import shared_memory as shared_memory
+from test_mesh_does_not_change_numbers import document
+from training import seat_of, thinned
+
+from raypp import ports
+from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, RESIDUAL
+from raypp.data.loader import Loader, Microbatch, open_loader
+from raypp.data.packing import Row
+from raypp.measure.parity import train_some_steps, whole
+from raypp.mesh.geometry import AXES
+from raypp.parallel import replica_sums
+from raypp.records import Coordinates
+from raypp.spec.load import parse_job
+from raypp.train.fault_injection import VARIABLE
+from raypp.train.reduce import GradientReducer
+from raypp.train.step import StepRunner
+
+pytestmark = pytest.mark.ranks
+Weights = dict[str, torch.Tensor]
+EVERY = 2
+
+
+def outer(
+    *, lr: float = 0.7, momentum: float = 0.9, every: int = EVERY, compression: str = "none", **more: Any
+) -> dict[str, Any]:
+    sync = {"kind": "outer", "every_steps": every, "lr": lr, "momentum": momentum, "compression": compression}
+    return {"sync": sync, **more}
+
+
+def weights_of(runner: StepRunner) -> Weights:
+    return {name: whole(p) for module in runner.built.modules for name, p in module.named_parameters()}
+
+
+def train(
+    rank: int,
+    world: int,
+    port: int,
+    job: dict[str, Any],
+    steps: int,
+    wrap: Callable[[Loader, int], Any] = lambda loader, replica: loader,
+    before: Callable[[int, StepRunner], None] = lambda step, runner: None,
+) -> list[Weights]:
+    """Trains, and returns the weights after each step."""
+    parsed, found = parse_job(job), []
+    ends: list[Weights] = []
+
+    def look(step: int, runner: StepRunner) -> None:
+        if step > 1:
+            found.append(weights_of(runner))
+        before(step, runner)
+
+    def keep(name: str, tensors: Weights) -> None:
+        if name == "weights":
+            ends.append(tensors)
+
+    train_some_steps(parsed, seat_of(rank, world, port, parsed), steps, keep, wrap=wrap, before=look)
+    return [*found, *ends]
+
+
+def same_weights(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# The outer step
+
+
+def reference(rank: int, world: int, port: int, used: list[int], job: dict[str, Any], rounds: int) -> list[Weights]:
+    """Returns the weights after each outer step, by runs of one process on each replica's rows."""
+    two, one = parse_job(job), {**job, "mesh": {}, "train": {**job["train"], "sync": {"kind": "exact"}}}
+    agreed: dict[int, Weights] = {}
+    momentum: Weights = {}
+
+    def start(step: int, runner: StepRunner) -> None:
+        """Replaces the weights where a round begins, and keeps those of the first."""
+        named = {name: p for module in runner.built.modules for name, p in module.named_parameters()}
+        if step == 1:
+            agreed.setdefault(0, {name: p.detach().clone() for name, p in named.items()})
+        elif step - 1 in agreed:
+            for name, p in named.items():
+                p.data.copy_(agreed[step - 1][name])
+
+    for step in range(EVERY, rounds * EVERY + 1, EVERY):
+        ends, tokens = [], []
+        for replica in range(2):
+            loader = open_loader(two, replica, 2)
+            rows = [row for _ in range(step) for mb in loader.next_step() for row in mb.rows]
+            tokens.append(sum(int((row.labels != -100).sum()) for row in rows[-len(rows) * EVERY // step :]))
+            loader.close()
+            wrap = lambda _, __, mine=replica: open_loader(two, mine, 2)  # noqa: E731
+            ends.append(train(0, 1, used.pop(), one, step, wrap, start)[-1])
+        before = agreed[step - EVERY]
+        agreed[step] = {}
+        for name, old in before.items():
+            mean = sum(n * end[name].double() for n, end in zip(tokens, ends, strict=True)) / sum(tokens)
+            change = old.double() - mean.float().double()
+            momentum[name] = (0.9 * momentum.get(name, torch.zeros_like(old)).double() + change).float()
+            agreed[step][name] = (old.double() - 0.7 * (change + 0.9 * momentum[name].double())).float()
+    return [agreed[step] for step in range(EVERY, rounds * EVERY + 1, EVERY)]
+
+
+ADAMW = document(dp_replicate=2, microbatches=2, train=outer(steps=8))
+
+
+def test_outer_steps_of_adamw_have_the_bits_of_a_reference() -> None:
+    (expected,) = run_ranks(1, reference, ports.free_ports(4), ADAMW, 2)
+    first, second = run_ranks(2, train, ADAMW, 2 * EVERY)
+    for step, (one, other) in enumerate(zip(first, second, strict=True), start=1):
+        assert same_weights(one, other) == (step % EVERY == 0), "they differ between outer steps only"
+    assert [same_weights(first[EVERY * n - 1], expected[n - 1]) for n in (1, 2)] == [True, True]
+
+
+# Exact arithmetic
+
+
+class Cropped:
+    """A loader that leaves 16 labels in each row, so that tokens are a power of two."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def next_step(self) -> list[Microbatch]:
+        return [Microbatch(tuple(map(self._cropped, one.rows))) for one in self.loader.next_step()]
+
+    def _cropped(self, row: Row) -> Row:
+        assert (row.labels != -100).sum() >= 16
+        kept = np.cumsum(row.labels != -100) <= 16
+        return replace(row, labels=np.where(kept, row.labels, -100))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def on_a_grid(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
+    """Trains with weights and each replica's gradient rounded so coarsely that sums are exact."""
+    gradients, start = GradientReducer.gradients, replica_sums._exact
+
+    def rounded(self: GradientReducer) -> list[torch.Tensor]:
+        found = gradients(self)
+        for gradient in found:
+            gradient.mul_(2**8).round_().div_(2**8)
+        return found
+
+    def before_the_sum(flat: Any, gradient: torch.Tensor) -> Any:
+        return start(flat, gradient.mul_(2**8).round_().div_(2**8))
+
+    def coarse(step: int, runner: StepRunner) -> None:
+        for module in runner.built.modules if step == 1 else ():
+            for parameter in module.parameters():
+                parameter.data.mul_(2**14).round_().div_(2**14)
+
+    GradientReducer.gradients, replica_sums._exact = rounded, before_the_sum  # type: ignore[assignment]
+    try:
+        return train(rank, world, port, job, steps, lambda loader, _: Cropped(loader), coarse)
+    finally:
+        GradientReducer.gradients, replica_sums._exact = gradients, start  # type: ignore[method-assign]
+
+
+SGD = {"optimizer": {"kind": "sgd", "lr": 0.125, "momentum": 0.0, "weight_decay": 0.0}, "clip_norm": None,
+       "lr_schedule": {"kind": "constant", "warmup_steps": 0}}  # fmt: skip
+
+LONG = {"kind": "synthetic", "num_documents": 400, "document_len": [20, 50], "seq_len": 64}
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.gate])])
+def test_an_outer_step_after_every_step_is_synchronous_sgd_where_nothing_is_rounded(replicas: int) -> None:
+    jobs = [
+        document(dp_replicate=replicas, microbatches=2, data=LONG, train={**SGD, **sync})
+        for sync in (outer(lr=1.0, momentum=0.0, every=1), {"sync": {"kind": "exact"}})
+    ]
+    apart, together = (run_ranks(replicas, on_a_grid, job, 3)[0] for job in jobs)
+    assert not same_weights(apart[0], apart[1]), "nothing was trained"
+    assert [same_weights(one, other) for one, other in zip(apart, together, strict=True)] == [True] * 3
+
+
+def same_rows(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
+    """Trains on the first replica's rows everywhere."""
+    parsed = parse_job(job)
+    wrap = lambda _, __: open_loader(parsed, 0, 2)  # noqa: E731
+    return train(rank, world, port, job if world > 1 else {**job, "mesh": {}}, steps, wrap)
+
+
+def test_replicas_that_computed_the_same_keep_it_with_lr_1_and_no_momentum() -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(lr=1.0, momentum=0.0, steps=8))
+    (alone,) = run_ranks(1, same_rows, job, 4)
+    for one in run_ranks(2, same_rows, job, 4):
+        assert [same_weights(a, b) for a, b in zip(one, alone, strict=True)] == [True] * 4
+
+
+# Every mesh and precision
+
+
+MIXTURE = {
+    "kind": "qwen3_moe", "num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+    "vocab_size": 96, "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16,
+}  # fmt: skip
+
+
+def case(model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **mesh: int) -> dict[str, Any]:
+    made = document(microbatches=2, train=outer(steps=4, **(train or {})))
+    return {**made, "mesh": {"dp_replicate": 2, **mesh}, "model": {**made["model"], **(model or {})}}
+
+
+OFFLOAD = {"precision": "bf16", "optimizer": {"kind": "adamw", "lr": 3e-3, "offload": True}}
+CASES = {
+    "fsdp, bf16, offload": case(fsdp=2, train=OFFLOAD),
+    "pp, tied": case(pp=2, model={"tie_embeddings": True}),
+    "pp, tied, int4": case(pp=2, model={"tie_embeddings": True}, train={"compression": "int4"}),
+    "cp": case(cp=2),
+    "experts": case(fsdp=2, ep=2, model=MIXTURE),
+    "muon": case(fsdp=2, train={"optimizer": {"kind": "muon", "lr": 1e-2}}),
+    "adapters": case(pp=2, model={"lora": {"rank": 4, "base": "fp32"}}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(CASES, ["fsdp, bf16, offload"], ["experts", "pp, tied, int4"]))
+def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
+    ranks = run_ranks(4, train, CASES[name], 4)
+    each = [Coordinates(*place) for place in np.ndindex(*(CASES[name]["mesh"].get(axis, 1) for axis in AXES))]
+    pairs = [(one, other) for one in range(4) for other in range(one) if
+             replace(each[one], dp_replicate=0) == replace(each[other], dp_replicate=0)]  # fmt: skip
+    assert len(pairs) == 2
+    for one, other in pairs:
+        equal = [same_weights(a, b) for a, b in zip(ranks[one], ranks[other], strict=True)]
+        assert equal == [False, True, False, True]
+
+
+@pytest.mark.parametrize(("compression", "error"), [("int8", 0.01), ("int4", 0.2)])
+def test_what_is_sent_in_few_bits_is_near_the_mean(compression: str, error: float) -> None:
+    exact, rounded = (
+        run_ranks(2, train, document(dp_replicate=2, microbatches=2, train=outer(steps=8, compression=form)), 2)[0]
+        for form in ("none", compression)
+    )
+    assert same_weights(exact[0], rounded[0]) and not same_weights(exact[1], rounded[1])
+    for name, value in exact[1].items():
+        change = (value - exact[0][name]).norm()
+        assert (rounded[1][name] - value).norm() <= error * change, name
+
+
+def test_offload_changes_no_bit() -> None:
+    job = CASES["fsdp, bf16, offload"]
+    kept = {**job, "train": {**job["train"], "optimizer": {**OFFLOAD["optimizer"], "offload": False}}}
+    offloaded, here = (run_ranks(4, train, one, 4)[0] for one in (job, kept))
+    assert all(same_weights(one, other) for one, other in zip(offloaded, here, strict=True))
+
+
+# Restarts
+
+
+def lives(root: Path, store: str, compression: str, faults: str = "", **mesh: int) -> Lives:
+    """A run with outer steps after every second step, and saves after every fourth."""
+    made = document(microbatches=2, train=outer(steps=8, compression=compression), dp_replicate=2, **mesh)
+    made = {**made, "checkpoint": {"every_steps": 4, "memory_tier": False, "keep": 9}}
+    world = 2 * mesh.get("pp", 1)
+    return Lives(made, root / store, [root / "memory"] * world, [0] * world, {VARIABLE: faults})
+
+
+@pytest.mark.parametrize("compression", ["none", pytest.param("int4", marks=[pytest.mark.slow, pytest.mark.gate])])
+def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_a_replica(
+    tmp_path: Path, compression: str
+) -> None:
+    straight = lives(tmp_path, "straight", compression)
+    told = straight.attempt_once()
+    assert not told.errors
+    expected = straight.final_state()
+    keys = {key.rpartition("/")[2] for key in expected if key.startswith("optim/")}
+    assert {OUTER_MOMENTUM, "exp_avg", f"exp_avg{OF_REPLICA}1"} <= keys
+    assert (f"{RESIDUAL}1" in keys) == (compression != "none")
+    moments = [name for name in expected if name.endswith("/exp_avg")]
+    assert any(not torch.equal(expected[name], expected[f"{name}{OF_REPLICA}1"]) for name in moments)
+    straight.end()
+
+    killed = lives(tmp_path, "killed", compression, "kill@optimizer:rank=1,step=7")
+    assert killed.attempt_once().errors, "no rank was killed"
+    killed.end()
+    other = lives(tmp_path, "killed", compression, pp=2)
+    other.attempt = 1
+    resumed = other.attempt_once()
+    assert not resumed.errors
+    assert resumed.of_kind("resumed")[-1].step == 4
+    assert [resumed.losses[step] for step in range(5, 9)] == [told.losses[step] for step in range(5, 9)]
+    assert same(other.final_state(), expected)
+    other.end()
+
+
+def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path: Path, shared_memory: Any) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(steps=6))
+    job["checkpoint"] = {"every_steps": 0}
+    straight, killed = (Lives(job, tmp_path / name, [shared_memory(), shared_memory()], [0, 1]) for name in "ab")
+    assert not straight.attempt_once().errors
+    killed.attempt_once(Fate((1,), after=4))
+    resumed = killed.attempt_once()
+    assert not resumed.errors and resumed.of_kind("restored")[-1].details["source"] == "memory"
+    assert resumed.of_kind("resumed")[-1].step == 4
+    assert same(killed.final_state(), straight.final_state())
+    for one in (straight, killed):
+        one.end()
