@@ -95,7 +95,7 @@ def write(store: ObjectStore, name: str = "r", lr: float = 0.001) -> None:
         recorder.event(Event("committed", "step 4", 100.0, 1, 4, 0, details=details))
         recorder.event(Event("rank_failed", "pp1 was killed", 101.0, 1, 5, 1))
         recorder.event(Event("evaluated", "held out", 102.0, 2, 6, details={"loss": 1.25, "tokens": 9, "seconds": 1.0}))
-        recorder.event(Event("sample", "one", 103.0, 2, 7, details={"prompt": "In the", "text": " beginning <i>"}))
+        recorder.event(Event("sampled", "one", 103.0, 2, 7, details={"prompt": "In the", "text": " beginning <i>"}))
     for one in two_ranks():
         store.put(one.key().replace("r/", f"{name}/", 1), one.to_bytes())
     store.put(f"{name}/step-00000004/COMMIT", b"{}")
