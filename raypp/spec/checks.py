@@ -187,7 +187,7 @@ def _outer(job: Job) -> Iterator[Problem]:
     if most is not None and job.mesh.dp_replicate > most:
         what = f"{train.sync.compression} saves nothing with {job.mesh.dp_replicate} replicas: each sends to all others"
         yield Problem("train.sync.compression", what, f"use none, or mesh.dp_replicate of 2 to {most}")
-    if train.precision == "bf16_pure":
+    if train.dtypes.narrow_weights:
         what = "outer needs fp32 weights: the changes of bf16 ones in few steps are lost in their rounding"
         yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
     intervals = {"checkpoint.every_steps": job.checkpoint.every_steps, "train.eval_every_steps": train.eval_every_steps}
