@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +124,16 @@ def test_what_cannot_run_is_refused_before_ray_starts(
     assert facts["ExitCode"] == code, out
     assert all(word in out for word in words), out
     assert "starting Ray" not in out
+
+
+@pytest.mark.gate
+def test_a_node_with_another_python_or_ray_names_itself_and_both_environments() -> None:
+    words = ("--join=127.0.0.1:1", "--expect=python 3.99.0, ray 2.0.0")
+    command = [sys.executable, "-m", "raypp.clusters.slurm", *words]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    own = f"python {platform.python_version()}, ray {metadata.version('ray')}"
+    expected = f"{socket.gethostname()} has {own}, but the first node has python 3.99.0, ray 2.0.0"
+    assert (done.returncode, done.stderr.strip()) == (2, expected)
 
 
 def test_a_lost_node_does_not_end_an_elastic_run(slurm: SlurmBed) -> None:
