@@ -116,4 +116,7 @@ def engine(folder: Path) -> Iterator[Engine]:
         one.docker("network", "prune", "-f", check=False)
         daemon.terminate()
         daemon.wait(60)
-        shutil.rmtree(folder, ignore_errors=True)
+        for line in Path("/proc/mounts").read_text().splitlines():
+            if (place := line.split()[1]).startswith(f"{folder}/"):  # the engine leaves its network namespace
+                subprocess.run(["umount", place], check=True)
+        shutil.rmtree(folder)
