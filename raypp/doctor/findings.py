@@ -386,8 +386,9 @@ def _measured_devices(report: dict[str, Any]) -> list[dict[str, Any]]:
 def links_document(report: dict[str, Any]) -> dict[str, Any]:
     """Returns the document that `raypp plan --links` reads.
 
-    It has the nodes, the memory that each has free for snapshots, the links in each direction, the
-    devices, and the time of the measurement.
+    It has the nodes, the memory that each has free for snapshots, the links in each direction,
+    those between a node's own GPUs where `--nccl` tried them, the devices, and the time of the
+    measurement.
     """
     links = []
     for link in report["links"]:
@@ -396,6 +397,10 @@ def links_document(report: dict[str, Any]) -> dict[str, Any]:
             there, back = round(link["gbps_out"], 4), round(link["gbps_in"], 4)
             links.append({"from": link["from"], "to": link["to"], "gbps": there, "latency_ms": latency})
             links.append({"from": link["to"], "to": link["from"], "gbps": back, "latency_ms": latency})
+    for group in report.get("groups", ()):
+        (node, *others), best = group["nodes"], group["tries"][-1]
+        if group["kind"] == "NCCL" and not others and "error" not in best:
+            links.append({"from": node, "to": node, "gbps": round(8 * best["exchange"], 4)})
     nodes = [node["ip"] for node in report["nodes"]]
     memory = {node["ip"]: _free_memory(node) for node in _working(report)}
     facts = {"nodes": nodes, "memory": memory, "links": links, "devices": devices(report)}

@@ -91,8 +91,9 @@ class Machines:
         nodes: In the order of their addresses, which is the order in which pipelines run through
             them.
         link: Link between any two nodes that `links` does not contain; None: links are free.
-        links: By the names of the two nodes, in either order.
-        inside_gbps: Rate between two devices of one node.
+        links: By the names of the two nodes, in either order; by one name: between two devices of a
+            node.
+        inside_gbps: Rate between two devices of any other node.
         measured: True if the links were measured.
         source: Where the numbers come from, for people.
     """
@@ -126,7 +127,8 @@ class Machines:
 
         New nodes are joined by the slowest link there is.
         """
-        links = [*self.links.values(), *([self.link] if self.link else [])]
+        links = [link for pair, link in self.links.items() if len(pair) == 2]
+        links += [self.link] if self.link else []
         slowest = min(links, key=lambda one: one.gbps, default=None)
         more = tuple(
             replace(node, name=f"{node.name}, copy {copy}") for copy in range(1, factor) for node in self.nodes
@@ -136,7 +138,7 @@ class Machines:
     def between(self, one: str, other: str) -> Link | None:
         """Returns the link between two nodes, or the one inside a node. None: the link is free."""
         if one == other:
-            return Link(self.inside_gbps)
+            return self.links.get(frozenset((one,)), Link(self.inside_gbps))
         return self.links.get(frozenset((one, other)), self.link) if self.links else self.link
 
     def seats(self, mesh: Mesh) -> Sequence[Node]:
@@ -172,9 +174,9 @@ def read_machines(path: Path) -> Machines:
     """Reads the file that `raypp doctor --out` wrote.
 
     The file is one JSON object: `nodes` (names), `devices` (one entry per device: `node`, `kind`,
-    optional `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`), `measured` (when), optional
-    `memory` (free bytes by node). If a
-    pair was measured in both directions, the slower one counts.
+    optional `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`; between two devices of a node if both
+    names are the same), `measured` (when), optional `memory` (free bytes by node). If a pair was
+    measured in both directions, the slower one counts.
 
     Raises:
         JobError: The file cannot be read, or `links` names a node that `nodes` does not contain.

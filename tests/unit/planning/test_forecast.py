@@ -10,7 +10,7 @@ from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, read_costs, write_costs
 from raypp.planning.forecast import forecast
-from raypp.planning.machines import Link, Machines, Node, message_bytes, read_machines
+from raypp.planning.machines import INSIDE_GBPS, Link, Machines, Node, message_bytes, read_machines
 from raypp.planning.memory import stage_parameters
 from raypp.planning.predict import Grounds, predict
 from raypp.planning.resolve import resolve_pipeline
@@ -198,11 +198,14 @@ def test_links_as_the_doctor_writes_them(tmp_path):
     links = [
         {"from": "a", "to": "b", "gbps": 0.9, "latency_ms": 0.2},
         {"from": "b", "to": "a", "gbps": 0.5, "latency_ms": 0.2},
+        {"from": "a", "to": "a", "gbps": 20.0},
     ]
     path.write_text(json.dumps({"nodes": ["a", "b"], "devices": devices, "links": links, "measured": "today"}))
     machines = read_machines(path)
     assert machines.nodes == (Node("a", 2), Node("b", 1, 0.5))
     assert machines.between("b", "a") == Link(0.5, 0.0002)
+    assert [machines.between(node, node) for node in ("a", "b")] == [Link(20.0), Link(INSIDE_GBPS)]
+    assert machines.times(2).link == Link(0.5, 0.0002), "the slowest of the links between nodes"
     assert machines.measured and "today" in machines.source
 
 
