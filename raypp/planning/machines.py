@@ -174,9 +174,9 @@ def read_machines(path: Path) -> Machines:
     """Reads the file that `raypp doctor --out` wrote.
 
     The file is one JSON object: `nodes` (names), `devices` (one entry per device: `node`, `kind`,
-    optional `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`; between two devices of a node if both
-    names are the same), `measured` (when), optional `memory` (free bytes by node). If a pair was
-    measured in both directions, the slower one counts.
+    optional `flops_rel`), `links` (`from`, `to`, `gbps`, `latency_ms`; between two devices of a
+    node if both names are the same), `measured` (when), optional `memory` (free bytes by node). If
+    a pair was measured in both directions, the slower one counts.
 
     Raises:
         JobError: The file cannot be read, or `links` names a node that `nodes` does not contain.
