@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from raypp.cli.output import echo
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.errors import JobError, Problem
-from raypp.inference.source import Source
 from raypp.spec.job import Job
 from raypp.spec.paths import is_remote
+
+if TYPE_CHECKING:
+    from raypp.inference.source import Source  # NumPy, which the quick commands do not need
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
