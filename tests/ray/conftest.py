@@ -132,7 +132,8 @@ class Started:
 
     def taken(self) -> list[tuple[int, int]]:
         """Returns attempt and step of every step rank 0 took, in order and with repetitions."""
-        lines = (self.place / "taken").read_text().splitlines()
+        path = self.place / "taken"
+        lines = path.read_text().splitlines() if path.exists() else []
         return [(int(attempt), int(step)) for attempt, step in (line.split() for line in lines)]
 
     def pids(self) -> list[int]:
@@ -189,12 +190,21 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
     started: list[Started] = []
 
     def start(
-        name: str, *, steps: int = 20, every: int = 5, fault: str = "", hold: int = 0, url: str = "", **more: Any
+        name: str,
+        *,
+        steps: int = 20,
+        every: int = 5,
+        fault: str = "",
+        hold: int = 0,
+        hold_from: int = 1,
+        url: str = "",
+        **more: Any,
     ) -> Started:
-        """Starts a run. Step `hold` is not taken before `let_go` is called."""
+        """Starts a run. From attempt `hold_from` on, step `hold` is not taken before `let_go` is
+        called."""
         rank_function = more.pop("rank_function", "stand_in:run_rank")
         relays_from_ranks = more.pop("relays_from_ranks", RELAYS_FROM_RANKS)
-        environment = {"STAND_IN_DIR": str(tmp_path / name), "STAND_IN_HOLD": str(hold)}
+        environment = {"STAND_IN_DIR": str(tmp_path / name), "STAND_IN_HOLD": f"{hold}:{hold_from}"}
         environment |= {"STAND_IN_FAULT": fault} if fault else {}
         job = parse_job(
             {

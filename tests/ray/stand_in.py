@@ -4,7 +4,8 @@ The ranks of a run share a directory (`STAND_IN_DIR` in `resources.env`). Rank 0
 there, `commit` holds the newest committed step, and `over-N` ends attempt N. `STAND_IN_FAULT` is
 `kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible. The kind
 `unsaved` fails the last save of an attempt, which leaves the step before in `memory` for the next.
-`STAND_IN_HOLD` is a step that is not taken before the file `go` exists.
+`STAND_IN_HOLD` is `step:attempt`: from this attempt on, that step is not taken before the file
+`go` exists.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _attend(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult
 
 def _hold(seat: Seat, step: int, reporter: Reporter, place: Path) -> None:
     looks = 0
-    while step == int(os.environ.get("STAND_IN_HOLD", 0)) and not (place / "go").exists():
+    at, attempt = map(int, os.environ.get("STAND_IN_HOLD", "0:1").split(":"))
+    while step == at and seat.attempt >= attempt and not (place / "go").exists():
         _stay(seat)
         looks += 1
         reporter.phase("step", f"{step}, held {looks}")  # a rank whose phase stays the same hangs

@@ -109,9 +109,11 @@ def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_ru
 @pytest.mark.slow
 @pytest.mark.gate
 def test_restarts_that_were_used_up_under_a_killed_controller_count_under_the_next(start_run: StartRun) -> None:
-    run = start_run("budget", every=0, fault="exit:2:60:99", recovery={"max_restarts": 1})
-    run.wait(lambda: run.status().get("attempt") == 2 and run.status()["state"] == "RUNNING", "the last attempt")
+    recovery = {"max_restarts": 1}
+    run = start_run("budget", steps=120, every=0, fault="exit:2:60:99", hold=30, hold_from=2, recovery=recovery)
+    run.wait(lambda: (2, 29) in run.taken(), "the last attempt")
     _kill_controller(run)
+    run.let_go()
     status = run.wait_end()
     assert (status["state"], status["attempt"], status["restarts"]) == ("FAILED", 2, 1)
     assert "1 restarts in a row brought no newer checkpoint" in status["error"]
