@@ -18,11 +18,12 @@ from raypp.hf.export_adapter import export_adapter
 from raypp.hf.export_model import export_hf
 from raypp.hf.original import saved_options
 from raypp.inference.source import newest_checkpoint
+from raypp.spec import precision
 from raypp.spec.models import LoraOptions
 from raypp.storage import ObjectStore, open_for_others, open_store
 from raypp.untrusted.text import visible
 
-DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+DTYPES = {name: dtype.saved for name, dtype in precision.DTYPES.items()} | {"fp16": "F16"}
 _SHOWN = 5
 
 

@@ -94,7 +94,7 @@ class OuterSync:
         self.replica, self.replicas = group.rank(), group.size()
         self._tokens = [0] * self.replicas
         self._weights: list[_Weight] = []
-        self._agreed, self._bits = False, {"none": 0, "int8": 8, "int4": 4}[options.compression]
+        self._agreed, self._bits = False, options.bits
         for stage in stages:
             trained = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
             momentum = {name: _host_zeros(weight) for name, weight in trained.items()}

@@ -243,7 +243,7 @@ def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequen
 
     FSDP copies for replicas too, although nothing is sent if nothing is sharded.
     """
-    shards, copies = job.mesh.fsdp * job.mesh.cp, 1 if job.outer is not None else job.mesh.dp_replicate
+    shards, copies = job.mesh.fsdp * job.mesh.cp, job.summed_replicas
     if shards * copies == 1:
         return 0.0, 0.0
     each = 2 * costs.copy_s  # a rank sends as much as it receives

@@ -376,7 +376,7 @@ class Gathered:
         reduced, beside the gradients. Sums over replicas are in place. In int8 there are also the
         replicas' messages and the next residuals.
         """
-        replicas = job.mesh.fsdp * job.mesh.cp * (1 if job.outer is not None else job.mesh.dp_replicate)
+        replicas = job.mesh.fsdp * job.mesh.cp * job.summed_replicas
         replaces = replicas > 1 or job.train.dtypes.copies_weights
 
         def here(whole: int, experts: int) -> int:
@@ -487,7 +487,7 @@ def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     shards = mesh.fsdp * mesh.cp
     others = {other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last} - set(stages)
     pairs = 2 * min(len(others), 2, mesh.pp - 1)
-    groups = (shards > 1) + (mesh.dp_replicate > 1 and job.outer is None) + 2 * (mesh.cp > 1)
+    groups = (shards > 1) + (job.summed_replicas > 1) + 2 * (mesh.cp > 1)
     groups += (mesh.ep > 1) + (1 < mesh.ep < shards)  # among experts, and among those with the same experts
     tied = job.model.tie_embeddings and job.model.lora is None and mesh.pp > 1
     groups += tied and (0 in stages) != (last in stages)

@@ -61,7 +61,7 @@ def sent_bytes(job: Job, numbers: float, kind: str) -> float:
     """
     replicas = job.mesh.dp_replicate
     if kind == "outer":
-        if bits := {"int8": 8, "int4": 4}.get(job.train.sync.compression):
+        if bits := job.train.sync.bits:
             return (replicas - 1) * numbers * (_INT8_BLOCK * bits / 8 + 4) / _INT8_BLOCK
         return 2 * (replicas - 1) / replicas * numbers * 4  # the mean of fp32 weights, as a ring
     if kind == "int8":

@@ -279,6 +279,11 @@ class SyncOptions(Section):
     """outer: none: replicas send their weights | int8, int4: what these changed by, in so many
     bits, with error feedback; a quarter or an eighth of the bytes with two replicas."""
 
+    @property
+    def bits(self) -> int:
+        """Bits of a number that a replica sends in an outer step; 0: its weights, not rounded."""
+        return {"none": 0, "int8": 8, "int4": 4}[self.compression]
+
 
 class TrainSection(Section):
     """Length of the run, batch size, optimizer and precision."""
@@ -541,6 +546,11 @@ class Job(Section):
     def outer(self) -> SyncOptions | None:
         """How replicas that train apart agree again; None if they sum gradients."""
         return self.train.sync if self.train.sync.kind == "outer" and self.mesh.dp_replicate > 1 else None
+
+    @property
+    def summed_replicas(self) -> int:
+        """Replicas over which each step sums gradients: one where they train apart."""
+        return 1 if self.outer is not None else self.mesh.dp_replicate
 
     def replicas_agree(self, step: int) -> bool:
         """Whether replicas hold the same weights after a step: always, or after outer steps."""

@@ -6,7 +6,7 @@ A new precision is a row of `PRECISIONS` and a word of `PrecisionName`; a new dt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -93,8 +93,7 @@ PRECISIONS: dict[str, Precision] = {
 @lru_cache(maxsize=16)
 def precision_of(name: str, reduce: str) -> Precision:
     """Returns the precision of a name, with gradients summed in the dtype `reduce`."""
-    row = PRECISIONS[name]
-    return Precision(row.name, row.weights, row.compute, row.summary, DTYPES[reduce])
+    return replace(PRECISIONS[name], reduce=DTYPES[reduce])
 
 
 def whole_precision(dtype: str) -> Precision:

@@ -109,7 +109,7 @@ def build_stages(
                 seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
                 late_sums=prepared.late_sums,
                 replica_sums=prepared.replica_sums,
-                replicated=job.mesh.dp_replicate > 1 and job.outer is None,
+                replicated=job.summed_replicas > 1,
                 frees_weights=job.mesh.reshard_after_forward,
                 below_trains=any(pipeline.trained[:index]),
             )

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from container_engine import IMAGE, Engine, engine, why_no_engine
 from kuberay_pods import Pod, pods, submit_command
-from laptop import REPOSITORY, wait_for
+from laptop import REPOSITORY, numbers, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -88,9 +88,10 @@ class Cluster:
 
     def start(self) -> None:
         self.engine.docker("network", "create", NETWORK)
+        compose = yaml.safe_load((REPOSITORY / "cluster" / "compose.yaml").read_text())
         keys = _options(STORE, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-        store = ("weed", "mini", "-dir=/home/ray", "-bucket=raypp", "-s3.port=8333", "-admin.ui=false", "-webdav=false")
-        self.engine.docker("run", "--detach", "--name", "s3", "--network", NETWORK, *keys, IMAGE, *store)
+        words = compose["services"]["s3"]["command"].split()
+        self.engine.docker("run", "--detach", "--name", "s3", "--network", NETWORK, *keys, IMAGE, *words)
         self.add("head", self.head)
         for _ in range(2):
             self.add_worker()
@@ -129,10 +130,6 @@ class Cluster:
 
 def _options(environment: dict[str, str], names: tuple[str, ...] = ()) -> list[str]:
     return [f"--env={key}={value}" for key, value in environment.items() if not names or key in names]
-
-
-def numbers(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
 
 
 def test_a_run_in_kuberays_pods_survives_a_killed_pod_with_the_numbers_of_an_undisturbed_one(
