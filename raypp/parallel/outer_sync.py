@@ -92,7 +92,7 @@ class OuterSync:
     ) -> None:
         self._stages, self._options, self._group, self._changed = stages, options, group, changed
         self.replica, self.replicas = group.rank(), group.size()
-        self._tokens = [0] * self.replicas
+        self._tokens = 0
         self._weights: list[_Weight] = []
         self._agreed, self._bits = False, options.bits
         for stage in stages:
@@ -119,9 +119,9 @@ class OuterSync:
             for weight in self._weights:
                 weight.agreed.copy_(local_part(weight.parameter))
 
-    def count(self, tokens: Sequence[int]) -> None:
-        """Counts the tokens `[R]` with a label on which replicas trained in a step."""
-        self._tokens = [before + now for before, now in zip(self._tokens, tokens, strict=True)]
+    def count(self, tokens: int) -> None:
+        """Counts the tokens with a label on which this replica trained in a step."""
+        self._tokens += tokens
 
     @torch.no_grad()
     def run(self, progress: Callable[[], None]) -> None:
@@ -130,7 +130,11 @@ class OuterSync:
         Args:
             progress: Called before each exchange.
         """
-        tokens, self._tokens = self._tokens, [0] * self.replicas
+        progress()
+        own_1, self._tokens = torch.tensor([self._tokens]), 0
+        counts = list(own_1.new_empty(self.replicas, 1))
+        dist.all_gather(counts, own_1, group=self._group)
+        tokens = [int(count) for count in counts]
         if not any(tokens):
             return
         for module in (m for stage in self._stages for m in stage.modules() if isinstance(m, FSDPModule)):

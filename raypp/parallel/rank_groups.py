@@ -50,7 +50,8 @@ class RankGroups:
             for messages to lower ranks. None without cp.
         experts: Mesh of the same ranks with the axes pp, dp_replicate, expert_shard, ep. None
             without ep.
-        apart: Whether replicas train apart (`parallel.outer_sync`): FSDP knows only one.
+        replica: Where replicas train apart (`parallel.outer_sync`): the ranks of this one. FSDP
+            knows no other. None: they train together.
     """
 
     mesh: DeviceMesh
@@ -60,7 +61,7 @@ class RankGroups:
     weights: DeviceMesh
     context: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     experts: DeviceMesh | None = None
-    apart: bool = False
+    replica: dist.ProcessGroup | None = None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
@@ -69,7 +70,7 @@ class RankGroups:
         None when both axes have size 1. Replicas that train apart share nothing.
         """
         shard = "fsdp" if self.context is None else FSDP_CP
-        if self.weights["dp_replicate"].size() > 1 and not self.apart:
+        if self.weights["dp_replicate"].size() > 1 and self.replica is None:
             return self.weights["dp_replicate", shard]
         return self.weights[shard] if self.weights[shard].size() > 1 else None
 
@@ -109,6 +110,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         weights = DeviceMesh(device_type, ranks, mesh_dim_names=(*AXES[:2], FSDP_CP))
         lines = torch.arange(dist.get_world_size()).view(-1, sizes.cp).tolist()
         context = mesh["cp"].get_group(), _second_group(lines, "cp_down")
+    replicas = torch.arange(dist.get_world_size()).view(*shape[:2], -1).transpose(0, 1).flatten(1).tolist()
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
@@ -117,7 +119,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         weights=weights,
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
-        apart=apart,
+        replica=_second_group(replicas, "replica") if apart else None,
     )
 
 

@@ -141,13 +141,11 @@ def assemble(
             if job.outer is not None:
                 changed = getattr(optimizer, "weights_changed", lambda: None)
                 outer = OuterSync(built.modules, job.outer, groups.mesh["dp_replicate"].get_group(), changed)
-                reducer = GradientReducer(built.modules, names, outer.replica, outer.replicas)
-            else:
-                reducer = GradientReducer(built.modules, names)
+            reducer = GradientReducer(built.modules, names, groups.replica)
             allow_long_steps(device, hang_timeout_s)  # all groups are there now
             if device.type == "cuda":
-                # Connects the world's ranks, which NCCL would do in the sums of the first step.
-                dist.all_reduce(torch.zeros(1, device=device))
+                # Connects the ranks, which NCCL would do in the sums of the first step.
+                dist.all_reduce(torch.zeros(1, device=device), group=groups.replica)
         with part("data"):
             loader = open_loader(job, seat.replica, job.mesh.replicas)
             if seat.rank == 0 and (words := loader.documents.in_words(job.data)):

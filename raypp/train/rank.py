@@ -34,6 +34,7 @@ from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_f
 from raypp.train.loop import Training, train
 from raypp.train.lost_peer import LostPeerError, explained, lost_peer
 from raypp.train.recent_reports import RecentReports
+from raypp.train.replica_reports import ReplicaReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.resume import Restorable, check_shared, restore_newest
 from raypp.train.step import StepRunner, Stopwatch
@@ -114,9 +115,11 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     stack.callback(saver.close)
     if injection is not None:
         injection.watch(rank.built.modules)
+    place = rank.groups.coordinates
+    leads = place.pp == place.fsdp == place.cp == 0 and (seat.rank == 0 or rank.outer is not None)
     runner = StepRunner(
         rank,
-        tell=reporter.event if seat.rank == 0 else lambda event: None,
+        tell=reporter.event if leads else lambda event: None,
         saving=lambda: saver.busy,
         snapshots=tier.signals if tier is not None else None,
         pace=Pace(rank) if job.recovery.straggler_factor and seat.world_size > 1 else None,
@@ -128,7 +131,10 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     between = BetweenSteps(rank, runner, store, reporter)
     try:
         spikes = SpikeWatch(job.recovery.spike_factor)
-        run = Training(job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes)
+        gathered = None
+        if rank.outer is not None and leads:
+            gathered = ReplicaReports(rank.groups.mesh["dp_replicate"].get_group())
+        run = Training(job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes, gathered)
         return train(run, restored, start)
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None

@@ -3,8 +3,10 @@ survive a restart and another mesh inside a replica."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,45 @@ def test_offload_changes_no_bit() -> None:
     kept = {**job, "train": {**job["train"], "optimizer": {**OFFLOAD["optimizer"], "offload": False}}}
     offloaded, here = (run_ranks(4, train, one, 4)[0] for one in (job, kept))
     assert all(same_weights(one, other) for one, other in zip(offloaded, here, strict=True))
+
+
+# Between outer steps
+
+
+def apart(rank: int, world: int, port: int, *, done: Path) -> None:
+    """Lets the second replica begin its second step when the first has done its third."""
+    read, run = StepRunner.read, StepRunner.run
+
+    def late(self: StepRunner, *args: Any, **options: Any) -> Any:
+        if rank == 1 and self.warm_steps == 1:
+            while not done.exists():
+                time.sleep(0.005)
+        self.warm_steps += 1
+        return read(self, *args, **options)
+
+    def ahead(self: StepRunner, step: int, *rest: Any) -> Any:
+        report = run(self, step, *rest)
+        if rank == 0 and step == 3:
+            done.touch()
+        return report
+
+    StepRunner.warm_steps = 0  # type: ignore[attr-defined]
+    StepRunner.read, StepRunner.run = late, ahead  # type: ignore[method-assign,assignment]
+
+
+def test_a_replica_waits_for_no_other_between_outer_steps(tmp_path: Path) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(every=4, steps=8))
+    job["checkpoint"] = {"every_steps": 4, "memory_tier": False}
+    reports = []
+    for name, prepare in {"straight": None, "apart": partial(apart, done=tmp_path / "done")}.items():
+        one = Lives(job, tmp_path / name, [tmp_path / "memory"] * 2, [0, 0], prepare=prepare)
+        told = one.attempt_once()
+        assert not told.errors
+        assert told.steps == list(range(1, 9)), "rank 0 reports each step once, in order"
+        reports.append((told.losses, one.final_state()))
+        one.end()
+    (straight, state), (late, state_of_late) = reports
+    assert straight == late and same(state, state_of_late)
 
 
 # Restarts
