@@ -65,7 +65,11 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Where a worker runs, as it reports before seats are assigned."""
+    """Where a worker runs, as it reports before seats are assigned.
+
+    Attributes:
+        site: The Ray label `site` of its node, "" if it has none.
+    """
 
     node_id: str
     ip: str
@@ -73,6 +77,7 @@ class NodeFacts:
     pid: int
     interface: str
     device_index: int = 0
+    site: str = ""
 
 
 @dataclass(frozen=True)
