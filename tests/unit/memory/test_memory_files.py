@@ -190,6 +190,12 @@ def test_the_partner_is_the_same_place_on_the_next_node(nodes: list[int], partne
     assert [partner_of(rank, nodes) for rank in range(len(nodes))] == partners
 
 
+def test_the_partner_is_at_the_same_site_if_that_has_another_node() -> None:
+    assert [partner_of(rank, [0, 1, 2, 3], [0, 1, 0, 1]) for rank in range(4)] == [2, 3, 0, 1]
+    assert [partner_of(rank, [0, 0, 1, 1], [0, 0, 1, 1]) for rank in range(4)] == [2, 3, 0, 1]
+    assert partner_of(1, [0, 0, 0], [0, 1, 1]) is None
+
+
 def test_a_sender_that_is_closed_while_it_connects_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
