@@ -196,10 +196,10 @@ def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
 
 def outer_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], *, saved: bool = False) -> int:
     """Returns the bytes of a rank's state of outer steps, in host memory: momentum and residuals,
-    which are saved, and the weights on which replicas last agreed."""
+    which are saved, and the weights on which replicas last agreed, saved with fragments."""
     if job.outer is None:
         return 0
-    kept = 1 + (job.outer.compression != "none") + (not saved)
+    kept = 1 + (job.outer.compression != "none") + (not saved or job.outer.fragments > 1)
     return kept * FP32.bytes * _trained_share(job, stages, cut)
 
 

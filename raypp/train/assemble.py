@@ -140,7 +140,8 @@ def assemble(
             names, outer = parameter_names(job.model, trained=True), None
             if job.outer is not None:
                 changed = getattr(optimizer, "weights_changed", lambda: None)
-                outer = OuterSync(built.modules, job.outer, groups.mesh["dp_replicate"].get_group(), changed)
+                group = groups.mesh["dp_replicate"].get_group()
+                outer = OuterSync(built.modules, job.outer, job.train.steps, names, group, changed)
             reducer = GradientReducer(built.modules, names, groups.replica)
             allow_long_steps(device, hang_timeout_s)  # all groups are there now
             if device.type == "cuda":

@@ -34,8 +34,8 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
     while place.done < run.job.train.steps:
         watch.next_step()
         run.reporter.phase("step", f"{place.done + 1} read")
-        savable = place.done == restored or run.job.replicas_agree(place.done)
-        everyone = savable or run.job.replicas_agree(place.done + 1)
+        savable = place.done == restored or run.job.savable(place.done)
+        everyone = savable or run.job.savable(place.done + 1)
         read = run.runner.read(place.requests(run.reporter.requests()), watch, everyone=everyone)
         run.keep_snapshot(place.done, position, read.plan, watch)
         place, due = before_step(place, read.plan.requests, savable=savable, everyone=everyone)
@@ -96,7 +96,7 @@ class Training:
         tier, known = self.tier, self.saver.committed
         with watch.part("memory"):
             tier.committed = max(tier.committed, -1 if known is None else known)
-            may = self.job.replicas_agree(done)
+            may = self.job.savable(done)
             tier.step_begins(done, plan.snapshots, self._state, lambda: self._extra(position), plan.saving, may=may)
 
     def save(self, step: int, position: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ class Training:
             self.reporter.phase("step", "replicas")
             self.replicas.run()
         self.reporter.phase("save", f"step {step}")
-        extra = {"data_position": position, "recent_steps": self.recent.document()}
+        extra = {**self._small(position), "recent_steps": self.recent.document()}
         tier, runner = self.tier, self.runner
 
         def pin() -> Snapshot | None:
@@ -121,7 +121,7 @@ class Training:
         """
         reports = [own]
         if self.gathered is not None:
-            reports = self.gathered.add(own, wait=self.job.replicas_agree(own.step))
+            reports = self.gathered.add(own, wait=self.job.savable(own.step))
         for report in reports:
             usual = self.spikes.seen(report.loss)
             if usual is not None:
@@ -150,7 +150,12 @@ class Training:
     def _extra(self, position: dict[str, Any]) -> str:
         """Returns what a snapshot in memory also holds; only rank 0 has the reports."""
         reports = "[]" if self.runner.seat.rank else self.recent.json_text()
-        return f'{{"data_position":{json.dumps(position)},"recent_steps":{reports}}}'
+        return f'{json.dumps(self._small(position))[:-1]},"recent_steps":{reports}}}'
+
+    def _small(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Returns what is saved beside tensors and reports, the same on all ranks."""
+        outer = self.runner.outer
+        return {"data_position": position, **({} if outer is None else {"outer_tokens": outer.tokens})}
 
     def _tell(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
         seat = self.runner.seat

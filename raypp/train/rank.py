@@ -99,7 +99,9 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         tier = open_memory_tier(job, seat, store, reporter, pace)
         if tier is not None:
             stack.push(tier.leave)
-        mine = Restorable(store, job, rank.built.modules, rank.optimizer, rank.loader, seat, reporter, recent)
+        mine = Restorable(
+            store, job, rank.built.modules, rank.optimizer, rank.loader, seat, reporter, recent, rank.outer
+        )
         restored = restore_newest(mine, tier)
     saver = CheckpointSaver(
         store,

@@ -277,9 +277,9 @@ class StepRunner:
                 self.optimizer.zero_grad(set_to_none=True)
             for one in self.built.replica_sums:
                 one.drop_residuals()
-        if self.outer is not None and self.job.replicas_agree(step):
+        if self.outer is not None:
             with watch.part("outer"):
-                self.outer.run(lambda: self._mark("outer"))
+                self.outer.run(step, lambda: self._mark("outer"))
         if self._injection is not None:
             self._injection.updated(self.built.modules)
         return self._report(step, read.plan, tokens, sums, rate, watch)
