@@ -58,6 +58,7 @@ ALLOWED = {
     ("raypp.checkpoint.snapshot._DeviceCopy.wait", "synchronize"): _SAVER,
     ("raypp.parallel.outer_sync.OuterSync._exchanged", "cpu"): _OUTER,
     ("raypp.parallel.outer_sync.OuterSync._reshard", "synchronize"): _OUTER,
+    ("raypp.parallel.outer_sync.OuterSync.run", "tolist"): _OUTER,
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
     ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
     ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
