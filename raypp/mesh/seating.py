@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -75,10 +76,10 @@ def _address(ip: str) -> tuple[int, int]:
 
 def _block_sizes(mesh: Mesh) -> list[int]:
     """Returns the sizes of groups to keep together, largest first; each divides the one before."""
-    sizes = mesh.sizes
-    shard = sizes.fsdp * sizes.cp
+    lengths = list(mesh.sizes.column)
+    inner = [math.prod(lengths[slowest:]) for slowest in range(len(lengths))]
     blocks: list[int] = []
-    for size in (sizes.dp_replicate * shard, shard, mesh.ep, sizes.cp):
+    for size in (*inner[:2], mesh.ep, *inner[2:]):
         if size > 1 and (not blocks or (size < blocks[-1] and blocks[-1] % size == 0)):
             blocks.append(size)
     return [*blocks, 1]
