@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,13 +30,62 @@ class RunState(StrEnum):
 
 
 @dataclass(frozen=True)
+class Axis:
+    """An axis of the mesh: a key of `mesh:` in a job, a field of `Coordinates`, a process group.
+
+    Attributes:
+        name: Its name in a job, in `status --json`, in commits, and of its process group.
+        rows: Whether its ranks read different rows.
+        shards: Whether FSDP shards weights over its ranks.
+        fixed: Whether an elastic run keeps its length.
+        short: Its name in the names of ranks (`dp1`), if another.
+    """
+
+    name: str
+    rows: bool = False
+    shards: bool = False
+    fixed: bool = False
+    short: str = ""
+
+
+AXES = (
+    Axis("pp"),
+    Axis("dp_replicate", rows=True, short="dp"),
+    Axis("fsdp", rows=True, shards=True),
+    Axis("cp", shards=True, fixed=True),
+)
+"""The axes of the mesh, slowest first. A new one is a row here, a field of `Coordinates`, a key of
+`raypp.spec.job.MeshSection`, and what its ranks do. `ep` is none: it divides those that shard."""
+
+
+@dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in the mesh, one index per axis."""
+    """A rank's place in the mesh, one index per axis; or the mesh's shape, one length per axis."""
 
     pp: Count = 0
     dp_replicate: Count = 0
     fsdp: Count = 0
     cp: Count = 0
+
+    @property
+    def world(self) -> int:
+        """The number of ranks of a mesh of this shape."""
+        return math.prod(getattr(self, axis.name) for axis in AXES)
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that FSDP shards a weight over, in a mesh of this shape."""
+        return math.prod(getattr(self, axis.name) for axis in AXES if axis.shards)
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that read different rows, in a mesh of this shape."""
+        return math.prod(getattr(self, axis.name) for axis in AXES if axis.rows)
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        """The place without its stage: equal for the ranks of one pipeline."""
+        return tuple(vars(self).values())[1:]
 
     def label(self, sizes: Coordinates) -> str:
         """Returns a short name that shows pp and every axis longer than 1: `pp0-fsdp1`.
@@ -43,24 +93,32 @@ class Coordinates:
         Args:
             sizes: The length of each axis (a `Coordinates` used as the mesh's shape).
         """
-        parts = [f"pp{self.pp}"]
-        for axis in ("dp_replicate", "fsdp", "cp"):
-            if getattr(sizes, axis) > 1:
-                parts.append(f"{'dp' if axis == 'dp_replicate' else axis}{getattr(self, axis)}")
-        return "-".join(parts)
+        return "-".join([f"pp{self.pp}", *self.row_label(sizes)])
+
+    def row_label(self, sizes: Coordinates) -> list[str]:
+        """Returns the parts of `label` behind pp."""
+        shown = [axis for axis in AXES[1:] if getattr(sizes, axis.name) > 1]
+        return [f"{axis.short or axis.name}{getattr(self, axis.name)}" for axis in shown]
 
     def replica(self, sizes: Coordinates) -> int:
-        """Returns the replica whose rows a rank at this place reads, by dp_replicate and fsdp.
+        """Returns the replica whose rows a rank at this place reads.
 
         Args:
             sizes: The length of each axis.
         """
-        return self.dp_replicate * sizes.fsdp + self.fsdp
+        replica = 0
+        for axis in AXES:
+            if axis.rows:
+                replica = replica * getattr(sizes, axis.name) + getattr(self, axis.name)
+        return replica
 
     def as_dict(self) -> dict[str, int]:
-        # Spelled out: a status document contains one per rank, and dataclasses.asdict takes ten
-        # times as long.
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.fsdp, "cp": self.cp}
+        # A status document contains one per rank, and dataclasses.asdict takes ten times as long.
+        return dict(vars(self))
+
+
+ONE_RANK = Coordinates(*[1] * len(AXES))
+"""The shape of a mesh of one rank."""
 
 
 @dataclass(frozen=True)

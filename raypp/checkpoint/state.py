@@ -21,7 +21,7 @@ from raypp.models.stage import holds_both_ends, tied_copies
 from raypp.parallel.outer_sync import agreed_weights, host_zeros, outer_state_of
 from raypp.parallel.replica_sums import Residuals, residuals_of
 from raypp.parallel.shard import zeros_beside
-from raypp.records import Coordinates
+from raypp.records import AXES, Coordinates
 from raypp.torch_private import compute_local_shape_and_global_offset
 
 OPTIMIZER = "optim/"
@@ -40,7 +40,6 @@ the parameter's name."""
 OF_REPLICA = ".replica"
 """Ends, with its number, the key of an optimizer state or own weight of a replica that trains
 apart, other than the first."""
-_DATA_AXES = ("dp_replicate", "fsdp", "cp")
 
 
 @dataclass(frozen=True)
@@ -401,10 +400,9 @@ def _writes(tensor: Tensor, place: Coordinates) -> bool:
             if isinstance(layout, Replicate) and index:
                 return False
     if "ep" in axes or "fsdp_cp" in axes:
-        # The meshes of experts, and of weights under context parallelism, name the axes fsdp and cp
-        # differently.
-        axes = (*axes, "fsdp", "cp")
-    return all(getattr(place, axis) == 0 for axis in _DATA_AXES if axis not in axes)
+        # The meshes of experts, and of weights under context parallelism, name these differently.
+        axes = (*axes, *(axis.name for axis in AXES if axis.shards))
+    return all(getattr(place, axis.name) == 0 for axis in AXES[1:] if axis.name not in axes)
 
 
 def _model_tensors(stages: Sequence[nn.Module], *, copies: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -89,8 +89,7 @@ def _check_world(world: int, max_ranks: int | None) -> None:
 
 def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:
     """Shows the comparison: each step, the parameters that differ most, the result."""
-    axes = job.mesh.model_dump(include={"pp", "dp_replicate", "fsdp", "cp", "ep"})
-    mesh = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
+    mesh = " × ".join(f"{name} {size}" for name, size in job.mesh.axes.items() if size > 1) or "one rank"
     title = Text.assemble((job.name, "bold cyan"), f"  {mesh}, {job.pipeline.schedule}, against one process")
     parts: list[RenderableType] = [title, Text(""), Padding(_steps(answer), (0, 0, 0, 2), expand=False)]
     if answer["parameters"]:

@@ -15,12 +15,11 @@ from rich.progress_bar import ProgressBar
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.live import seconds_left
 from raypp.cli.render import curve, event_style, event_words, one_line, state_text
-from raypp.observe.status import clock, duration, loss_text, mesh_text, quantity
+from raypp.observe.status import clock, duration, loss_text, mesh_text, quantity, row_label
 from raypp.records import Event
 
 _CELL = 13
 _EVENTS = 6
-_AXES = ("dp_replicate", "fsdp", "cp")
 _RANK_STYLES = {
     "running": "green",
     "step": "green",
@@ -138,9 +137,7 @@ def mesh_view(status: Mapping[str, Any], width: int, height: int) -> list[Render
     rows: dict[str, dict[int, Mapping[str, Any]]] = {}
     for rank in ranks:
         place = rank["coordinates"]
-        axes = [axis for axis in _AXES if status["mesh"].get(axis, 1) > 1]
-        name = " ".join(f"{'dp' if axis == 'dp_replicate' else axis}{place[axis]}" for axis in axes)
-        rows.setdefault(name, {})[place["pp"]] = rank
+        rows.setdefault(row_label(place, status["mesh"]), {})[place["pp"]] = rank
     margin = max(map(len, rows)) + 2
     if len(rows) + 1 > height or margin + _CELL * len(stages) > width:
         return _counts(ranks)

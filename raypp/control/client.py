@@ -191,7 +191,7 @@ def fitting_mesh(job: Job, free: int) -> str | None:
     """Returns the overrides for the largest mesh of at most `free` ranks; None when there is
     none."""
     own = Mesh.of(job.mesh)
-    fitting = shapes(free, cp=job.mesh.cp, ep=own.ep, longest=own.sizes)
+    fitting = shapes(free, keep=own.sizes, ep=own.ep, longest=own.sizes)
     best = max(fitting, key=lambda one: (Mesh(one).world, one.pp, one.fsdp), default=None)
     if best is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from raypp.mesh.shapes import Shape, best_shape
 from raypp.planning.check import check_plan
 from raypp.planning.peak import CERTAIN, peak_memory
-from raypp.records import Event
+from raypp.records import AXES, Event
 from raypp.spec.job import Job
 
 _USABLE = 0.97
@@ -55,8 +55,7 @@ def best_for(job: Job, room: int, gpu_bytes: int = 0) -> Shape | None:
 
 def shape_of(job: Job) -> Shape:
     """Returns the part of a job that a change of size affects."""
-    mesh = job.mesh
-    return Shape(mesh.pp, mesh.dp_replicate, mesh.fsdp, mesh.cp, mesh.ep, job.pipeline.microbatches)
+    return Shape(**job.mesh.axes, microbatches=job.pipeline.microbatches)
 
 
 def reshaped(job: Job, shape: Shape) -> Job:
@@ -66,7 +65,7 @@ def reshaped(job: Job, shape: Shape) -> Job:
     """
     if shape == shape_of(job):
         return job
-    sizes = {"pp": shape.pp, "dp_replicate": shape.dp_replicate, "fsdp": shape.fsdp}
+    sizes = {axis.name: getattr(shape, axis.name) for axis in AXES}
     cut = job.pipeline.layers_per_stage if shape.pp == job.mesh.pp else None
     pipeline = {"microbatches": shape.microbatches, "layers_per_stage": cut}
     return job.model_copy(
@@ -80,15 +79,10 @@ def reshaped(job: Job, shape: Shape) -> Job:
 def reshape_event(before: Shape, after: Shape, why: str, attempt: int) -> Event:
     """Returns the event that the run continues on another mesh."""
     message = f"{_text(before)} → {_text(after)}: {why}"
-    return Event("reshaped", message, attempt=attempt, details={"from": _facts(before), "to": _facts(after)})
-
-
-def _facts(shape: Shape) -> dict[str, int]:
-    names = ("pp", "dp_replicate", "fsdp", "cp", "ep", "microbatches")
-    return {name: getattr(shape, name) for name in names}
+    return Event("reshaped", message, attempt=attempt, details={"from": before.as_dict(), "to": after.as_dict()})
 
 
 def _text(shape: Shape) -> str:
-    sizes = {axis: getattr(shape, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp")}
+    sizes = {axis.name: getattr(shape, axis.name) for axis in AXES}
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "pp")
     return f"{axes} ({shape.world} rank{'s' if shape.world > 1 else ''}, {shape.microbatches} microbatches)"

@@ -52,7 +52,7 @@ class RunRecord:
         self._lines: list[str] = []
         self._dropped = 0
         self._changed = threading.Condition()
-        self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=_sizes(job.mesh))
+        self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=job.mesh.axes)
         self._known: dict[tuple[Any, ...], None] = {}
         self._newest = (0, 0)
         """Attempt and step of the report that the status is from."""
@@ -145,7 +145,7 @@ class RunRecord:
 
     def set_mesh(self, mesh: MeshSection) -> None:
         """Sets the mesh of the current attempt."""
-        self._status = dataclasses.replace(self._status, mesh=_sizes(mesh))
+        self._status = dataclasses.replace(self._status, mesh=mesh.axes)
 
     def checkpoint_url(self) -> str | None:
         """Returns URL/NAME/step-N of the newest commit."""
@@ -327,7 +327,3 @@ def _key(event: Event) -> tuple[Any, ...]:
     if event.kind in END_EVENTS.values():  # the controller may have been killed before anything else of the end
         return (event.kind, event.attempt, event.message)
     return (event.time, event.kind, event.message, event.rank)
-
-
-def _sizes(mesh: MeshSection) -> dict[str, int]:
-    return {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "fsdp", "cp", "ep")}

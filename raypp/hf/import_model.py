@@ -27,6 +27,7 @@ from raypp.hf.from_hf import matching_tensors
 from raypp.hf.model_files import HfFiles
 from raypp.hf.names import HfPart, hf_parts, model_tensors
 from raypp.hf.tensor import HfTensor
+from raypp.records import ONE_RANK
 from raypp.spec.family import Shape
 from raypp.spec.models import DecoderOptions
 from raypp.storage import AlreadyExists, ObjectStore
@@ -89,8 +90,9 @@ def import_hf(
     for number, part in enumerate(_objects(shapes, there, object_bytes)):
         records.append(_store(files, store, rank_key(run, 0, attempt, number), number, part))
         progress(part.size)
-    mesh = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1}
-    commit = Commit(run, 0, attempt, mesh, job_identity(job), {"imported_from": files.store.url}, tuple(records))
+    commit = Commit(
+        run, 0, attempt, ONE_RANK.as_dict(), job_identity(job), {"imported_from": files.store.url}, tuple(records)
+    )
     write_commit(store, commit)
     return commit
 

@@ -12,6 +12,7 @@ from raypp.errors import JobError, Problem
 from raypp.inference.source import Source, section_of
 from raypp.kinds import SOURCES, SourceKind
 from raypp.planning.check import check_plan
+from raypp.records import ONE_RANK
 from raypp.spec.checks import check_spec
 from raypp.spec.document import Document
 from raypp.spec.job import Job
@@ -20,7 +21,6 @@ from raypp.spec.overrides import apply_overrides
 from raypp.spec.paths import is_remote, resolve_paths
 
 DATA = "--data"
-_ONE_RANK = {"dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
 _PIPELINE = ("variable_seq_len", "pad_to_multiple_of", "seq_len_bucket")
 _TRAIN = ("micro_batch_size", "seed", "precision", "tf32", "compile", "attention")
 _OF_ANY_KIND = ("tokenizer", "add_bos", "seq_len", "packing", "shuffle")
@@ -104,7 +104,7 @@ def _document(source: Source, pp: int) -> dict[str, Any]:
     return {
         "name": source.run or "model",
         "model": dict(source.model),
-        "mesh": {"pp": pp, **_ONE_RANK},
+        "mesh": {**ONE_RANK.as_dict(), "ep": 1, "pp": pp},
         "pipeline": {"microbatches": count, "lookahead": 0} | kept,
         "train": {"optimizer": {"kind": "sgd"}, "precision": "fp32", "compile": False}
         | {key: train[key] for key in _TRAIN if key in train},

@@ -27,7 +27,7 @@ from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.local_ranks import run_ranks
 from raypp.mesh.geometry import Mesh
 from raypp.parallel.shard import on_own_device
-from raypp.records import Event, Requests, Seat, StepReport
+from raypp.records import ONE_RANK, Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import assemble
@@ -87,7 +87,6 @@ def train_some_steps(
 
 def one_process_job(job: Job) -> Job:
     """Returns the same job for one rank: one stage, all replicas' microbatches in sequence."""
-    mesh = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "ep": 1}
     pipeline = {
         "schedule": "1f1b",
         "stages_per_rank": 1,
@@ -97,7 +96,7 @@ def one_process_job(job: Job) -> Job:
         "wire": {"dtype": "auto", "compression": "none"},
     }
     document = job_document(job)
-    document["mesh"] |= mesh
+    document["mesh"] |= {**ONE_RANK.as_dict(), "ep": 1}
     document["pipeline"] |= pipeline
     return parse_job(document)
 
@@ -110,7 +109,7 @@ def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: st
     job = parse_job(document)
     seat = local_seat(rank, Mesh.of(job.mesh).world, port, job)
     # Other replicas have the same tensors; only the first writes them.
-    writes = seat.coordinates.dp_replicate == seat.coordinates.fsdp == seat.coordinates.cp == 0
+    writes = not any(seat.coordinates.column)
 
     def keep(name: str, tensors: Tensors) -> None:
         """Writes whole tensors `[...]` to a file of this rank."""

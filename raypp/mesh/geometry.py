@@ -1,4 +1,4 @@
-"""Ranks and their coordinates. Ranks are ordered with pp slowest, then dp_replicate, fsdp, cp."""
+"""Ranks and their coordinates, in the order of `raypp.records.AXES`: pp slowest, cp fastest."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import TypeVar
 
-from raypp.records import Coordinates
+from raypp.records import AXES, Coordinates
 from raypp.spec.job import MeshSection
 
 T = TypeVar("T")
 
-AXES = ("pp", "dp_replicate", "fsdp", "cp")
+_NAMES = tuple(axis.name for axis in AXES)
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,12 @@ class Mesh:
     @classmethod
     def of(cls, section: MeshSection) -> Mesh:
         """Builds the mesh of a job's `mesh:` section."""
-        return cls(Coordinates(section.pp, section.dp_replicate, section.fsdp, section.cp), section.ep)
+        return cls(section.sizes, section.ep)
 
     @property
     def world(self) -> int:
         """The number of ranks."""
-        s = self.sizes
-        return s.pp * s.dp_replicate * s.fsdp * s.cp
+        return self.sizes.world
 
     def coordinates(self, rank: int) -> Coordinates:
         """Returns the coordinates of a rank.
@@ -47,14 +46,14 @@ class Mesh:
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside a mesh of {self.world}")
         place = []
-        for axis in reversed(AXES):
+        for axis in reversed(_NAMES):
             rank, index = divmod(rank, getattr(self.sizes, axis))
             place.append(index)
         return Coordinates(*reversed(place))
 
     def places(self) -> Iterator[Coordinates]:
         """Yields the coordinates of every rank, by rank."""
-        return starmap(Coordinates, product(*(range(getattr(self.sizes, axis)) for axis in AXES)))
+        return starmap(Coordinates, product(*map(range, self.sizes.as_dict().values())))
 
     def labels(self) -> list[str]:
         """Returns the coordinates of every rank as text: `pp0-fsdp1`."""
@@ -63,7 +62,7 @@ class Mesh:
     def rank(self, place: Coordinates) -> int:
         """Returns the rank at given coordinates."""
         rank = 0
-        for axis in AXES:
+        for axis in _NAMES:
             rank = rank * getattr(self.sizes, axis) + getattr(place, axis)
         return rank
 
@@ -73,11 +72,11 @@ class Mesh:
         Groups are ordered by their first rank; ranks ascend within a group.
         """
         along = (axis,) if isinstance(axis, str) else tuple(axis)
-        unknown = [name for name in along if name not in AXES]
+        unknown = [name for name in along if name not in _NAMES]
         if unknown:
-            raise KeyError(f"no axis {unknown[0]!r}; there are {', '.join(AXES)}")
+            raise KeyError(f"no axis {unknown[0]!r}; there are {', '.join(_NAMES)}")
         firsts, offsets, stride = [0], [0], 1
-        for name in reversed(AXES):
+        for name in reversed(_NAMES):
             steps = range(0, stride * getattr(self.sizes, name), stride)
             if name in along:
                 offsets = [step + offset for step in steps for offset in offsets]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -76,7 +77,7 @@ def arrange(mesh: Mesh, nodes: Sequence[_Block], sites: Sequence[Sequence[_Block
                 left += _by_node(replica, nodes)
     if left:
         replicas += [_arrange(_by_node(mixed, nodes), _block_sizes(one)) for mixed in _blocks(left, [one.world, 1])]
-    stage = mesh.sizes.fsdp * mesh.sizes.cp
+    stage = mesh.sizes.shards
     starts = range(0, one.world, stage)
     return [position for start in starts for replica in replicas for position in replica[start : start + stage]]
 
@@ -102,10 +103,10 @@ def _address(ip: str) -> tuple[int, int]:
 
 def _block_sizes(mesh: Mesh) -> list[int]:
     """Returns the sizes of groups to keep together, largest first; each divides the one before."""
-    sizes = mesh.sizes
-    shard = sizes.fsdp * sizes.cp
+    lengths = list(mesh.sizes.column)
+    inner = [math.prod(lengths[slowest:]) for slowest in range(len(lengths))]
     blocks: list[int] = []
-    for size in (sizes.dp_replicate * shard, shard, mesh.ep, sizes.cp):
+    for size in (*inner[:2], mesh.ep, *inner[2:]):
         if size > 1 and (not blocks or (size < blocks[-1] and blocks[-1] % size == 0)):
             blocks.append(size)
     return [*blocks, 1]

@@ -8,33 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from raypp.records import Coordinates
+from raypp.records import AXES, ONE_RANK, Axis, Coordinates
+
+(_REPLICATE,) = (axis for axis in AXES if axis.name == "dp_replicate")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The part of a job that a change of size affects.
+class Shape(Coordinates):
+    """The part of a job that a change of size affects: the length of each axis, and two more.
 
     Attributes:
-        cp: Context-parallel ranks; never changed.
         ep: Expert-parallel ranks; never changed.
         microbatches: Per replica and step.
     """
 
-    pp: int
-    dp_replicate: int
-    fsdp: int
-    cp: int
-    ep: int
-    microbatches: int
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.replicas * self.cp
-
-    @property
-    def replicas(self) -> int:
-        return self.dp_replicate * self.fsdp
+    ep: int = 1
+    microbatches: int = 1
 
     @property
     def microbatches_per_step(self) -> int:
@@ -44,31 +33,35 @@ class Shape:
 
 
 def shapes(
-    world: int, *, rows: int = 0, cp: int = 0, ep: int = 1, longest: Coordinates | None = None
+    world: int, *, rows: int = 0, keep: Coordinates | None = None, ep: int = 1, longest: Coordinates | None = None
 ) -> Iterator[Coordinates]:
-    """Yields the sizes of meshes; pp varies slowest, then fsdp, cp and dp_replicate.
+    """Yields the sizes of meshes; pp varies slowest, then the others, dp_replicate fastest.
 
     Args:
         world: Number of ranks: exactly this many or, with `longest`, at most.
         rows: What the replicas must divide, so that a step keeps its rows; 0: any number of them.
-        cp: Context-parallel ranks; 0: any number.
+        keep: The mesh whose fixed axes, such as cp, keep their lengths; None: they have any.
         ep: Expert-parallel ranks, which must divide fsdp · cp.
         longest: The longest that each axis may be.
     """
 
-    def lengths(room: int, axis: str) -> Sequence[int]:
-        return divisors(room) if longest is None else range(1, min(room, getattr(longest, axis)) + 1)
+    def lengths(room: int, axis: Axis) -> Sequence[int]:
+        if keep is not None and axis.fixed:
+            own = getattr(keep, axis.name)
+            return [own] if longest is not None or room % own == 0 else []
+        return divisors(room) if longest is None else range(1, min(room, getattr(longest, axis.name)) + 1)
 
-    for pp in lengths(world, "pp"):
-        for fsdp in lengths(world // pp, "fsdp"):
-            left = world // pp // fsdp
-            for own_cp in [cp] if cp else lengths(left, "cp"):
-                if (fsdp * own_cp) % ep or (longest is None and left % own_cp):
-                    continue
-                room = left // own_cp
-                for dp_replicate in [room] if longest is None else lengths(room, "dp_replicate"):
-                    if not rows or rows % (dp_replicate * fsdp) == 0:
-                        yield Coordinates(pp, dp_replicate, fsdp, own_cp)
+    def extended(sizes: Coordinates, room: int, axes: Sequence[Axis]) -> Iterator[Coordinates]:
+        for length in lengths(room, axes[0]):
+            longer = replace(sizes, **{axes[0].name: length})
+            if len(axes) > 1:
+                yield from extended(longer, room // length, axes[1:])
+            elif longer.shards % ep == 0:
+                for dp_replicate in [room // length] if longest is None else lengths(room // length, _REPLICATE):
+                    if not rows or rows % (dp_replicate * longer.replicas) == 0:
+                        yield replace(longer, dp_replicate=dp_replicate)
+
+    yield from extended(ONE_RANK, world, [axis for axis in AXES if axis is not _REPLICATE])
 
 
 def divisors(number: int) -> list[int]:
@@ -116,11 +109,9 @@ def best_shape(
     """
     most = min(devices, wanted.world if max_ranks is None else max_ranks)
     rows = wanted.microbatches_per_step
-    longest = Coordinates(wanted.pp, wanted.dp_replicate, wanted.fsdp, wanted.cp)
-    meshes = shapes(most, rows=rows, cp=wanted.cp, ep=wanted.ep, longest=longest)
-    for one in sorted(meshes, key=lambda one: (-one.pp, -one.dp_replicate * one.fsdp, -one.fsdp)):
-        each = rows // (one.dp_replicate * one.fsdp)
-        shape = replace(wanted, pp=one.pp, dp_replicate=one.dp_replicate, fsdp=one.fsdp, microbatches=each)
+    meshes = shapes(most, rows=rows, keep=wanted, ep=wanted.ep, longest=wanted)
+    for one in sorted(meshes, key=lambda one: (-one.pp, -one.replicas, -one.fsdp)):
+        shape = replace(wanted, **one.as_dict(), microbatches=rows // one.replicas)
         if shape.world >= min_ranks and usable(shape):
             return shape
     return None

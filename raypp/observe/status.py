@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raypp.records import Coordinates, RunState
+from raypp.records import AXES, Coordinates, RunState
 from raypp.untrusted.documents import Count, Time
 
 STATUS_KEYS = (
@@ -192,9 +192,16 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 def rank_label(coordinates: Mapping[str, int], mesh: Mapping[str, int]) -> str:
     """Formats coordinates as in the rank's process title: `pp0-fsdp1`."""
-    axes = ("pp", "dp_replicate", "fsdp", "cp")
-    sizes = Coordinates(**{axis: mesh.get(axis, 1) for axis in axes})
-    return Coordinates(**{axis: coordinates.get(axis, 0) for axis in axes}).label(sizes)
+    return _at(coordinates, 0).label(_at(mesh, 1))
+
+
+def row_label(coordinates: Mapping[str, int], mesh: Mapping[str, int]) -> str:
+    """Formats coordinates without the stage: `dp1 fsdp0`."""
+    return " ".join(_at(coordinates, 0).row_label(_at(mesh, 1)))
+
+
+def _at(axes: Mapping[str, int], missing: int) -> Coordinates:
+    return Coordinates(*(axes.get(axis.name, missing) for axis in AXES))
 
 
 def seconds_text(value: float) -> str:

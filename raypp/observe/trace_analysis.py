@@ -142,20 +142,15 @@ def messages_of(ranks: Iterable[RankTrace]) -> Iterator[Message]:
     for one in ranks:
         for span in one.spans:
             if span.kind in ("send F", "send B"):
-                sends[*_column(one), span.kind[-1], span.step, span.stage, span.microbatch] = one.rank, span
+                sends[*one.coordinates.column, span.kind[-1], span.step, span.stage, span.microbatch] = one.rank, span
     for one in ranks:
         for span in one.spans:
             if span.kind in ("wait F", "wait B"):
                 direction = span.kind[-1]
                 source = span.stage + (-1 if direction == "F" else 1)
-                sent = sends.get((*_column(one), direction, span.step, source, span.microbatch))
+                sent = sends.get((*one.coordinates.column, direction, span.step, source, span.microbatch))
                 if sent is not None:
                     yield Message(direction, *sent, one.rank, span)
-
-
-def _column(one: RankTrace) -> tuple[int, int, int]:
-    """Returns a rank's place without its stage: messages stay within one."""
-    return one.coordinates.dp_replicate, one.coordinates.fsdp, one.coordinates.cp
 
 
 def _times_of(one: RankTrace) -> RankTimes:

@@ -48,7 +48,7 @@ def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str) -> DeviceMes
     """
     if ep == 1:
         return None
-    shape = (sizes.pp, sizes.dp_replicate, sizes.fsdp * sizes.cp // ep, ep)
+    shape = (sizes.pp, sizes.dp_replicate, sizes.shards // ep, ep)
     return init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)
 
 

@@ -1,6 +1,6 @@
 """The process groups of a rank: one device mesh, a second group for pipeline gradients; failures.
 
-Ranks are in the order of `raypp.mesh`: pp slowest, then dp_replicate, fsdp, cp.
+Ranks are in the order of `raypp.records.AXES`, and each axis has a group.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from raypp.mesh.geometry import Mesh
 from raypp.parallel.context import ContextShare, RingShare, UlyssesShare, WholeRows
 from raypp.parallel.expert import make_expert_mesh
 from raypp.parallel.ring import Ring
-from raypp.records import Coordinates
+from raypp.records import AXES, Coordinates
 from raypp.torch_private import backends_on
 
-AXES = ("pp", "dp_replicate", "fsdp", "cp")
 _PIPELINE_CTAS = 4
 """Thread blocks of one message between stages. A posted receive holds that many of the GPU's
 processors until its message arrives. NCCL's default is up to 32 on NVLink; 4 are expected to carry
@@ -38,12 +38,12 @@ class RankGroups:
     a group for each direction, every channel of the pipeline has one.
 
     Attributes:
-        mesh: Device mesh with the axes pp, dp_replicate, fsdp, cp.
+        mesh: Device mesh with the axes of a job.
         forward: The ranks of this pipeline, for activations.
         backward: The same ranks, for gradients. With one group, gloo serialises the two directions
             of a link (measured: half the bandwidth each way); with two it does not.
         coordinates: The coordinates of this rank.
-        weights: Device mesh with the axes pp, dp_replicate, fsdp_cp; `mesh` itself when cp is 1.
+        weights: Device mesh with fsdp_cp in place of fsdp and cp; `mesh` itself when cp is 1.
             Gradients are sums over tokens, so one reduction covers both ranks with other rows
             (fsdp) and ranks with other tokens of the same rows (cp).
         context: Two groups over the ranks of the cp group: one for messages to higher ranks, one
@@ -97,29 +97,31 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         ep: mesh.ep.
         apart: Whether replicas train apart.
     """
-    shape = tuple(getattr(sizes, axis) for axis in AXES)
+    shape = sizes.as_dict()
     override: dict[int | str, Any] | None = {"pp": few_ctas()} if device_type == "cuda" else None
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES, backend_override=override)
+    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=override)
     place = mesh.get_coordinate()
     if place is None:
         raise RuntimeError(f"rank {dist.get_rank()} is outside a mesh of {shape}")
-    columns = torch.arange(dist.get_world_size()).view(shape[0], -1).T.tolist()
     weights, context = mesh, None
     if sizes.cp > 1:
-        ranks = torch.arange(dist.get_world_size()).view(*shape[:2], -1)
-        weights = DeviceMesh(device_type, ranks, mesh_dim_names=(*AXES[:2], FSDP_CP))
-        lines = torch.arange(dist.get_world_size()).view(-1, sizes.cp).tolist()
-        context = mesh["cp"].get_group(), _second_group(lines, "cp_down")
-    replicas = torch.arange(dist.get_world_size()).view(*shape[:2], -1).transpose(0, 1).flatten(1).tolist()
+        merged: dict[str, int] = {}
+        for axis in AXES:
+            name = FSDP_CP if axis.shards else axis.name
+            merged[name] = merged.get(name, 1) * shape[axis.name]
+        ranks = torch.arange(dist.get_world_size()).view(*merged.values())
+        weights = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(merged))
+        context = mesh["cp"].get_group(), _second_group(Mesh(sizes).groups("cp"), "cp_down")
+    others = [axis.name for axis in AXES if axis.name != "dp_replicate"]
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
-        backward=_second_group(columns, "pp_backward", few_ctas() if device_type == "cuda" else None),
+        backward=_second_group(Mesh(sizes).groups("pp"), "pp_backward", few_ctas() if device_type == "cuda" else None),
         coordinates=Coordinates(*place),
         weights=weights,
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
-        replica=_second_group(replicas, "replica") if apart else None,
+        replica=_second_group(Mesh(sizes).groups(others), "replica") if apart else None,
     )
 
 

@@ -114,7 +114,7 @@ def _example(job: Job) -> str:
 
 def _axes(job: Job) -> Iterator[Problem]:
     mesh, model = job.mesh, job.model
-    shard = mesh.fsdp * mesh.cp
+    shard = mesh.shards
     if shard % mesh.ep:
         near = _near(mesh.ep, divisors(shard))
         what = f"{mesh.ep} does not divide mesh.fsdp · mesh.cp = {shard}"
@@ -194,7 +194,7 @@ def _widths(model: MoeOptions) -> str:
 
 def _blocks(job: Job) -> Iterator[Problem]:
     """Finds experts whose rows several ranks would share within a block of 8-bit moments."""
-    model, rest = job.model, job.mesh.fsdp * job.mesh.cp // job.mesh.ep
+    model, rest = job.model, job.mesh.shards // job.mesh.ep
     if job.train.optimizer.state != "8bit" or job.mesh.ep == 1 or rest <= 1 or not isinstance(model, MoeOptions):
         return
     for stack in _stacks(model):
@@ -203,7 +203,7 @@ def _blocks(job: Job) -> Iterator[Problem]:
         if stack.trained and not by_rows and columns % (rest * BLOCK):
             what = f"8bit needs whole blocks of {BLOCK} values on each rank, but the {rest} ranks that share an expert "
             what += f"would cut {stack.name} into parts of {columns} columns, not whole blocks ({_widths(model)})"
-            yield Problem("train.optimizer.state", what, f"use mesh.ep {job.mesh.fsdp * job.mesh.cp}, or state: fp32")
+            yield Problem("train.optimizer.state", what, f"use mesh.ep {job.mesh.shards}, or state: fp32")
             return
 
 

@@ -196,7 +196,7 @@ def _outside_schedule(
     copied = _copies(job, costs, gathered, trained)
     unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
     unshard *= gatherings(job, pipeline.program)
-    updated = max(one.rest + one.experts for one in trained) / (job.mesh.fsdp * job.mesh.cp)
+    updated = max(one.rest + one.experts for one in trained) / (job.mesh.shards)
     update = costs.optimizer_s * updated / slowest
     return unshard, reduce, update + _state_copies(job, machines, costs, pipeline, kind)
 
@@ -205,7 +205,7 @@ def _sharded(job: Job, stages: Sequence[tuple[int, int]]) -> Sharded:
     """Returns what ranks share of these stages, from all of it and what belongs to experts."""
     whole = sum(count for count, _ in stages)
     apart = sum(experts for _, experts in stages) if job.mesh.ep > 1 else 0
-    return Sharded(whole - apart, apart, job.mesh.fsdp * job.mesh.cp, job.mesh.ep)
+    return Sharded(whole - apart, apart, job.mesh.shards, job.mesh.ep)
 
 
 def _stage_times(
@@ -243,7 +243,7 @@ def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequen
 
     FSDP copies for replicas too, although nothing is sent if nothing is sharded.
     """
-    shards, copies = job.mesh.fsdp * job.mesh.cp, job.summed_replicas
+    shards, copies = job.mesh.shards, job.summed_replicas
     if shards * copies == 1:
         return 0.0, 0.0
     each = 2 * costs.copy_s  # a rank sends as much as it receives

@@ -184,7 +184,7 @@ def _meshes(job: Job, devices: int) -> Iterator[Changes | None]:
     now = _keys(Mesh.of(mesh).sizes, mesh.ep)
     now |= {"pipeline.microbatches": job.pipeline.microbatches, "train.micro_batch_size": train.micro_batch_size}
     for one in shapes(devices, rows=batch):
-        each = batch // (one.dp_replicate * one.fsdp)
+        each = batch // (one.replicas)
         own_cut = job.pipeline.layers_per_stage is not None and one.pp != mesh.pp
         for rows in divisors(each):
             if rows > train.micro_batch_size:
@@ -193,7 +193,7 @@ def _meshes(job: Job, devices: int) -> Iterator[Changes | None]:
                 yield None
                 continue
             sizes = {"pipeline.microbatches": each // rows, "train.micro_batch_size": rows}
-            for ep in _expert_ranks(job, one.fsdp * one.cp):
+            for ep in _expert_ranks(job, one.shards):
                 shape = _keys(one, ep) | sizes
                 changed: dict[str, Any] = {key: value for key, value in shape.items() if value != now[key]}
                 yield changed | ({"pipeline.layers_per_stage": None} if own_cut else {})

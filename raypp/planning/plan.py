@@ -190,7 +190,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     return Plan(
         name=job.name,
         world=mesh.world,
-        axes={**mesh.sizes.as_dict(), "ep": mesh.ep},
+        axes=job.mesh.axes,
         ranks=tuple(_rank_map(mesh, pipeline)),
         cut=pipeline.cut,
         input_weight=pipeline.input_weight,

@@ -89,7 +89,7 @@ def replica_sums(
     """
     if job.mesh.dp_replicate == 1:
         return None
-    shards, form = job.mesh.fsdp * job.mesh.cp, job.train.sync.kind
+    shards, form = job.mesh.shards, job.train.sync.kind
     held = {stage: stage_trained(job, stage, pipeline.cut)[0] / shards for stage in range(pipeline.num_stages)}
     # On CPUs, a sum whose result is cast is awaited at once.
     beside = kind == "cuda" or job.train.dtypes.sums_in_place

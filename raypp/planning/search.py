@@ -186,10 +186,10 @@ def advice(
 
 def _candidates(job: Job, devices: int) -> Iterator[dict[str, Any]]:
     """Yields changes of keys: few pipeline ranks before many, 1F1B before other schedules."""
-    meshes = shapes(devices, rows=job.rows_per_step, cp=job.mesh.cp, ep=job.mesh.ep)
+    meshes = shapes(devices, rows=job.rows_per_step, keep=job.mesh.sizes, ep=job.mesh.ep)
     for one in sorted(meshes, key=lambda one: (one.pp, -one.fsdp)):
         mesh = {"mesh.pp": one.pp, "mesh.fsdp": one.fsdp, "mesh.dp_replicate": one.dp_replicate}
-        own = job.rows_per_step // (one.dp_replicate * one.fsdp)
+        own = job.rows_per_step // one.replicas
         for rows in divisors(own):
             if rows > 4 * job.train.micro_batch_size:
                 break

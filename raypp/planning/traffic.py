@@ -173,7 +173,7 @@ def collectives(
         gathered: Bytes of every pipeline rank's weights.
         trained: Numbers of its gradients.
     """
-    if job.mesh.fsdp * job.mesh.cp == 1:
+    if job.mesh.shards == 1:
         return 0.0, 0.0
     whole = mesh.groups(("fsdp", "cp"))
     link = _slowest(machines, seats, whole)

@@ -239,8 +239,7 @@ def _collective(one: RankActivity) -> str:
 
 def _same_column(one: RankActivity, other: RankActivity) -> bool:
     """Returns whether two ranks belong to the same pipeline."""
-    a, b = one.coordinates, other.coordinates
-    return (a.dp_replicate, a.fsdp, a.cp) == (b.dp_replicate, b.fsdp, b.cp)
+    return one.coordinates.column == other.coordinates.column
 
 
 def _same_replica(one: RankActivity, other: RankActivity) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from raypp.records import AXES, Coordinates
 from raypp.spec import limits
 from raypp.spec.families import ModelSection
 from raypp.spec.models import DecoderOptions, LoraOptions
@@ -135,12 +136,27 @@ class MeshSection(Section):
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp_replicate * self.fsdp * self.cp
+        return self.sizes.world
+
+    @property
+    def sizes(self) -> Coordinates:
+        """The length of each axis."""
+        return Coordinates(*(getattr(self, axis.name) for axis in AXES))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The length of each axis by name, and ep."""
+        return {**self.sizes.as_dict(), "ep": self.ep}
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that weights are sharded over: fsdp · cp."""
+        return self.sizes.shards
 
     @property
     def replicas(self) -> int:
         """Number of data-parallel ranks that read different rows."""
-        return self.dp_replicate * self.fsdp
+        return self.sizes.replicas
 
 
 Compression = Literal["none", "bf16", "int8"]

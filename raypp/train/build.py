@@ -106,7 +106,7 @@ def build_stages(
                 down_group=groups.backward,
                 activations=wire_format(pipeline.wire.activations),
                 gradients=wire_format(pipeline.wire.gradients),
-                seed=message_seed(job.train.seed, place.dp_replicate, place.fsdp, place.cp),
+                seed=message_seed(job.train.seed, *place.column),
                 late_sums=prepared.late_sums,
                 replica_sums=prepared.replica_sums,
                 replicated=job.summed_replicas > 1,

@@ -204,7 +204,7 @@ def _world_options(seat: Seat) -> Any:
     the group of all ranks for it.
     """
     sizes = seat.mesh_sizes
-    if seat.device != "cuda" or seat.world_size in (sizes.dp_replicate, sizes.fsdp * sizes.cp):
+    if seat.device != "cuda" or seat.world_size in (sizes.dp_replicate, sizes.shards):
         return None
     return few_ctas(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import device_marks
-from raypp.records import RankResult, Reporter, Seat
+from raypp.records import Coordinates, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
@@ -117,8 +118,8 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     stack.callback(saver.close)
     if injection is not None:
         injection.watch(rank.built.modules)
-    place = rank.groups.coordinates
-    leads = place.pp == place.fsdp == place.cp == 0 and (seat.rank == 0 or rank.outer is not None)
+    first = replace(rank.groups.coordinates, dp_replicate=0) == Coordinates()
+    leads = seat.rank == 0 or (first and rank.outer is not None)
     runner = StepRunner(
         rank,
         tell=reporter.event if leads else lambda event: None,

@@ -63,7 +63,7 @@ class ConsoleReporter:
             steps=job.train.steps,
             attempt=seat.attempt,
             restarts=seat.attempt - 1,
-            mesh=job.mesh.model_dump(include={"pp", "dp_replicate", "fsdp", "cp", "ep"}),
+            mesh=job.mesh.axes,
             ranks=tuple(
                 RankStatus(rank, Mesh.of(job.mesh).coordinates(rank), state="running")
                 for rank in range(seat.world_size)

@@ -161,7 +161,7 @@ class LookaheadTuner:
         own[5] = self._clock.spread()
         place = self._rank.groups.coordinates
         for stage, fits in self._room().items():
-            if place.dp_replicate == place.fsdp == place.cp == 0:  # the other replicas are placed alike
+            if not any(place.column):  # the other replicas are placed alike
                 own[6, stage] = self._rank.seat.node_rank
             own[7, stage] = -fits
         dist.all_reduce(own, op=dist.ReduceOp.MAX)

@@ -118,7 +118,7 @@ def mesh_picture(run: RunData) -> Html:
     rows: dict[tuple[int, ...], dict[int, Mapping[str, Any]]] = {}
     for rank in ranks:
         at = rank["coordinates"]
-        rows.setdefault((at["dp_replicate"], at["fsdp"], at["cp"]), {})[at["pp"]] = rank
+        rows.setdefault(tuple(index for axis, index in at.items() if axis != "pp"), {})[at["pp"]] = rank
     columns = sorted({rank["coordinates"]["pp"] for rank in ranks})[:_MOST_COLUMNS]
     cells: list[Html] = [_stages(run, pp) for pp in columns]
     head = _line(cells, [tag("span")] * len(columns), "line head")

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.mesh.geometry import AXES, Mesh
+from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import place_stages
-from raypp.records import Coordinates
+from raypp.records import AXES, Coordinates
 from raypp.spec.job import MeshSection
 
-sizes = st.builds(Coordinates, *[st.integers(1, 3)] * 4)
+_NAMES = [axis.name for axis in AXES]
+sizes = st.builds(Coordinates, *[st.integers(1, 3)] * len(AXES))
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -34,7 +35,7 @@ def test_ranks_and_coordinates_are_each_others_inverse(shape: Coordinates) -> No
     assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.world)] == list(range(mesh.world))
 
 
-@given(sizes, st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True))
+@given(sizes, st.lists(st.sampled_from(_NAMES), min_size=1, max_size=3, unique=True))
 def test_groups_share_out_all_ranks_and_differ_only_along_their_axes(shape: Coordinates, axes: list[str]) -> None:
     mesh = Mesh(shape)
     groups = mesh.groups(axes)
@@ -42,7 +43,7 @@ def test_groups_share_out_all_ranks_and_differ_only_along_their_axes(shape: Coor
     for group in groups:
         places = [mesh.coordinates(rank) for rank in group]
         assert group == sorted(group)
-        assert all(len({getattr(place, axis) for place in places}) == 1 for axis in AXES if axis not in axes)
+        assert all(len({getattr(place, axis) for place in places}) == 1 for axis in _NAMES if axis not in axes)
 
 
 def test_groups_of_a_mesh_by_hand() -> None:
@@ -84,3 +85,8 @@ def test_ranks_that_differ_along_pp_or_cp_read_the_same_replica(shape: Coordinat
 
 def test_every_rank_has_a_label() -> None:
     assert mesh_of(pp=2, fsdp=2).labels() == ["pp0-fsdp0", "pp0-fsdp1", "pp1-fsdp0", "pp1-fsdp1"]
+
+
+def test_every_axis_is_a_field_of_coordinates_and_a_key_of_a_job() -> None:
+    assert list(Coordinates().as_dict()) == _NAMES
+    assert [name for name in MeshSection.model_fields if name in _NAMES] == _NAMES
