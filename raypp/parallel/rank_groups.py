@@ -50,7 +50,8 @@ class RankGroups:
             for messages to lower ranks. None without cp.
         experts: Mesh of the same ranks with the axes pp, dp_replicate, expert_shard, ep. None
             without ep.
-        apart: Whether replicas train apart (`parallel.outer_sync`): FSDP knows only one.
+        outer: The ranks that hold the same shards, if replicas train apart
+            (`parallel.outer_sync`): FSDP knows only one then. A thread may use it.
     """
 
     mesh: DeviceMesh
@@ -60,7 +61,7 @@ class RankGroups:
     weights: DeviceMesh
     context: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     experts: DeviceMesh | None = None
-    apart: bool = False
+    outer: dist.ProcessGroup | None = None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
@@ -69,7 +70,7 @@ class RankGroups:
         None when both axes have size 1. Replicas that train apart share nothing.
         """
         shard = "fsdp" if self.context is None else FSDP_CP
-        if self.weights["dp_replicate"].size() > 1 and not self.apart:
+        if self.weights["dp_replicate"].size() > 1 and self.outer is None:
             return self.weights["dp_replicate", shard]
         return self.weights[shard] if self.weights[shard].size() > 1 else None
 
@@ -103,6 +104,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
     if place is None:
         raise RuntimeError(f"rank {dist.get_rank()} is outside a mesh of {shape}")
     columns = torch.arange(dist.get_world_size()).view(shape[0], -1).T.tolist()
+    copies = torch.arange(dist.get_world_size()).view(*shape[:2], -1).transpose(1, 2).reshape(-1, shape[1]).tolist()
     weights, context = mesh, None
     if sizes.cp > 1:
         ranks = torch.arange(dist.get_world_size()).view(*shape[:2], -1)
@@ -117,7 +119,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         weights=weights,
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
-        apart=apart,
+        outer=_second_group(copies, "outer") if apart else None,
     )
 
 

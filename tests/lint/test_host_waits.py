@@ -57,6 +57,7 @@ ALLOWED = {
     ("raypp.checkpoint.snapshot.SnapshotBuffer._copy_on_stream.rest", "synchronize"): _SAVER,
     ("raypp.checkpoint.snapshot._DeviceCopy.wait", "synchronize"): _SAVER,
     ("raypp.parallel.outer_sync.OuterSync._exchanged", "cpu"): _OUTER,
+    ("raypp.parallel.outer_sync.OuterSync._receive", "cpu"): _OUTER,
     ("raypp.parallel.outer_sync.OuterSync._reshard", "synchronize"): _OUTER,
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
     ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
