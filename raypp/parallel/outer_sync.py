@@ -3,7 +3,8 @@
 Between two outer steps no gradient crosses replicas. In an outer step, the weights on which they
 last agreed, minus the mean of what each has made of them, are a gradient for Nesterov's momentum
 (arXiv 2311.08105). Replicas count by the tokens they trained on. Fragments of the model may take
-turns (arXiv 2501.18512).
+turns, and be exchanged beside the compute (arXiv 2501.18512): an outer step then takes what was
+sent so many steps before, and adds what a replica has learned since.
 
 All of this is computed in host memory, elementwise, in fp64 and in the order of the replicas: the
 result depends on neither how a replica shards its weights nor on timing, and is the same on all
@@ -16,9 +17,11 @@ Legend: N numbers of this rank, R replicas.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,7 @@ from raypp.torch_private import set_local
 
 _MOST = 1 << 22
 """Most numbers that are sent at once: few round trips, and little memory beside the weights."""
+_END_S = 30.0
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -109,6 +113,23 @@ _Change = tuple[int, slice, Tensor, Tensor | None]
 rounding took from what this replica sent `[N]`; None: nothing."""
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """An exchange that is under way.
+
+    Attributes:
+        own: This replica's values of the fragment's weights, each `[...]`.
+        counts: Whether this replica has trained.
+        changes: The results of each part of the exchange, as they arrive.
+        thread: Exchanges beside the compute; None: `changes` does it.
+    """
+
+    own: list[Tensor]
+    counts: bool
+    changes: Iterator[list[_Change]]
+    thread: threading.Thread | None
+
+
 @dataclass
 class _Fragment:
     """Weights that are exchanged together.
@@ -116,10 +137,12 @@ class _Fragment:
     Attributes:
         weights: Those of this rank.
         tokens: Tokens with a label that this replica trained on since these were last sent.
+        sent: What was sent for the next outer step, from when it is until that step.
     """
 
     weights: list[_Weight]
     tokens: int = 0
+    sent: _Sent | None = None
 
 
 class OuterSync:
@@ -130,7 +153,8 @@ class OuterSync:
         options: `train.sync`.
         steps: `train.steps`.
         names: All trained parameters of the model.
-        group: The ranks of all replicas that hold the same shards; computes on CPUs.
+        group: The ranks of all replicas that hold the same shards; computes on CPUs, and is used
+            for nothing else.
         changed: Called when weights have changed.
     """
 
@@ -152,7 +176,7 @@ class OuterSync:
         for stage in stages:
             trained = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
             momentum, agreed = ({name: host_zeros(weight) for name, weight in trained.items()} for _ in range(2))
-            state = OuterState(self.replica, self.replicas, momentum, agreed, options.fragments > 1)
+            state = OuterState(self.replica, self.replicas, momentum, agreed, options.differs)
             stage.outer_state = state  # type: ignore[assignment]
             residuals = {name: host_zeros(weight) for name, weight in trained.items()} if self._bits else {}
             if residuals:
@@ -204,7 +228,7 @@ class OuterSync:
         Args:
             before: Waits until the weights may change.
         """
-        if self._options.fragments == 1:
+        if not self._options.differs:
             yield
             return
         before()
@@ -224,60 +248,102 @@ class OuterSync:
 
     @torch.no_grad()
     def run(self, step: int, progress: Callable[[], None]) -> None:
-        """Takes the outer steps that are due after a step. Collective over the replicas.
+        """Takes the outer steps that are due after a step, and sends for those that are near.
+
+        Collective over the replicas. The one after the last step counts all that is left.
 
         Args:
             step: The step.
-            progress: Called before each exchange.
+            progress: Called around each exchange that this waits for.
         """
-        due = range(len(self._fragments)) if step == self._steps else []
-        if (number := self._options.fragment_due(step)) is not None and not due:
-            due = [number]
-        if not due:
-            return
-        progress()
-        own_F = torch.tensor([fragment.tokens for fragment in self._fragments])
-        counts = list(own_F.new_empty(self.replicas, len(own_F)))
-        dist.all_gather(counts, own_F, group=self._group)
-        self._tokens_of_all = torch.stack(counts, 1).tolist()
-        for number in due:
-            tokens, self._tokens_of_all[number] = self._tokens_of_all[number], [0] * self.replicas
-            self._agree(self._fragments[number], tokens, progress)
+        last, due = step == self._steps, self._due(step)
+        for fragment in self._fragments if last else due:
+            if not self._receive(fragment, progress) or last:
+                self._send(fragment, beside=False)
+                self._receive(fragment, progress)
+        if self._options.overlap_steps and not last:
+            for fragment in self._due(step + self._options.overlap_steps):
+                self._send(fragment, beside=True)
+        if last or step % self._options.every_steps == 0:
+            counts = self._of_all([fragment.tokens for fragment in self._fragments])
+            self._tokens_of_all = [list(of_fragment) for of_fragment in zip(*counts, strict=True)]
 
-    def _agree(self, fragment: _Fragment, tokens: Sequence[int], progress: Callable[[], None]) -> None:
-        fragment.tokens = 0
-        if not any(tokens):
-            return
+    def _of_all(self, own_F: list[int]) -> list[list[int]]:
+        """Returns the numbers that each replica gives. Collective."""
+        own = torch.tensor(own_F)
+        numbers = list(own.new_empty(self.replicas, len(own)))
+        dist.all_gather(numbers, own, group=self._group)
+        return [of_replica.tolist() for of_replica in numbers]
+
+    def close(self) -> None:
+        """Waits for exchanges under way, whose results are dropped."""
+        for fragment in self._fragments:
+            if fragment.sent is not None and fragment.sent.thread is not None:
+                fragment.sent.thread.join(_END_S)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread exchanges weights."""
+        threads = [fragment.sent.thread for fragment in self._fragments if fragment.sent is not None]
+        return any(thread is not None and thread.is_alive() for thread in threads)
+
+    def _due(self, step: int) -> list[_Fragment]:
+        number = self._options.fragment_due(step)
+        return [] if number is None else [self._fragments[number]]
+
+    def _send(self, fragment: _Fragment, *, beside: bool) -> None:
+        """Starts the exchange of a fragment, `beside` the compute or while `_receive` waits."""
+        tokens, fragment.tokens = fragment.tokens, 0
         self._reshard()
-        own = [local_part(weight.parameter) for weight in fragment.weights]
-        progress()
-        for index, part, change_N, left_N in self._exchanged(fragment.weights, own, tokens, progress):
-            weight = fragment.weights[index]
-            agreed_N = weight.agreed.view(-1)[part]
-            self._update(agreed_N, weight.momentum.view(-1)[part], change_N)
-            if weight.residual is not None and left_N is not None and tokens[self.replica]:
-                weight.residual.view(-1)[part].copy_(left_N)
-            own[index].view(-1)[part].copy_(agreed_N)
-        self._changed()
+        own = [local_part(weight.parameter).detach() for weight in fragment.weights]
+        if beside:
+            own = [value.to("cpu", copy=True) for value in own]
+        changes, thread = self._exchanged(fragment.weights, own, tokens), None
+        if beside:
+            changes, thread = _in_a_thread(changes)
+        fragment.sent = _Sent(own, tokens > 0, changes, thread)
 
-    def _exchanged(
-        self, weights: Sequence[_Weight], own: Sequence[Tensor], tokens: Sequence[int], progress: Callable[[], None]
-    ) -> Iterator[_Change]:
-        """Exchanges weights, and yields the outer gradient of each piece. Collective.
+    def _receive(self, fragment: _Fragment, progress: Callable[[], None]) -> bool:
+        """Takes the outer step of a fragment that was sent; returns whether it was."""
+        sent, fragment.sent = fragment.sent, None
+        if sent is None:
+            return False
+        self._reshard()
+        progress()
+        for changes in sent.changes:
+            progress()
+            for index, part, change_N, left_N in changes:
+                weight = fragment.weights[index]
+                agreed_N, local_N = (value.view(-1)[part] for value in (weight.agreed, local_part(weight.parameter)))
+                self._update(agreed_N, weight.momentum.view(-1)[part], change_N)
+                if weight.residual is not None and left_N is not None and sent.counts:
+                    weight.residual.view(-1)[part].copy_(left_N)
+                if sent.thread is None:
+                    local_N.copy_(agreed_N)
+                else:  # what the replica has learned since goes on
+                    local_N.copy_(agreed_N + (local_N.cpu() - sent.own[index].view(-1)[part]))
+        self._changed()
+        return True
+
+    def _exchanged(self, weights: Sequence[_Weight], own: Sequence[Tensor], tokens: int) -> Iterator[list[_Change]]:
+        """Exchanges weights, and yields the outer gradients of each exchange. Collective.
+
+        There are none if no replica has trained since the last one.
 
         Changes no state, so that it may run beside the compute.
 
         Args:
             weights: What is exchanged.
-            own: This replica's values of them, each `[...]`, on any device.
-            tokens: How replicas count, `[R]`.
-            progress: Called after each exchange.
+            own: This replica's values of them, each `[...]`; beside the compute, in host memory.
+            tokens: How this replica counts.
         """
+        counts = [count for (count,) in self._of_all([tokens])]
+        if not any(counts):
+            return
         changes = self._rounded_changes if self._bits else self._changes
         for pieces in _gathered([weight.agreed.numel() for weight in weights]):
             sent = [own[i].view(-1)[part].cpu() for i, part in pieces]
-            yield from changes([(weights[i], i, part) for i, part in pieces], sent, tokens)
-            progress()
+            yield list(changes([(weights[i], i, part) for i, part in pieces], sent, counts))
 
     def _changes(self, pieces: Sequence[_Piece], own: Sequence[Tensor], tokens: Sequence[int]) -> Iterator[_Change]:
         """Yields the agreed weights minus their mean."""
@@ -346,6 +412,30 @@ class OuterSync:
         for weight, value in zip(weights, values, strict=True):
             local_part(weight.parameter).copy_(value)
         self._changed()
+
+
+def _in_a_thread(items: Iterator[list[_Change]]) -> tuple[Iterator[list[_Change]], threading.Thread]:
+    """Lets a thread iterate; returns an iterator that waits for what it finds, and raises what it
+    raised."""
+    found: SimpleQueue[list[_Change] | BaseException | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            for item in items:
+                found.put(item)
+            found.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised where the results are taken
+            found.put(error)
+
+    def arrived() -> Iterator[list[_Change]]:
+        while (item := found.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    thread = threading.Thread(target=run, name="raypp-outer", daemon=True)
+    thread.start()
+    return arrived(), thread
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:

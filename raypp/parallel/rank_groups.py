@@ -52,6 +52,7 @@ class RankGroups:
             without ep.
         replica: Where replicas train apart (`parallel.outer_sync`): the ranks of this one. FSDP
             knows no other. None: they train together.
+        outer: Then, the ranks that hold the same shards; a thread may use it.
     """
 
     mesh: DeviceMesh
@@ -62,6 +63,7 @@ class RankGroups:
     context: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     experts: DeviceMesh | None = None
     replica: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
@@ -122,6 +124,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
         replica=_second_group(Mesh(sizes).groups(others), "replica") if apart else None,
+        outer=_second_group(Mesh(sizes).groups("dp_replicate"), "outer") if apart else None,
     )
 
 

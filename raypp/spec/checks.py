@@ -201,6 +201,10 @@ def _outer(job: Job) -> Iterator[Problem]:
             what,
             f"use {-(-every // parts) * parts}, or train.sync.fragments: {math.gcd(every, parts)}",
         )
+    elif train.sync.overlap_steps >= every // parts:
+        what = f"{train.sync.overlap_steps} steps are more than lie between two exchanges, {every // parts}"
+        fix = f"use at most {every // parts - 1}, or a higher train.sync.every_steps"
+        yield Problem("train.sync.overlap_steps", what, fix)
     intervals = {"checkpoint.every_steps": job.checkpoint.every_steps, "train.eval_every_steps": train.eval_every_steps}
     if train.sample is not None:
         intervals["train.sample.every_steps"] = train.sample.every_steps

@@ -299,6 +299,15 @@ class SyncOptions(Section):
     """outer: parts of the model, of whole layers, that take turns within every_steps steps, so that
     the link is evenly used."""
 
+    overlap_steps: int = Field(default=0, ge=0, le=limits.COUNT)
+    """outer: an outer step takes what replicas sent so many steps before, while they trained on:
+    the link has that long. Fewer than every_steps / fragments."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether a replica's weights differ from those agreed on when state is saved."""
+        return self.fragments > 1 or self.overlap_steps > 0
+
     def fragment_due(self, step: int) -> int | None:
         """The fragment whose outer step follows a step; None: it is no fragment's turn."""
         turn, rest = divmod(step % self.every_steps, self.every_steps // self.fragments)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
 from raypp.schedules.action import splits_backward
 from raypp.spec.job import Job
+from raypp.train.abort import cut_connections
 from raypp.train.build import BuiltStages, build_stages
 from raypp.train.cuda_settings import (
     cuda_event,
@@ -140,8 +142,9 @@ def assemble(
             names, outer = parameter_names(job.model, trained=True), None
             if job.outer is not None:
                 changed = getattr(optimizer, "weights_changed", lambda: None)
-                group = groups.mesh["dp_replicate"].get_group()
-                outer = OuterSync(built.modules, job.outer, job.train.steps, names, group, changed)
+                assert groups.outer is not None
+                outer = OuterSync(built.modules, job.outer, job.train.steps, names, groups.outer, changed)
+                stack.push(partial(_end_exchanges, outer, seat))
             reducer = GradientReducer(built.modules, names, groups.replica)
             allow_long_steps(device, hang_timeout_s)  # all groups are there now
             if device.type == "cuda":
@@ -158,6 +161,13 @@ def assemble(
         yield AssembledRank(
             job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer
         )
+
+
+def _end_exchanges(outer: OuterSync, seat: Seat, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Ends the exchanges beside the compute before groups are destroyed, at once after an error."""
+    if error is not None and outer.busy:
+        cut_connections(seat.master_port)
+    outer.close()
 
 
 def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callable[[Event], None]) -> Job:

@@ -157,6 +157,7 @@ def _live(
                 return
             seat, fate = connection.recv()
         except BaseException as error:  # noqa: BLE001 - belongs in the test's report
+            connection.send(("left", _left_over()))
             connection.send(("error", f"{type(error).__name__}: {error}"))
             return
 
@@ -178,10 +179,10 @@ def _copies_keep_up() -> None:
 
 
 def _left_over() -> list[str]:
-    """Returns the memory tier's threads that outlive a rank's life, and the locks it holds."""
+    """Returns the threads that outlive a rank's life, and the locks of the memory tier it holds."""
     held = [str(path) for folder in [Path(os.environ[DIRECTORY_VARIABLE])] for path in _held_here(folder)]
     names = (thread.name for thread in threading.enumerate())
-    return held + [name for name in names if name in ("raypp-seal", "raypp-copy", "raypp-copies")]
+    return held + [name for name in names if name in ("raypp-seal", "raypp-copy", "raypp-copies", "raypp-outer")]
 
 
 def _held_here(folder: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,11 +27,11 @@ from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, OWN_WEIGHT, RESID
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
 from raypp.measure.parity import train_some_steps, whole
-from raypp.mesh.geometry import AXES
 from raypp.parallel import replica_sums
-from raypp.parallel.outer_sync import fragments_of
-from raypp.records import Coordinates
+from raypp.parallel.outer_sync import OuterSync, fragments_of
+from raypp.records import AXES, Coordinates
 from raypp.spec.load import parse_job
+from raypp.train.fault_injection import VARIABLE
 from raypp.train.reduce import GradientReducer
 from raypp.train.step import StepRunner
 
@@ -47,11 +47,12 @@ def outer(
     every: int = EVERY,
     compression: str = "none",
     fragments: int = 1,
+    overlap: int = 0,
     **more: Any,
 ) -> dict[str, Any]:
     sync = {
         "kind": "outer", "every_steps": every, "lr": lr, "momentum": momentum, "compression": compression,
-        "fragments": fragments,
+        "fragments": fragments, "overlap_steps": overlap,
     }  # fmt: skip
     return {"sync": sync, **more}
 
@@ -117,6 +118,7 @@ def reference(rank: int, world: int, port: int, alone: list[int], job: dict[str,
     agreed: Weights = {}
     momentum: Weights = {}
     since: dict[int, int] = {}
+    sent: dict[int, list[Any]] = {}
     after: list[Weights] = []
     ends = {"lm_head.weight": 4, "model.embed_tokens.weight": 5, "model.norm.weight": 6}
 
@@ -126,37 +128,54 @@ def reference(rank: int, world: int, port: int, alone: list[int], job: dict[str,
 
     def outer_steps(step: int, runner: StepRunner) -> None:
         named = {name: p.data for module in runner.built.modules for name, p in module.named_parameters()}
-        if not step:
-            agreed.update({name: p.clone() for name, p in named.items()})
-            return
-        for number in range(sync.fragments):
+
+        def due(number: int, at: int) -> bool:
+            return at % sync.every_steps == number * sync.every_steps // sync.fragments
+
+        def send(number: int) -> None:
             names = [n for n in named if (ends[n] if n in ends else int(n.split(".")[2])) % sync.fragments == number]
-            if step % sync.every_steps != number * sync.every_steps // sync.fragments:
-                continue
             tokens = sum(counting.tokens[since.get(number, 0) + 1 : step + 1])
-            counts, sent = zip(
-                *everyone(f"{step}/{number}", (tokens, {name: named[name] for name in names})), strict=True
-            )
+            sent[number] = everyone(f"{step}/{number}", (tokens, {name: named[name].clone() for name in names}))
             since[number] = step
-            for name in names:
+
+        def receive(number: int) -> None:
+            counts, weights = zip(*sent.pop(number), strict=True)
+            for name in weights[rank] if sum(counts) else ():
                 old = agreed[name].double()
-                mean = sum(n * weights[name].double() for n, weights in zip(counts, sent, strict=True)) / sum(counts)
+                mean = sum(n * one[name].double() for n, one in zip(counts, weights, strict=True)) / sum(counts)
                 change = old - mean.float().double()
                 momentum[name] = (0.9 * momentum.get(name, torch.zeros_like(old)).double() + change).float()
                 agreed[name] = (old - 0.7 * (change + 0.9 * momentum[name].double())).float()
-                named[name].copy_(agreed[name])
-        after.append({name: p.clone() for name, p in named.items()})
+                named[name].copy_(agreed[name] + (named[name] - weights[rank][name]))
+
+        for number in range(sync.fragments) if step else ():
+            last = step == two.train.steps
+            if number in sent and (last or due(number, step)):
+                receive(number)
+            if last or due(number, step + sync.overlap_steps):
+                send(number)
+            if number in sent and (last or due(number, step)):
+                receive(number)
+        if step:
+            after.append({name: p.clone() for name, p in named.items()})
+        else:
+            agreed.update({name: p.clone() for name, p in named.items()})
 
     train(0, 1, alone[rank], one, steps + 1, lambda _, __: counting, lambda step, run: outer_steps(step - 1, run))
     return after
 
 
-ADAMW = document(dp_replicate=2, microbatches=2, train=outer(steps=20))
-TURNS = document(dp_replicate=2, microbatches=2, train=outer(steps=20, every=4, fragments=2))
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"every": 2, "steps": 5},
+    "fragments": {"every": 4, "fragments": 2, "steps": 9},
+    "overlap": {"every": 4, "overlap": 3, "steps": 10},
+    "both": {"every": 4, "fragments": 2, "overlap": 1, "steps": 9},
+}
 
 
-@pytest.mark.parametrize(("job", "steps"), [(ADAMW, 4), (TURNS, 9)], ids=["whole", "fragments"])
-def test_outer_steps_of_adamw_have_the_bits_of_a_reference(job: dict[str, Any], steps: int) -> None:
+@pytest.mark.parametrize("way", thinned(WAYS, ["both"], ["fragments", "overlap"]))
+def test_outer_steps_of_adamw_have_the_bits_of_a_reference(way: str) -> None:
+    job, steps = document(dp_replicate=2, microbatches=2, train=outer(**WAYS[way])), WAYS[way]["steps"]
     expected = run_ranks(2, reference, ports.free_ports(2), job, steps)
     found = run_ranks(2, train, job, steps)
     for replica in range(2):
@@ -167,8 +186,8 @@ def test_outer_steps_of_adamw_have_the_bits_of_a_reference(job: dict[str, Any], 
         fragment = fragments_of(list(one), sync.fragments)
         same_in = {number for name, number in fragment.items() if torch.equal(one[name], other[name])}
         not_in = {number for name, number in fragment.items() if not torch.equal(one[name], other[name])}
-        due = sync.fragment_due(step)
-        assert same_in == ({due} - {None}) and not_in == set(range(sync.fragments)) - same_in
+        due = {sync.fragment_due(step)} - {None} if not sync.overlap_steps else set()
+        assert same_in == (set(range(sync.fragments)) if step == steps else due) and not same_in & not_in
 
 
 # Exact arithmetic
@@ -277,7 +296,10 @@ CASES = {
 @pytest.mark.parametrize("name", thinned(CASES, ["fsdp, bf16, offload"], ["experts", "pp, tied, int4"]))
 def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
     ranks = run_ranks(4, train, CASES[name], 4)
-    each = [Coordinates(*place) for place in np.ndindex(*(CASES[name]["mesh"].get(axis, 1) for axis in AXES))]
+    each = [
+        Coordinates(*place)
+        for place in np.ndindex(*(CASES[name]["mesh"].get(axis, 1) for axis in (one.name for one in AXES)))
+    ]
     pairs = [(one, other) for one in range(4) for other in range(one) if
              replace(each[one], dp_replicate=0) == replace(each[other], dp_replicate=0)]  # fmt: skip
     assert len(pairs) == 2
@@ -360,11 +382,11 @@ def lives(root: Path, store: str, sync: dict[str, Any], **mesh: int) -> Lives:
 SYNCS: dict[str, dict[str, Any]] = {
     "whole": {"every": 2},
     "int4": {"every": 2, "compression": "int4"},
-    "fragments": {"every": 4, "fragments": 2},
+    "beside": {"every": 4, "fragments": 2, "overlap": 1, "compression": "int8"},
 }
 
 
-@pytest.mark.parametrize("name", thinned(SYNCS, ["fragments"], ["whole", "int4"]))
+@pytest.mark.parametrize("name", thinned(SYNCS, ["beside"], ["whole", "int4"]))
 def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_a_replica(
     tmp_path: Path, name: str
 ) -> None:
@@ -375,8 +397,8 @@ def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_
     expected = straight.final_state()
     keys = {key.rpartition("/")[2] for key in expected if key.startswith("optim/")}
     assert {OUTER_MOMENTUM, "exp_avg", f"exp_avg{OF_REPLICA}1"} <= keys
-    assert (f"{RESIDUAL}1" in keys) == (name == "int4")
-    assert ({OWN_WEIGHT, f"{OWN_WEIGHT}{OF_REPLICA}1"} <= keys) == (name == "fragments")
+    assert (f"{RESIDUAL}1" in keys) == (name != "whole")
+    assert ({OWN_WEIGHT, f"{OWN_WEIGHT}{OF_REPLICA}1"} <= keys) == (name == "beside")
     for key, value in expected.items():
         if key.endswith("/exp_avg"):
             assert not torch.equal(value, expected[f"{key}{OF_REPLICA}1"])
@@ -411,7 +433,7 @@ def evaluated(told: Told) -> dict[int | None, float]:
 
 
 def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path: Path, shared_memory: Any) -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(steps=6, fragments=2))
+    job = document(dp_replicate=2, microbatches=2, train=outer(steps=6, every=4, fragments=2, overlap=1))
     job["checkpoint"] = {"every_steps": 0}
     straight, killed = (Lives(job, tmp_path / name, [shared_memory(), shared_memory()], [0, 1]) for name in "ab")
     assert not straight.attempt_once().errors
@@ -422,3 +444,48 @@ def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path
     assert same(killed.final_state(), straight.final_state())
     for one in (straight, killed):
         one.end()
+
+
+# Failures beside the compute
+
+
+def fails_on_one(rank: int, world: int, port: int) -> None:
+    """Lets the exchange of rank 1 fail."""
+
+    def failing(*_: Any) -> Iterator[Any]:
+        raise RuntimeError("the exchange fails")
+        yield
+
+    if rank == 1:
+        OuterSync._exchanged = failing  # type: ignore[method-assign]
+
+
+def never_comes(rank: int, world: int, port: int) -> None:
+    """Lets rank 1 never exchange anything."""
+    if rank == 1:
+        OuterSync._exchanged = lambda *_: iter(())  # type: ignore[method-assign, assignment, return-value]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "faults", "errors"),
+    [
+        (fails_on_one, "", {0: "lost a peer", 1: "RuntimeError: the exchange fails"}),
+        pytest.param(
+            never_comes,
+            "raise@optimizer:rank=0,step=3",
+            {0: "injected", 1: "lost a peer"},
+            marks=[pytest.mark.slow, pytest.mark.gate],
+        ),
+    ],
+    ids=["a thread fails", "a thread waits when its rank fails"],
+)
+def test_a_failure_ends_an_exchange_beside_the_compute(
+    tmp_path: Path, prepare: Callable[[int, int, int], None], faults: str, errors: dict[int, str]
+) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(steps=8, every=4, overlap=3))
+    job["checkpoint"] = {"every_steps": 0, "memory_tier": False}
+    run = Lives(job, tmp_path / "store", [tmp_path] * 2, [0, 0], {VARIABLE: faults}, prepare=prepare)
+    told = run.attempt_once()
+    run.end()
+    assert {rank for rank, words in errors.items() if words in told.errors.get(rank, "")} == {0, 1}, told.errors
+    assert told.left == []

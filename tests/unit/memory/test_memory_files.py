@@ -147,11 +147,11 @@ def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path
 
 def test_a_snapshot_that_is_written_is_in_use_and_one_that_was_removed_is_gone(tmp_path: Path) -> None:
     slot = sealed(tmp_path)
-    with pytest.raises(CheckpointError, match="snapshot of step 7.*is in use"), reading(slot.path, slot.name):
+    with pytest.raises(CheckpointError, match=r"snapshot of step 7.*is in use"), reading(slot.path, slot.name):
         pass
     slot.close()
     slot.path.unlink()
-    with pytest.raises(CheckpointError, match="snapshot of step 7.*is gone"), reading(slot.path, slot.name):
+    with pytest.raises(CheckpointError, match=r"snapshot of step 7.*is gone"), reading(slot.path, slot.name):
         pass
 
 
