@@ -59,7 +59,6 @@ ALLOWED = {
     ("raypp.parallel.outer_sync.OuterSync._changes", "cpu"): _OUTER,
     ("raypp.parallel.outer_sync.OuterSync._rounded_changes", "cpu"): _OUTER,
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
-    ("raypp.parallel.rank_groups.make_groups", "tolist"): _HOST + "; once per attempt",
     ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",
     ("raypp.pipeline.device_clock.DeviceClock.anchor", "synchronize"): "before and after steps that are traced",
     ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
