@@ -41,8 +41,8 @@ _FOLLOW_S = 0.5
 def status_command(run: str, watch: bool, as_json: bool) -> None:
     """Show the state of RUN: progress, speed, mesh, ranks and errors.
 
-    RUN is a run's name, or URL/NAME. With --watch, a terminal shows a live screen: s saves a
-    checkpoint, x stops the run (it asks first), q leaves.
+    RUN is a run's name, or URL/NAME. With --watch, a terminal shows a live screen; Ctrl-C
+    leaves it.
     """
     place, reader = find_run(run)
     if watch:
@@ -173,10 +173,9 @@ class _LogPrinter:
 def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
     console = _console()
     if console.is_terminal and not as_json:
-        from raypp.cli.run_commands import command_of
-        from raypp.cli.watch import watch
+        from raypp.cli.screen_view import watch
 
-        last = watch(place, reader, command_of(place), console)
+        last = watch(place, reader, console)
         console.print(status_view(last.status, last.rows, console))
         return
     shown = ""

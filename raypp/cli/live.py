@@ -24,7 +24,7 @@ from raypp.storage import StoreError
 from raypp.untrusted.text import shell_word
 
 POLL_S = 0.5
-_STORE_PATIENCE_S = 60.0
+STORE_PATIENCE_S = 60.0
 _ETA_STEPS = 20
 _PLAIN_LINES = 20
 """Approximate number of progress lines of a whole run if the output is not a terminal."""
@@ -101,7 +101,7 @@ class LiveView:
                 if is_final(status) or last_look:
                     return status
             except StoreError as error:
-                if time.monotonic() - heard > _STORE_PATIENCE_S or last_look:
+                if time.monotonic() - heard > STORE_PATIENCE_S or last_look:
                     raise
                 self._show_trouble(error)
             time.sleep(self._poll_s)

@@ -97,11 +97,6 @@ def stop_command(run: str, no_save: bool) -> None:
     echo(_stop(Run.find(run), save=not no_save, on_wait=_says(f"{run}: the run has not ended yet")))
 
 
-def command_of(place: RunPlace) -> Callable[[str], str]:
-    """Returns a function that saves or stops a run and describes the result."""
-    return lambda name: (_save if name == "save" else _stop)(Run(place))
-
-
 def _says(what: str) -> Callable[[], None]:
     return lambda: echo(f"{what}; still waiting (Ctrl-C ends only the waiting)", err=True)
 

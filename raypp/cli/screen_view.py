@@ -1,7 +1,8 @@
-"""Draws the screen of `raypp status --watch`: progress, mesh, loss curve, events, keys."""
+"""The live screen of `raypp status --watch`: progress, mesh, loss curve, events."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,13 +11,18 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.layout import Layout
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 
+from raypp.api.find_run import present_status
 from raypp.cli.console import Console, Table, Text
-from raypp.cli.live import seconds_left
+from raypp.cli.live import POLL_S, STORE_PATIENCE_S, seconds_left
 from raypp.cli.render import curve, event_style, event_words, one_line, state_text
-from raypp.observe.status import clock, duration, loss_text, mesh_text, quantity, row_label
+from raypp.clusters.known_runs import RunPlace
+from raypp.observe.reader import RunReader
+from raypp.observe.status import clock, duration, is_final, loss_text, mesh_text, quantity, row_label
 from raypp.records import Event
+from raypp.storage import StoreError
 
 _CELL = 13
 _EVENTS = 6
@@ -38,6 +44,45 @@ class Records:
     status: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     events: Sequence[Event]
+
+
+def watch(place: RunPlace, reader: RunReader, console: Console) -> Records:
+    """Shows the run until it ends.
+
+    Returns:
+        The last records.
+
+    Raises:
+        StoreError: The store did not respond for a minute.
+        KeyboardInterrupt: Ctrl-C. The run itself continues.
+    """
+    records, loss, heard = _read(place, reader), LossCurve(), time.monotonic()
+    footer = help_line = Text("Ctrl-C leaves; the run continues", style="dim")
+    for name in ("SIGTERM", "SIGHUP"):  # as exceptions, after which the terminal is as before
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _leave)
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        while not is_final(records.status):
+            live.update(screen_view(records, footer, console, loss), refresh=True)
+            time.sleep(POLL_S)
+            try:
+                records, heard, footer = _read(place, reader), time.monotonic(), help_line
+            except StoreError as error:
+                if time.monotonic() - heard > STORE_PATIENCE_S:
+                    raise
+                trouble = f"cannot read the run's records at the moment: {error.problems[0].what}"
+                footer = Text(trouble, style="yellow", no_wrap=True, overflow="ellipsis")
+    return records
+
+
+def _read(place: RunPlace, reader: RunReader) -> Records:
+    # The status first, so that the other two contain everything it refers to.
+    status = present_status(place, reader)
+    return Records(status, reader.history(), reader.events())
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 class LossCurve:
@@ -65,7 +110,7 @@ def screen_view(records: Records, footer: Text, console: Console, loss: LossCurv
 
     Args:
         records: The run's records.
-        footer: The last line: the keys, a question, or an answer.
+        footer: The last line.
         console: Where it is shown.
         loss: That of the screens before.
     """

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from raypp.errors import Problem
-from raypp.spec.limits import DEPTH, DIGITS, key_problem
+from raypp.spec.limits import DEPTH
 from raypp.untrusted.documents import shown
 
 KeyPath = tuple[str | int, ...]
@@ -71,7 +71,7 @@ def _resolve_as(tag: str, pattern: str, first: str) -> None:
 
 
 _resolve_as(_BOOL, r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF")
-_resolve_as(_INT, r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789")
+_resolve_as(_INT, r"^(?:[-+]?[0-9][0-9_]*|0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40})$", "-+0123456789")
 _resolve_as(
     _FLOAT,
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
@@ -228,8 +228,8 @@ class _Reading:
                 continue
             key = str(key_node.value)
             here = (*path, key)
-            if wrong := key_problem(key):
-                self.problem(key_node, path, *wrong)
+            if wrong := _wrong_text(key):
+                self.problem(key_node, path, f"a key {wrong}", "remove it")
                 continue
             if key in lines:
                 what = f"is given twice, first in line {lines[key]}" if self.numbered else "is given twice"
@@ -258,10 +258,6 @@ class _Reading:
             return None
         if node.tag == _BOOL:
             return text.lower() == "true"
-        if node.tag in (_INT, _FLOAT) and len(text) > DIGITS:
-            what = f"is a number of {len(text):,} characters; at most {DIGITS} are read"
-            self.problem(node, path, what, "write fewer digits")
-            return None
         try:
             if node.tag == _INT:
                 return int(text, 0 if text[:2] in ("0x", "0o") else 10)
@@ -272,4 +268,15 @@ class _Reading:
             return None
         if node.tag not in (_STR, _MERGE):
             self.problem(node, path, f"the YAML tag '{node.tag[:_LONGEST_TAG]}' is not supported", "remove the tag")
+        if wrong := _wrong_text(text):
+            self.problem(node, path, wrong, "remove it")
+            return None
         return text
+
+
+def _wrong_text(text: str) -> str:
+    if "\0" in text:
+        return "contains a NUL character"
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        return "contains half of a surrogate pair, which is not a character"
+    return ""

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from raypp.errors import JobError, Problem
-from raypp.spec.document import Document, KeyPath, dotted, read_document, undotted
+from raypp.spec.document import Document, KeyPath, read_document, undotted
 from raypp.spec.job import Job
-from raypp.spec.limits import FILE_BYTES, first_problems, within_limits
+from raypp.spec.limits import FILE_BYTES
 from raypp.spec.overrides import apply_overrides
 from raypp.spec.paths import resolve_paths
 from raypp.spec.pydantic_errors import problems_of, shown
@@ -72,7 +72,7 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
     path = Path(path)
     document = read_document(_read(path), str(path))
     if document.problems and document.value is None:
-        raise JobError(first_problems(document.problems))
+        raise JobError(document.problems)
     if document.value is not None and not isinstance(document.value, dict):
         fix = "begin with `name: my-run`, followed by sections such as `model:`; for an example: raypp init quickstart"
         raise JobError(Problem("", f"a job must be a mapping of keys, is {shown(document.value)}", fix, f"{path}:1"))
@@ -128,27 +128,22 @@ def _read(path: Path) -> str:
 def _parse(document: Document) -> Job:
     """Validates a document. Raises the problems of its text and those of the models together."""
     problems, job = list(document.problems), None
-    value, excluded = within_limits(document.value if document.value is not None else {})
-    problems += [Problem(dotted(path), what, fix) for path, what, fix in excluded]
-    value = _without_empty_sections(value, Job)
-    more = 0
+    value = _without_empty_sections(document.value if document.value is not None else {}, Job)
     try:
         # Via JSON: pydantic's strict mode then still accepts a list for a tuple and 1 for 1.0, but
         # neither `true` for a number nor 2.0 or "2" for a whole number.
         job = Job.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         found = {problem.key for problem in problems}
-        described, more = problems_of(error, value)
-        problems += [problem for problem in described if problem.key not in found]
+        problems += [problem for problem in problems_of(error, value) if problem.key not in found]
     if problems or job is None:
-        located = in_order(_locate(problem, document.where) for problem in problems)
-        raise JobError(first_problems(located, len(located) + more))
+        raise JobError(in_order(_locate(problem, document.where) for problem in problems))
     return job
 
 
 def _without(value: Any, problems: Iterable[Problem]) -> Job | None:
     """Returns the job with defaults in place of wrong values; None if it is still invalid."""
-    rest = within_limits(value)[0] if isinstance(value, dict) else {}
+    rest = {key: dict(part) if isinstance(part, dict) else part for key, part in (value or {}).items()}
     for problem in problems:
         section, _, key = problem.key.partition(".")
         inner = rest.get(section)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from raypp.errors import Problem
 from raypp.spec.document import Document, KeyPath, dotted, read_document
-from raypp.spec.limits import DEPTH, OVERRIDES, TEXT, key_problem
+from raypp.spec.limits import DEPTH
 from raypp.spec.pydantic_errors import shown
 
 _LONGEST_PLACE = 80
@@ -23,14 +22,10 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> None:
     these characters in one value. Errors in an override are added to the document's problems with
     the location `--set key=value`. Unknown keys are found later, by the models.
     """
-    settings = iter(overrides)
-    for setting in islice(settings, OVERRIDES):
+    for setting in overrides:
         problem = _apply(document, setting)
         if problem is not None:
             document.problems.append(problem.located(_place(setting)))
-    if next(settings, None) is not None:
-        what = f"is given more than {OVERRIDES:,} times"
-        document.problems.append(Problem("", what, "write the values into the job file", "--set"))
 
 
 def _place(setting: str) -> str:
@@ -45,10 +40,6 @@ def _apply(document: Document, setting: str) -> Problem | None:
         return Problem("", "is not an override", "write --set section.key=value, for example --set mesh.pp=2")
     if len(path) > DEPTH:
         return Problem("", f"names a key {len(path):,} levels deep; there are at most {DEPTH}", "name a key of the job")
-    if len(text) > TEXT:
-        return Problem("", f"has a value of {len(text):,} characters; at most {TEXT:,} are read", "use the job file")
-    if wrong := next(filter(None, map(key_problem, map(str, path))), None):
-        return Problem("", *wrong)
     where = _place(setting)
     plain = text.lstrip().startswith(_TEXT_BEGINS)
     value = Document(text.strip()) if plain else read_document(text, where, numbered=False)

@@ -14,19 +14,14 @@ from pydantic_core import PydanticUndefined
 from raypp.errors import Problem
 from raypp.spec import type_names
 from raypp.spec.document import KeyPath, dotted
-from raypp.spec.limits import DIGITS, PROBLEMS
 
 
-def problems_of(error: ValidationError, document: Any) -> tuple[list[Problem], int]:
+def problems_of(error: ValidationError, document: Any) -> list[Problem]:
     """Returns one problem per wrong key, in the order of the document's sections.
 
     Merges the errors of a union.
-
-    Returns:
-        The first `limits.PROBLEMS`, and the number of the others.
     """
     problems: dict[KeyPath, Problem] = {}
-    others: set[KeyPath] = set()
     for details in error.errors(include_url=False):
         if details["loc"][-1:] == ("bool",) and isinstance(details["input"], dict):
             continue  # of a union with a section, whose own errors describe the mistake
@@ -35,9 +30,7 @@ def problems_of(error: ValidationError, document: Any) -> tuple[list[Problem], i
         beyond = limit is not None and type_names.is_limit(limit)
         if path in problems and not beyond:
             continue
-        if len(problems) == PROBLEMS and path not in problems:
-            others.add(path)
-        elif beyond:
+        if beyond:
             problems[path] = _too_large(path, details["input"], limit)
         elif details["type"] == "extra_forbidden":
             problems[path] = unknown_key(path, document)
@@ -47,7 +40,7 @@ def problems_of(error: ValidationError, document: Any) -> tuple[list[Problem], i
             problems[path[:-1]] = wrong_value(path[:-1], _value(path[:-1], document), document)
         else:
             problems[path] = wrong_value(path, details["input"], document)
-    return list(problems.values()), len(others)
+    return list(problems.values())
 
 
 def _too_large(path: KeyPath, value: Any, most: Any) -> Problem:
@@ -123,7 +116,7 @@ def _fix(path: KeyPath, value: Any, document: Any) -> str:
             return f"did you mean {close[0]}?"
     if "whole number" in expected and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"
-    if "number" in expected and isinstance(value, str) and len(value) <= DIGITS and _number(value):
+    if "number" in expected and isinstance(value, str) and _number(value):
         return f"write it without quotes: {value.strip()}"
     if expected.startswith("text") and isinstance(value, bool | int | float):
         quoted = f"'{json.dumps(value)}'"

@@ -498,14 +498,14 @@ FAULTS = [
     ),
     Fault(
         "shape-experts-not-divided", _SHAPE,
-        "if (fsdp * own_cp) % ep or (",
-        "if (",
+        "elif longer.shards % ep == 0:",
+        "else:",
         "an elastic run chooses a mesh on which experts cannot be spread",
     ),
     Fault(
         "shape-fsdp-shrinks-first", _SHAPE,
-        "-one.dp_replicate * one.fsdp, -one.fsdp)",
-        "-one.dp_replicate * one.fsdp, one.fsdp)",
+        "-one.replicas, -one.fsdp)",
+        "-one.replicas, one.fsdp)",
         "the smaller mesh needs more memory on each device",
     ),
     Fault(
