@@ -19,6 +19,16 @@ log = logging.getLogger(__name__)
 # Ray replaces 127.0.0.1 and localhost by the machine's external address, but keeps other loopback
 # addresses.
 NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
+_SETUP_WORKER = str(Path(__file__).with_name("setup_worker.py"))
+_PROGRAM = f"""
+import sys
+from ray._private import ray_constants
+from ray.scripts.scripts import main
+if sys.platform == "linux":
+    ray_constants.SETUP_WORKER_FILENAME = {_SETUP_WORKER!r}  # Ray joins it to its folder of scripts
+sys.argv[0] = "ray"
+sys.exit(main())
+"""
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 START_NODE = (
     sys.executable,
@@ -53,8 +63,10 @@ def start_ray_head(
         prometheus_url: Where the dashboard looks for Prometheus.
     """
     command = [
-        *START_NODE,
-        "--head",
+        sys.executable,
+        "-c",
+        _PROGRAM,
+        *("start", "--head", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
         f"--node-ip-address={NODE_IP}",
         f"--port={gcs_port}",
         f"--ray-client-server-port={client_port}",

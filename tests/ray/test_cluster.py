@@ -16,7 +16,7 @@ import pytest
 import ray
 
 import raypp
-from raypp.clusters import known_runs, local
+from raypp.clusters import known_runs, local, setup_worker
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster, find_cluster
 from raypp.clusters.user_folder import raypp_home, write_private
@@ -38,6 +38,15 @@ def test_starting_it_twice_starts_it_once(cluster: Cluster) -> None:
 def test_its_files_are_private(cluster: Cluster) -> None:
     for name in ("state.json", "token"):
         assert (local.directory() / name).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems set workers up with Ray's own script")
+def test_its_workers_are_set_up_without_an_import_of_ray(cluster: Cluster) -> None:
+    assert cluster.embedded is not None
+    processes = psutil.Process(cluster.embedded.ray.pid).children(recursive=True)
+    (raylet,) = [process for process in processes if process.name() == "raylet"]
+    (command,) = [part for part in raylet.cmdline() if part.startswith("--python_worker_command=")]
+    assert f" {setup_worker.__file__} " in command
 
 
 def test_it_refuses_a_caller_without_its_token(cluster: Cluster) -> None:
