@@ -9,7 +9,13 @@ from typing import Any
 
 from raypp.api.find_run import ended_status, runs_below
 from raypp.checkpoint.commit import list_checkpoints
-from raypp.checkpoint.compatibility import check_resume, check_steps, rate_jump, recorded_precision
+from raypp.checkpoint.compatibility import (
+    check_resume,
+    check_steps,
+    rate_jump,
+    recorded_every_steps,
+    recorded_precision,
+)
 from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
@@ -20,6 +26,7 @@ from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, Unreach
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.planning.check import check_plan
+from raypp.planning.predict import Grounds, every_steps_remark, with_every_steps
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile, job_document
@@ -90,6 +97,9 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
     file = _check_name(file, store, resume, say)
     _check_not_running(file.job, store, cluster)
     device, job = client.check_resources(file.job, cluster)
+    given, job = job, with_every_steps(job, Grounds(device=device))
+    if decided := every_steps_remark(given, job):
+        say(decided)
     if remark := client.precision_remark(file.job, job, device):
         say(remark)
         # What was checked may have been the job on another device.
@@ -167,6 +177,9 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> Jo
         if file.job.train.precision == "auto" and (recorded := recorded_precision(before)):
             say(f"train.precision: auto is {recorded}, as before")
             file = replace(file, job=file.job.with_precision(recorded))
+        if file.job.train.sync.every_steps == "auto" and (steps := recorded_every_steps(before)):
+            say(f"train.sync.every_steps: auto is {steps}, as before")
+            file = replace(file, job=file.job.with_every_steps(steps))
         problems = check_resume(before, file.job) + check_steps(saved[-1].step, file.job.train.steps)
         if problems:
             raise JobError(map(file.locate, problems))

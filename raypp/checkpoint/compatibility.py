@@ -91,6 +91,12 @@ def recorded_precision(old_job: Mapping[str, Any]) -> str | None:
     return found if found in PRECISIONS else None
 
 
+def recorded_every_steps(old_job: Mapping[str, Any]) -> int | None:
+    """Returns what `train.sync.every_steps: auto` means for a run that resumes; None: nothing."""
+    found = _at(old_job, ("train", "sync", "every_steps"))
+    return found if isinstance(found, int) and _at(old_job, ("train", "sync", "kind")) == "outer" else None
+
+
 def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
     """Returns a warning if the learning rate jumps where a run resumes, because its end has moved.
 

@@ -194,8 +194,9 @@ def _sums(sums: ReplicaSums) -> str:
     """Describes the sums of gradients over replicas, in both kinds."""
     if sums.kind == "outer":
         each, step = size_text(sums.outer_bytes), size_text(sums.outer_bytes // sums.every_steps)
-        took = f"{time_text(sums.seconds)}, {time_text(sums.exposed_s)} per step"
-        return f"outer steps: {each} per rank every {sums.every_steps} steps, {step} per step, in {took}"
+        took = f"{time_text(sums.seconds)}, of which steps wait {time_text(sums.exposed_s)} each"
+        every = f"every {sums.every_steps} steps" + (f" in {sums.fragments} fragments" if sums.fragments > 1 else "")
+        return f"outer steps: {each} per rank {every}, {step} per step, in {took}"
     exact, int8 = size_text(sums.exact_bytes), size_text(sums.int8_bytes)
     sent = f"exact, {exact} (int8: {int8})" if sums.kind == "exact" else f"int8, {int8} (exact: {exact})"
     share = f"{sums.hidden_s / sums.seconds:.0%} beside the backwards" if sums.seconds else "at no cost"

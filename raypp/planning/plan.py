@@ -17,7 +17,15 @@ from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, boundaries
 from raypp.planning.memory import RankMemory, rank_memory
 from raypp.planning.offload import offload_in_words
-from raypp.planning.predict import Grounds, Prediction, kind_of, predict, stage_times
+from raypp.planning.predict import (
+    Grounds,
+    Prediction,
+    every_steps_remark,
+    kind_of,
+    predict,
+    stage_times,
+    with_every_steps,
+)
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
@@ -169,6 +177,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     """
     grounds = grounds or Grounds(link_gbps=link_gbps)
     kind = kind_of(grounds.devices_for(job)[-1])
+    given, job = job, with_every_steps(job, grounds)
     asked, job = job, job.for_device(kind)
     mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
     crossing = boundaries(job, pipeline)
@@ -177,7 +186,12 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     largest = max((b.bytes_per_microbatch for b in crossing if b.crosses_ranks), default=0)
     tokens = job.rows_per_step * job.data.seq_len
     per_token = flops_per_token(job)
-    remarks = (sizes_remark(job.model), _backwards_remark(pipeline), offload_in_words(job, kind == "cpu"))
+    remarks = (
+        every_steps_remark(given, job),
+        sizes_remark(job.model),
+        _backwards_remark(pipeline),
+        offload_in_words(job, kind == "cpu"),
+    )
     machines = grounds.machines_for(job)
     if problems := offload_problems(job, {node.name: node.memory for node in machines.nodes}, kind):
         raise ResourcesError(problems)

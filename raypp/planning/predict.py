@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raypp.errors import JobError, Problem
 from raypp.planning.activations import Kind
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.forecast import Forecast, forecast
@@ -16,6 +17,9 @@ from raypp.planning.traffic import LinkUse
 from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
 
+_FEWEST, _LONGER = 10, 0.05
+"""The fewest steps between outer steps that `auto` chooses, and the share of a step that they may
+add to it."""
 _MOST_ADVISED = 16_384
 """Actions of a program beyond which its changes are not simulated: each takes long."""
 _MOST_RANKS_ADVISED = 32_768
@@ -131,6 +135,34 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Pred
         cut = pipeline if own.train.precision == last.train.precision else resolve_pipeline(own)
         found.append(_predict(own, cut, grounds, device))
     return found
+
+
+def with_every_steps(job: Job, grounds: Grounds) -> Job:
+    """Decides `train.sync.every_steps: auto` for the last device of `predict`.
+
+    Raises:
+        JobError: The rate between replicas is unknown.
+    """
+    if job.outer is None or job.outer.every_steps != "auto":
+        return job
+    if job.outer.link_gbps is None and grounds.machines is None and grounds.link_gbps is None:
+        what = "auto needs the rate of the link between replicas"
+        fix = "set train.sync.link_gbps, or a number; `raypp plan` takes --links and --link-gbps, and proposes one"
+        raise JobError(Problem("train.sync.every_steps", what, fix))
+    choices, device = job.outer_intervals(), grounds.devices_for(job)[-1]
+    own = job.for_device(kind_of(device)).with_every_steps(choices[-1])
+    costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
+    found = forecast(own, machines, costs, device.memory, resolve_pipeline(own), kind_of(device))
+    sums = found.replica_sums
+    assert sums is not None
+    waits, rest = sums.exposed_s * choices[-1], found.step_s - sums.exposed_s
+    enough = [steps for steps in choices if steps >= _FEWEST and waits <= _LONGER * rest * steps]
+    return job.with_every_steps(min(enough, default=choices[-1]))
+
+
+def every_steps_remark(asked: Job, job: Job) -> str:
+    """Says what `with_every_steps` has decided; "" if nothing."""
+    return "" if asked.train.sync == job.train.sync else f"train.sync.every_steps: auto is {job.train.sync.every}"
 
 
 def _is_small(job: Job, pipeline: ResolvedPipeline) -> bool:

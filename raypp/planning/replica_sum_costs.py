@@ -3,7 +3,7 @@
 The runtime starts the sum of a block when the block's gradients are done
 (`pipeline.sum_start`). Pipeline ranks that finish early sum while others still compute. What is
 left after the last backward makes the step longer. Replicas that train apart send their weights
-once in `train.sync.every_steps` steps, and wait for it.
+once in `train.sync.every_steps` steps, and wait for what `overlap_steps` do not hide.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class ReplicaSums:
         int8_bytes: The same for sums in int8.
         outer_bytes: Bytes that it sends in an outer step; 0 where gradients are summed.
         every_steps: Steps between two exchanges; 1 where gradients are summed.
-        seconds: Time of an exchange of the slowest rank on its cable.
+        fragments: Parts of the model that take turns within these steps.
+        seconds: Time of an exchange of the slowest rank on its cable; of outer steps, of all
+            fragments' together.
         hidden_s: The part of it that the step does not wait for.
         exposed_s: Seconds by which exchanges make a step longer on average, with what int8
             computes.
@@ -51,6 +53,7 @@ class ReplicaSums:
     seconds: float
     hidden_s: float
     exposed_s: float
+    fragments: int = 1
 
 
 def sent_bytes(job: Job, numbers: float, kind: str) -> float:
@@ -102,8 +105,18 @@ def replica_sums(
             slots = timeline.slots[rank]
             ready = [_ready(slots, stage, pipeline, messages) for stage in stages]
             late = max(late, _end(list(zip(ready, own, strict=True))) - timeline.makespan)
-    waits = late if beside and form != "outer" else seconds
-    every = job.train.sync.every_steps if form == "outer" else 1
+    every, waits = 1, late if beside else seconds
+    if form == "outer":
+        sync = job.train.sync
+        numbers = most
+        if sync.link_gbps is not None:  # the ranks of a replica share it
+            link, numbers = (
+                Link(sync.link_gbps, link.latency_s if link is not None else 0.0),
+                shards * sum(held.values()),
+            )
+        one = _seconds(job, numbers / sync.fragments, link)  # of a fragment
+        seconds, every = sync.fragments * one, sync.every
+        waits = sync.fragments * max(0.0, one - sync.overlap_steps * timeline.makespan)
     computing = 0.0
     if form == "int8":
         quantise, add = _INT8_S["cpu" if kind == "cpu" else "cuda"]
@@ -117,6 +130,7 @@ def replica_sums(
         seconds=seconds,
         hidden_s=max(0.0, seconds - waits),
         exposed_s=max(0.0, waits) / every + computing,
+        fragments=job.train.sync.fragments if form == "outer" else 1,
     )
 
 

@@ -179,7 +179,7 @@ def _sync(job: Job) -> Iterator[Problem]:
 
 def _outer(job: Job) -> Iterator[Problem]:
     """Checks whether replicas can train apart."""
-    key, train, every = "train.sync.kind", job.train, job.train.sync.every_steps
+    key, train, every = "train.sync.kind", job.train, job.train.sync.every
     if job.mesh.dp_replicate == 1:
         what = "outer has no effect: mesh.dp_replicate is 1, so there are no replicas that could train apart"
         yield Problem(key, what, "use exact, or mesh.dp_replicate of 2 or more")
@@ -194,6 +194,13 @@ def _outer(job: Job) -> Iterator[Problem]:
     if parts > layers and (job.model.from_hf is None or "num_layers" in job.model.model_fields_set):
         what = f"{parts} is more than the {layers} layers of the model: they are what takes turns"
         yield Problem("train.sync.fragments", what, f"use at most {layers}")
+    if train.sync.every_steps == "auto":
+        if not job.outer_intervals():
+            whole = " and ".join(f"{name}: {steps}" for name, steps in job.at_outer_steps.items() if steps)
+            what = f"no number of steps up to 500 fits {parts} fragments, {train.sync.overlap_steps} overlap_steps and "
+            what += f"train.steps: {train.steps}" + (f", and divides {whole}" if whole else "")
+            yield Problem("train.sync.every_steps", what, "use fewer fragments and overlap_steps, or longer intervals")
+        return
     if every % parts:
         what = f"{every} steps cannot be divided among {parts} train.sync.fragments: each has its turn after as many"
         yield Problem(
@@ -205,10 +212,7 @@ def _outer(job: Job) -> Iterator[Problem]:
         what = f"{train.sync.overlap_steps} steps are more than lie between two exchanges, {every // parts}"
         fix = f"use at most {every // parts - 1}, or a higher train.sync.every_steps"
         yield Problem("train.sync.overlap_steps", what, fix)
-    intervals = {"checkpoint.every_steps": job.checkpoint.every_steps, "train.eval_every_steps": train.eval_every_steps}
-    if train.sample is not None:
-        intervals["train.sample.every_steps"] = train.sample.every_steps
-    for name, steps in intervals.items():
+    for name, steps in job.at_outer_steps.items():
         if steps % every:
             what = f"{steps} is no multiple of train.sync.every_steps, {every}: in between, replicas differ"
             fix = f"use {-(-steps // every) * every}, or train.sync.every_steps: {math.gcd(steps, every)}"

@@ -284,9 +284,14 @@ class SyncOptions(Section):
     feedback) and is part of checkpoints. Needs gradients that are summed in fp32 | outer: replicas
     train apart, each with its own optimizer state and clipping, and every every_steps steps the
     mean of their weights moves the common ones (DiLoCo, docs/design/0061)."""
-    every_steps: int = Field(default=50, ge=1, le=limits.COUNT)
+    every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=limits.COUNT)] = 50
     """outer: steps between two outer steps, which also follow the last step. Checkpoints,
-    evaluations and samples are taken at outer steps only."""
+    evaluations and samples are taken at outer steps only. auto: as few, from 10 on, as make steps 5
+    % longer at most on the link between replicas; submission prints the choice, a resume keeps
+    it."""
+    link_gbps: float | None = Field(default=None, gt=0, le=limits.REAL)
+    """outer: rate of the link that the ranks of a replica share to reach the others, in Gbit/s per
+    direction, for every_steps: auto and plans. null: `raypp plan`'s --links or --link-gbps."""
     lr: float = Field(default=0.7, gt=0, le=limits.REAL)
     """outer: learning rate of the outer step."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -308,9 +313,14 @@ class SyncOptions(Section):
         """Whether a replica's weights differ from those agreed on when state is saved."""
         return self.fragments > 1 or self.overlap_steps > 0
 
+    @property
+    def every(self) -> int:
+        """Steps between two outer steps. Of auto, before `Job.with_every_steps`: the default."""
+        return 50 if self.every_steps == "auto" else self.every_steps
+
     def fragment_due(self, step: int) -> int | None:
         """The fragment whose outer step follows a step; None: it is no fragment's turn."""
-        turn, rest = divmod(step % self.every_steps, self.every_steps // self.fragments)
+        turn, rest = divmod(step % self.every, self.every // self.fragments)
         return None if rest else turn
 
     @property
@@ -582,6 +592,29 @@ class Job(Section):
         return self.train.sync if self.train.sync.kind == "outer" and self.mesh.dp_replicate > 1 else None
 
     @property
+    def at_outer_steps(self) -> dict[str, int]:
+        """The steps between two events that are at outer steps only, by their key; 0: never."""
+        found = {"checkpoint.every_steps": self.checkpoint.every_steps}
+        found["train.eval_every_steps"] = self.train.eval_every_steps
+        if self.train.sample is not None:
+            found["train.sample.every_steps"] = self.train.sample.every_steps
+        return found
+
+    def outer_intervals(self) -> list[int]:
+        """Returns what train.sync.every_steps may be, up to 500: more are not known to train."""
+        sync, most = self.train.sync, min(500, self.train.steps)
+        least = sync.fragments * (sync.overlap_steps + 1)
+        fitting = range(least, most + 1, sync.fragments)
+        return [n for n in fitting if not any(steps % n for steps in self.at_outer_steps.values())]
+
+    def with_every_steps(self, steps: int) -> Self:
+        """Returns the job with train.sync.every_steps in place of auto; itself without it."""
+        if self.train.sync.every_steps != "auto":
+            return self
+        sync = self.train.sync.model_copy(update={"every_steps": steps})
+        return self.model_copy(update={"train": self.train.model_copy(update={"sync": sync})})
+
+    @property
     def summed_replicas(self) -> int:
         """Replicas over which each step sums gradients: one where they train apart."""
         return 1 if self.outer is not None else self.mesh.dp_replicate
@@ -589,7 +622,7 @@ class Job(Section):
     def savable(self, step: int) -> bool:
         """Whether the state after a step can be saved: always, or at multiples of
         train.sync.every_steps where replicas train apart."""
-        return self.outer is None or step % self.outer.every_steps == 0 or step == self.train.steps
+        return self.outer is None or step % self.outer.every == 0 or step == self.train.steps
 
     @property
     def run_url(self) -> str:

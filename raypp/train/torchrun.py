@@ -22,7 +22,7 @@ from raypp.checkpoint.compatibility import check_resume, check_steps, recorded_p
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_end, write_spec
 from raypp.environment import NCCL_OF_TORCH
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, RayppError, in_words
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
 from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
@@ -138,6 +138,9 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     """
     if lacking := missing_for_trackers(job, os.environ, here=True):
         raise JobError(lacking)
+    if job.outer is not None and job.outer.every_steps == "auto":
+        what, fix = "auto is decided by `raypp submit`", "set the number that `raypp plan` proposes"
+        raise JobError(Problem("train.sync.every_steps", what, fix))
     bf16, asked = has_bf16(seat), job
     job = asked.for_device(seat.device, bf16=bf16)
     try:

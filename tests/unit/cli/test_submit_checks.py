@@ -242,6 +242,36 @@ def test_a_submission_decides_precision_and_says_so(
     assert prepared.file.job.train.precision == line.split()[0].rstrip(",") and prepared.device == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("recorded", "gbps", "line"), [(None, 1.0, "10"), (None, 1e-6, "40"), (20, None, "20, as before")]
+)
+def test_a_submission_decides_the_steps_between_outer_steps_and_a_resume_keeps_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    store: DirectoryStore,
+    recorded: int | None,
+    gbps: float | None,
+    line: str,
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: mine\ndata: {kind: synthetic}\nmesh: {dp_replicate: 2}\n"
+        f"checkpoint: {{url: {store.url}, every_steps: 40}}\n"
+        "train: {steps: 200, sync: {kind: outer, every_steps: auto}}\n"
+    )
+    asked = load_job(path, [f"train.sync.link_gbps={gbps}"] if gbps else [])
+    if recorded:
+        write_spec(store, "mine", job_document(asked.job.with_every_steps(recorded)))
+        store.put(commit_key("mine", 20), b"")
+    cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
+    monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
+    monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+    told: list[str] = []
+    prepared = submission.prepare(asked, None, recorded is not None, told.append)
+    assert [words for words in told if "sync" in words] == [f"train.sync.every_steps: auto is {line}"]
+    assert prepared.file.job.train.sync.every_steps == int(line.split(",")[0])
+
+
 def test_a_job_that_does_not_fit_the_device_it_gets_is_refused_at_submission(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: DirectoryStore
 ) -> None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 from planned_jobs import job_with
 
+from raypp.errors import JobError
 from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.memory import stage_trained
 from raypp.planning.plan import make_plan
+from raypp.planning.predict import Grounds, with_every_steps
 from raypp.planning.search import advice
 from raypp.spec.job import Job
 
@@ -137,3 +139,42 @@ def test_outer_steps_send_the_weights_once_in_many_steps() -> None:
         assert one.optimizer - other.optimizer == 8 * numbers, "weights and momentum of outer steps"
         assert one.gathered == other.gathered, "FSDP knows one replica"
     assert apart.host.state - alone.host.state == 4 * largest(job)
+
+
+def test_fragments_wait_for_what_is_not_hidden_beside_the_steps() -> None:
+    sync = {"kind": "outer", "every_steps": 10, "fragments": 2, "overlap_steps": 2}
+    job = square("outer", train={"sync": sync})
+    sums = of(job, 1e-6).replica_sums
+    assert sums is not None and sums.fragments == 2
+    assert sums.seconds == pytest.approx(sums.outer_bytes * 8 / 1e3)
+    pipeline = of(job, 1e-6).parts["pipeline"]
+    assert sums.exposed_s == pytest.approx((sums.seconds - 2 * 2 * pipeline) / 10)
+    hidden = of(job, 1.0).replica_sums
+    assert hidden is not None and hidden.seconds > 0 and hidden.exposed_s == 0
+    shared = of(square("outer", train={"sync": {**sync, "link_gbps": 1e-6}}), 1e6).replica_sums
+    everything = sum(stage_trained(job, stage, [2, 2])[0] for stage in range(2))
+    assert shared is not None and shared.seconds == pytest.approx(everything * 4 * 8 / 1e3)
+
+
+def test_auto_takes_the_fewest_steps_that_the_link_allows() -> None:
+    sync = {"kind": "outer", "every_steps": "auto", "fragments": 2, "overlap_steps": 1}
+    grounds = Grounds(machines=hosts(1e6), costs=UNIT)
+
+    def asking(**more: float) -> Job:
+        return square("outer", train={"steps": 400, "sync": sync | more}, checkpoint={"every_steps": 120})
+
+    def chosen(gbps: float) -> int:
+        job = asking(link_gbps=gbps)
+        decided = with_every_steps(job, grounds)
+        sums = make_plan(decided, grounds=grounds).predictions[-1].replica_sums
+        steps = make_plan(decided, grounds=grounds).step_s
+        assert sums is not None and sums.every_steps == decided.train.sync.every
+        assert sums.exposed_s <= 0.05 * (steps - sums.exposed_s) or sums.every_steps == 120
+        assert make_plan(job, grounds=grounds).remarks[0] == f"train.sync.every_steps: auto is {sums.every_steps}"
+        return sums.every_steps
+
+    assert asking().outer_intervals() == [4, 6, 8, 10, 12, 20, 24, 30, 40, 60, 120]
+    found = [chosen(gbps) for gbps in (1.0, 0.005, 0.002, 1e-9)]
+    assert found == sorted(found) and found[0] == 10 and found[-1] == 120 and len(set(found)) > 2
+    with pytest.raises(JobError, match="auto needs the rate of the link"):
+        make_plan(asking())

@@ -205,6 +205,7 @@ OUTER = {"kind": "outer", "every_steps": 20, "compression": "int4"}
             {"train": {"sync": {**OUTER, "fragments": 3}}},
             "use 21, or train.sync.fragments: 1",
         ),
+        ("train.sync.every_steps", {"train": {"sync": {**OUTER, "every_steps": "auto", "fragments": 3}}}, "no number"),
         ("train.sync.overlap_steps", {"train": {"sync": {**OUTER, "fragments": 4, "overlap_steps": 5}}}, "at most 4"),
         ("train.sync.fragments", {"train": {"sync": {**OUTER, "fragments": 10}}}, "use at most 8"),
     ],
