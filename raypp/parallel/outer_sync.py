@@ -264,7 +264,7 @@ class OuterSync:
         if self._options.overlap_steps and not last:
             for fragment in self._due(step + self._options.overlap_steps):
                 self._send(fragment, beside=True)
-        if last or step % self._options.every_steps == 0:
+        if last or step % self._options.every == 0:
             counts = self._of_all([fragment.tokens for fragment in self._fragments])
             self._tokens_of_all = [list(of_fragment) for of_fragment in zip(*counts, strict=True)]
 

@@ -172,10 +172,13 @@ def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
 def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
     """Returns the bytes per token of a layer's backward at its largest.
 
-    The gradients of its output and of the product of its feed-forward block, and what the layer
-    recomputes. An adapted matrix gives two gradients of its input, and their sum is a third tensor.
+    The gradients of its output and within its feed-forward block, and what the layer recomputes.
+    In the block, that of the activation, or with a gate those of both factors of the product, whose
+    own memory is free by then; on CPUs one is in holes of the heap. An adapted matrix gives two
+    gradients of its input, and their sum is a third tensor.
     """
     w = _widths(job)
     recomputed = _everything(w, kind) - layer_activation_numbers(job, kind)
-    gradients = 1 if job.model.lora is None else 3
+    gradients = 2 if kind == "cuda" and _gated(job.model) else 1
+    gradients = gradients if job.model.lora is None else 3
     return (w.residual + gradients * w.inner + recomputed) * activation_bytes(job)

@@ -74,9 +74,10 @@ class LossMemory:
 def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     """Returns the memory of the cross-entropy of `tokens` tokens.
 
-    From whole logits: the stage's output, the logits in the compute dtype, is kept, and so is the
-    log-softmax in fp32, which the backward needs. The backward has two fp32 gradients at once: of
-    the log-softmax and of its input. In bf16 the forward also has an fp32 copy of the logits.
+    From whole logits: the log-softmax in fp32 is kept for the backward, and where the loss is not
+    the stage's own, the stage's output, too: the logits in the compute dtype. The backward has two
+    fp32 gradients at once: of the log-softmax and of its input. The forward also has the logits,
+    and in bf16 an fp32 copy of them. On CPUs the heap keeps the memory of the logits in any case.
 
     In chunks: the gradient of the projection's input is kept. Meanwhile there are the logits of a
     chunk, in the compute dtype and in fp32, their log-softmax (fp32), and the gradient of a trained
@@ -94,9 +95,10 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     chunk = chunk_size(tokens, model.vocab_size, kind)
     if chunk == tokens or family_of(model) is None:
         values = tokens * model.vocab_size
+        freed = compute if kind == "cuda" and family_of(model) is not None else 0
         return LossMemory(
-            kept=values * (compute + FP32.bytes + (compute if capped else 0)),
-            forward=values * FP32.bytes if compute < FP32.bytes else 0,
+            kept=values * (compute - freed + FP32.bytes + (compute if capped else 0)),
+            forward=values * (freed + (FP32.bytes if compute < FP32.bytes else 0)),
             backward=values * 2 * FP32.bytes,
         )
     narrow = compute if compute < FP32.bytes else 0

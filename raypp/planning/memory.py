@@ -61,6 +61,8 @@ NCCL_ONE_CTA = NCCL_GROUP // 4
 CACHING = 0.05
 """Share of the tensors' bytes that torch's caching allocator takes in addition, with expandable
 segments: it rounds sizes and keeps blocks. Not measured here."""
+_BATCH_BYTES = 32
+"""Of a token: its id, label, position and document's bounds, for all microbatches of a step."""
 _UNSHARDED_STAGES = 3
 """Most stages of a rank whose weights are gathered at a time: torch's `add_unshard_reshard`."""
 
@@ -80,7 +82,8 @@ class RankMemory:
         logits: The loss, on the last stage.
         working: What the action at the peak needs for itself: gradients of activations, recomputed
             activations, the gradient of one matrix before it is added, a dequantised matrix.
-        messages: Receives that are posted ahead, and sends that are not known to have arrived.
+        messages: Receives that are posted ahead, sends that are not known to have arrived, and the
+            step's token ids.
         runtime: Libraries, the device's context, the groups' buffers, and what the allocator keeps.
     """
 
@@ -129,6 +132,7 @@ def rank_memory(
     kind = kind or memory_kind(job)
     share = _trained_share(job, stages, cut)
     held = state_of(job, stages, cut, kind)
+    microbatches = job.pipeline.microbatches if actions else 0
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut),
         gradients=0,
@@ -139,7 +143,7 @@ def rank_memory(
         activations=0,
         logits=0,
         working=0,
-        messages=_received(job, stages, cut, actions, kind),
+        messages=_received(job, stages, cut, actions, kind) + _BATCH_BYTES * microbatches * microbatch_tokens(job),
         runtime=0,
     )
     fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
@@ -303,9 +307,13 @@ def _moments(
     product = product_bytes(job.model, activation_bytes(job), ep=job.mesh.ep, together=together)
     product += tokens * mask_bytes(job)
     within = tokens * backward_bytes(job, kind) + product
-    # A gradient that is summed in a wider dtype is there in both before it is added.
+    # A gradient that is summed in a wider dtype is there in both before it is added, by FSDP also
+    # the first one; and only in its own when it is added, if FSDP adds it.
     own, summed = weight_bytes(job), gradient_bytes(job)
     each = own if own == summed else own + summed
+    widened = kind == "cuda" and fsdp.replaces and summed > activation_bytes(job)
+    if widened:
+        each = activation_bytes(job)
     matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
     embedding = 0 if job.model.lora is not None else each * job.model.vocab_size * job.model.hidden_size
     backward = {action.stage for action in actions if action.kind != "F"}
@@ -315,7 +323,7 @@ def _moments(
     activations, logits = tokens * passing_per_token(job), 0
     sends = _sends(job)
     for action in actions:
-        stage, added = action.stage, action.stage in done
+        stage, added = action.stage, widened or action.stage in done
         sent = sum(count * size for count, size in zip(waiting[action], sends, strict=True))
         if action.kind == "F" and stage not in backward:
             yield gradients, activations, logits, kept[stage] // max(1, cut[stage]) + product, sent
@@ -336,7 +344,7 @@ def _moments(
             continue
         activations -= kept[stage]
         logits -= loss[stage].kept
-        if not added:
+        if stage not in done:
             done.add(stage)
             gradients += fsdp.gradients[stage]
         yield gradients, activations, logits, embedding if stage == 0 and added else 0, sent
@@ -355,7 +363,7 @@ class Gathered:
             all of them, also where each block frees its own after use: the heap keeps their memory.
         gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
         buffers: Bytes of the reduction's buffers.
-        beside: Bytes of gradients that are held beside these buffers.
+        beside: Bytes of gradients that are held beside these buffers and the share of the sums.
         share: Bytes of this rank's share of the sums.
         sum_bytes: Bytes of a value of these sums.
     """
@@ -411,8 +419,12 @@ class Gathered:
         messages = residuals // FP32.bytes * job.mesh.dp_replicate
         if kind == "cuda" or not job.train.dtypes.sums_in_place:
             largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
+            if kind == "cuda":
+                buffers = total * sum_bytes(job)  # what comes back is no more than was freed
             buffers = (buffers + messages) * largest // max(1, total)  # one group after the other
-            beside = gradient_bytes(job) * total + residuals
+            # A block's gradients are freed as soon as they are in its buffer.
+            freed = share if kind == "cuda" else 0
+            beside = max(0, gradient_bytes(job) * total - freed) + residuals
             return cls(True, weights, flat, gradients, buffers, beside, share, weight_bytes(job))
         if job.mesh.fsdp * job.mesh.cp == 1 and replicas > 1:
             buffers = total * sum_bytes(job)

@@ -25,6 +25,8 @@ from raypp.torch_private import DispatchMode, copy_to, fake_tensors, read_scalar
 NAME = "fake"
 """The device's type. torch knows it within `fake_rank`, and afterwards in that process."""
 
+_KERNELS = torch.library.Library("aten", "IMPL")
+
 
 class Event:
     """An event that the device has reached, unless it stood when it was recorded; the host must not
@@ -152,6 +154,8 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
     """Makes this process that rank of a world whose other ranks do not exist; yields its device."""
     if not hasattr(torch, NAME):
         register_fake_device(NAME, Module())
+        # One kernel, as on CUDA; torch's own for other devices computes it from several.
+        _KERNELS.impl("silu_backward", lambda gradient, x: torch.empty_like(x), "PrivateUse1")
     backend = f"cpu:fake,{NAME}:fake_{NAME}"
     dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
     try:

@@ -111,6 +111,16 @@ class Flash(torch.autograd.Function):
         return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
 
 
+class FlashOfBlocks:
+    """Allocates what the kernel of ring attention does."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segments: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device)
+
+    def backward(self, grad: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(one) for one in tensors[:3])
+
+
 class Norm(torch.autograd.Function):
     """Allocates what CUDA's RMSNorm does."""
 
@@ -178,7 +188,7 @@ def play(rank: int, world: int, port: int, name: str, changes: list[str], of_ran
             parameters = [parameter for module in built.modules for parameter in module.parameters()]
             for parameter in parameters:
                 memory.track(parameter.data)
-            kernel = AttentionKernel("flash", lambda q, k, v, *_: Flash.apply(q, k, v))
+            kernel = AttentionKernel("flash", lambda q, k, v, *_: Flash.apply(q, k, v), FlashOfBlocks())
             made = AssembledRank(
                 job, seat, device, pipeline, cast(Any, None), groups, built, optimizer, reducer, loader, kernel
             )
