@@ -169,8 +169,9 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
         if isinstance(module, FSDPModule):
             # Gradients are sums. They are divided by the global token count once, after the
             # schedule. gloo has no pre-multiplied sum, so force the plain one.
-            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if data_mesh.size() > 1:  # a rank alone would divide by 1, into one more buffer
+                module.set_gradient_divide_factor(1.0)
     if data_mesh.device_type != "cpu":
         if job.mesh.reshard_after_forward:
             _prefetch_next_block(stage)

@@ -62,7 +62,8 @@ CACHING = 0.05
 """Share of the tensors' bytes that torch's caching allocator takes in addition, with expandable
 segments: it rounds sizes and keeps blocks. Not measured here."""
 _BATCH_BYTES = 32
-"""Of a token: its id, label, position and document's bounds, for all microbatches of a step."""
+"""Of a token on a GPU, for all microbatches of a step: its id, its label, its position, and what
+attention needs to know of its document."""
 _UNSHARDED_STAGES = 3
 """Most stages of a rank whose weights are gathered at a time: torch's `add_unshard_reshard`."""
 
@@ -132,7 +133,7 @@ def rank_memory(
     kind = kind or memory_kind(job)
     share = _trained_share(job, stages, cut)
     held = state_of(job, stages, cut, kind)
-    microbatches = job.pipeline.microbatches if actions else 0
+    microbatches = job.pipeline.microbatches if actions and kind == "cuda" else 0
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut),
         gradients=0,
@@ -325,6 +326,7 @@ def _moments(
     for action in actions:
         stage, added = action.stage, widened or action.stage in done
         sent = sum(count * size for count, size in zip(waiting[action], sends, strict=True))
+        yield gradients, activations, logits, fsdp.again, sent
         if action.kind == "F" and stage not in backward:
             yield gradients, activations, logits, kept[stage] // max(1, cut[stage]) + product, sent
             continue
@@ -361,6 +363,8 @@ class Gathered:
         weights: Bytes of the gathered weights while the program runs.
         flat: Bytes of the weights that are gathered when a stage's first action is near. On CPUs
             all of them, also where each block frees its own after use: the heap keeps their memory.
+        again: Bytes that more are there while the ends are gathered for an action, if each action
+            gathers them: a flat copy, before the second layer.
         gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers and the share of the sums.
@@ -371,6 +375,7 @@ class Gathered:
     replaces: bool
     weights: int
     flat: int
+    again: int
     gradients: dict[int, int]
     buffers: int
     beside: int
@@ -403,14 +408,16 @@ class Gathered:
         trained = {stage: whole for stage, (whole, _, _) in of_trained.items()}
         gradients = {stage: gradient_bytes(job) * count for stage, count in trained.items()}
         if not replaces:
-            return cls(False, 0, 0, gradients, 0, 0, 0, gradient_bytes(job))
+            return cls(False, 0, 0, 0, gradients, 0, 0, 0, gradient_bytes(job))
         of_gathered = groups(gathered_bytes)
         gathered = [whole for whole, _, _ in of_gathered.values()]
         weights = flat = sum(sorted(gathered)[-_UNSHARDED_STAGES:])
+        again = 0
         if job.mesh.reshard_after_forward and any(cut[stage] for stage in stages):
             # The ends stay, with the layer in use and the one being fetched.
             few = max(ends + 2 * layer for _, ends, layer in of_gathered.values())
-            flat = flat if kind == "cpu" else few
+            if kind == "cuda":
+                flat, again = few, max(0, *(ends - layer for _, ends, layer in of_gathered.values()))
             weights = max(few, *gathered) if split else few  # a part of a backward needs its whole stage
         total = sum(trained.values())
         share = weight_bytes(job) * _trained_share(job, stages, cut)
@@ -420,15 +427,18 @@ class Gathered:
         if kind == "cuda" or not job.train.dtypes.sums_in_place:
             largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
             if kind == "cuda":
-                buffers = total * sum_bytes(job)  # what comes back is no more than was freed
+                # What comes back is no more than what was freed; a single rank that FSDP lets
+                # divide by 1 has a copy.
+                alone = job.mesh.fsdp * job.mesh.cp == 1 < job.summed_replicas
+                buffers = (2 if alone else 1) * total * sum_bytes(job)
             buffers = (buffers + messages) * largest // max(1, total)  # one group after the other
             # A block's gradients are freed as soon as they are in its buffer.
             freed = share if kind == "cuda" else 0
             beside = max(0, gradient_bytes(job) * total - freed) + residuals
-            return cls(True, weights, flat, gradients, buffers, beside, share, weight_bytes(job))
+            return cls(True, weights, flat, again, gradients, buffers, beside, share, weight_bytes(job))
         if job.mesh.fsdp * job.mesh.cp == 1 and replicas > 1:
             buffers = total * sum_bytes(job)
-        return cls(True, weights, flat, gradients, buffers + messages + residuals, 0, share, weight_bytes(job))
+        return cls(True, weights, flat, 0, gradients, buffers + messages + residuals, 0, share, weight_bytes(job))
 
     def reduction(self, base: RankMemory) -> RankMemory:
         """Returns the memory at the end of the reduction; the weights are no longer gathered."""

@@ -1,8 +1,13 @@
-"""The plan's tensors of a rank against the peak of its real step at full size, without memory."""
+"""The plan's tensors of a rank against the peak of its real step at full size, without memory.
+
+Left out are jobs whose step cannot be played or planned so well: experts over ranks read their
+row counts on the host, and of an own layer the plan only knows the sizes. finetune-hf is chat.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raypp.data.loader import open_loader
+from raypp.models import experts
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.layers import RMSNorm
 from raypp.models.stage import parameter_names
@@ -29,6 +35,7 @@ from raypp.torch_private import DispatchMode, read_scalar
 from raypp.train.assemble import AssembledRank
 from raypp.train.build import build_stages
 from raypp.train.optimizer import build_optimizer
+from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.own_seat import local_seat
 from raypp.train.reduce import GlobalSums, GradientReducer
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
@@ -72,8 +79,11 @@ class Memory(DispatchMode):
     def _set(self, key: int, size: int) -> None:
         self.now += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        if self.now > self.peak:
-            self.peak, self.at = self.now, self.action
+        self._reached(self.now)
+
+    def _reached(self, size: int) -> None:
+        if size > self.peak:
+            self.peak, self.at = size, self.action
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
@@ -94,6 +104,9 @@ class Memory(DispatchMode):
         for one in found if isinstance(found, tuple | list) else [found]:
             if isinstance(one, Tensor):
                 self.track(one)
+        if func.name().startswith("raypp::quantised"):  # a product that dequantises its matrices
+            x, stored, width = args[0], args[1], args[-2]
+            self._reached(self.now + x.element_size() * math.prod(stored.shape[:-1]) * width)
         return found
 
 
@@ -167,6 +180,8 @@ def play(rank: int, world: int, port: int, name: str, changes: list[str], of_ran
     """
     RMSNorm.forward = lambda self, x: Norm.apply(x, self.weight)  # type: ignore[method-assign]
     nn.Module.to_empty = allocate  # type: ignore[method-assign]
+    experts.can_group = lambda rows, stack: True
+    sys.path.append(str(JOBS))  # my_schedule
     job = load_job(JOBS / f"{name}.yaml", ["data.kind=synthetic", "data.path=null", *changes]).job.for_device("cuda")
     memory = Memory()
 
@@ -184,6 +199,9 @@ def play(rank: int, world: int, port: int, name: str, changes: list[str], of_ran
             pipeline = resolve_pipeline(job)
             built = build_stages(job, pipeline, groups, device, mark, draw=False)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
+            if job.train.optimizer.offload:
+                masters = job.train.dtypes.copies_weights
+                optimizer = OffloadedOptimizer(optimizer, built.modules, device, masters=masters)
             reducer = StopsAtTheSums(built.modules, parameter_names(job.model))
             parameters = [parameter for module in built.modules for parameter in module.parameters()]
             for parameter in parameters:
@@ -218,25 +236,68 @@ def prepare_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def few(microbatches: int) -> list[str]:
-    """Fewer microbatches than the job has: as many are in flight."""
-    return [f"pipeline.microbatches={microbatches}"]
+FEW = "pipeline.microbatches=6"
+"""Fewer than the job has; as many are in flight."""
+SHORT = ["model.num_layers=8", "pipeline.layers_per_stage=null", "pipeline.microbatches=4"]
+"""Changes to unequal-cards for cases that ask for something else."""
+WHOLE = ["train.precision=bf16", "train.optimizer.state=fp32"]
 
-
-# Each case is a job, changes to it, and a rank.
+# Each case is a job, changes to it, and a rank: first each job's ranks that differ.
+JOBS_OF_THE_REPO: list[tuple[str, list[str], int]] = [
+    *(("chat", [], rank) for rank in (0, 1)),
+    *(("continued-pretraining", [], rank) for rank in (0, 8)),
+    *(("full-8b", [FEW], rank) for rank in range(4)),
+    *(("long-context", ["data.seq_len=32768"], rank) for rank in (0, 8)),
+    *(("lora", [], rank) for rank in (0, 1)),
+    *(("lora-8b", [FEW], rank) for rank in (0, 1)),
+    *(("mixture", [], rank) for rank in (0, 1)),
+    *(("own-schedule", [], rank) for rank in (0, 1)),
+    *(("qlora-30b", [FEW], rank) for rank in range(4)),
+    *(("qlora-70b", [FEW], rank) for rank in range(4)),
+    *(("quickstart", [], rank) for rank in (0, 2)),
+    *(("replicas", [FEW], rank) for rank in (0, 2, 4, 6)),
+    *(("seventy-b", ["pipeline.microbatches=20"], rank) for rank in (0, 2, 16, 30)),
+    *(("spot", [], rank) for rank in (0, 4)),
+    *(("unequal-cards", [FEW], rank) for rank in (0, 1)),
+]
+OTHERS: list[tuple[str, list[str], int]] = [
+    ("lora-8b", ["mesh.pp=1", "pipeline.microbatches=1"], 0),
+    ("full-8b", [FEW, *WHOLE], 0),
+    ("full-8b", [FEW, *WHOLE], 1),
+    *(
+        ("unequal-cards", [*SHORT, *changes], rank)
+        for changes, rank in (
+            (["train.precision=fp32"], 0),
+            (["train.precision=bf16_pure"], 0),
+            (["mesh.pp=1", "train.activation_checkpointing=none"], 0),
+            (["pipeline.schedule=zbv", "pipeline.stages_per_rank=2", "train.activation_checkpointing=none"], 0),
+            (["pipeline.schedule=interleaved_zero_bubble", "pipeline.stages_per_rank=2"], 1),
+            (["pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=2"], 0),
+            (["train.activation_checkpointing=offload"], 0),
+            (["train.optimizer.offload=true"], 0),
+            (["mesh.fsdp=4"], 0),
+            (["mesh.fsdp=4", "mesh.reshard_after_forward=true"], 0),
+            (["mesh.fsdp=4", "mesh.reshard_after_forward=true"], 4),
+            (["mesh.dp_replicate=2"], 0),
+            (["mesh.cp=4"], 0),
+            (["mesh.cp=2", "mesh.cp_style=ulysses"], 0),
+            (["model.kind=qwen3"], 0),
+            (["model.tie_embeddings=false", "model.lora={rank: 16, alpha: 32, targets: all-linear, base: int8}"], 1),
+        )
+    ),
+]
 CASES = {
-    "lora-8b, first": ("lora-8b", few(3), 0),
-    "lora-8b, last": ("lora-8b", few(3), 1),
-    "lora-8b, one card": ("lora-8b", [*few(1), "mesh.pp=1"], 0),
-    "qlora-70b, first": ("qlora-70b", few(5), 0),
-    "qlora-70b, last": ("qlora-70b", few(4), 3),
-    "full-8b, second": ("full-8b", few(5), 1),
-    "full-8b, last": ("full-8b", few(4), 3),
-    "seventy-b, last": ("seventy-b", few(16), 30),
+    f"{name}, rank {rank}{''.join(f', {one}' for one in changes)}": (name, changes, rank)
+    for name, changes, rank in (*JOBS_OF_THE_REPO, *OTHERS)
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_GATE = ("unequal-cards", "lora-8b", "chat", "qlora-30b, rank 3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.gate] * name.startswith(IN_GATE)) for name in CASES]
+)
 def test_the_plan_is_within_5_percent_of_the_peak_and_at_most_2_below(name: str) -> None:
     ((planned, peak, at),) = run_in_living(1, play, play, *CASES[name])
     print(f"{name}: plan {planned / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB at {at} ({planned / peak - 1:+.1%})")
