@@ -9,11 +9,12 @@ on a busy one. Losses are zero. It does not show what waiting and copying cost t
 from __future__ import annotations
 
 import time
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypp.models.stage import DecoderStage
 
@@ -44,11 +45,21 @@ def sleep_instead(layer_s: float) -> None:
         layer_s: Seconds of a layer's forward.
     """
 
-    def forward(self: DecoderStage, x: Tensor, *arguments: Any, targets: Any = None, **more: Any) -> Tensor:
-        last = self.model.norm is not None
-        seconds = layer_s * (len(self.model.layers) + HEAD * last)
-        shape: tuple[int, ...] = (*x.shape[:2], self.options.vocab_size if last else self.options.hidden_size)
-        return _Sleep.apply(x, seconds, () if targets is not None else shape, *self.parameters())
+    def layer_forward(self: nn.Module, x: Tensor, *_: Any) -> Tensor:
+        return _Sleep.apply(x, layer_s, x.shape, *self.parameters())
+
+    def forward(self: DecoderStage, x: Tensor, *_: Any, targets: Any = None, **more: Any) -> Tensor:
+        ends = {name: weight for name, weight in self.named_parameters() if ".layers." not in name}
+        embedding = [ends.pop(name) for name in list(ends) if "embed_tokens" in name and self.first]
+        if self.first:
+            x = _Sleep.apply(x, 0.0, (*x.shape[:2], self.options.hidden_size), *embedding)
+        for layer in self.model.layers.values():  # called, so that FSDP gathers its weights
+            layer.forward = MethodType(layer_forward, layer)
+            x = layer(x)
+        if self.model.norm is None:
+            return x
+        shape = () if targets is not None else (*x.shape[:2], self.options.vocab_size)
+        return _Sleep.apply(x, layer_s * HEAD, shape, *ends.values())
 
     DecoderStage.forward = forward  # type: ignore[method-assign]
     F.cross_entropy = lambda logits, labels, **options: logits[0, 0]

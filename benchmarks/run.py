@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),
     Benchmark("pacing", 8, "how much a save slows steps on a slow cable, throttled and not", root=True),
     Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
+    Benchmark("sites", 10, "outer steps against sums over a link of 20 Mbit/s and 50 ms between two sites", root=True),
     Benchmark("replica_sync", 12, "sums over replicas on a slow cable: beside the backward, in int8", root=True),
     Benchmark("memory_prediction", 15, "predicted and measured peak memory per rank"),
     Benchmark("low_memory", 30, "loss, peak memory and step time by precision and optimizer state"),

@@ -123,7 +123,11 @@ ONE_RANK = Coordinates(*[1] * len(AXES))
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Where a worker runs, as it reports before seats are assigned."""
+    """Where a worker runs, as it reports before seats are assigned.
+
+    Attributes:
+        site: The Ray label `site` of its node, "" if it has none.
+    """
 
     node_id: str
     ip: str
@@ -131,6 +135,7 @@ class NodeFacts:
     pid: int
     interface: str
     device_index: int = 0
+    site: str = ""
 
 
 @dataclass(frozen=True)

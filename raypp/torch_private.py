@@ -55,6 +55,7 @@ __all__ = [
     "reduced_together",
     "register_fake_device",
     "restart_group_names",
+    "run_step_pre_hooks",
     "set_local",
     "set_operation_timeout",
     "stage_backward_input",
@@ -180,6 +181,15 @@ def set_local(tensor: Tensor, local: Tensor) -> None:
     `DTensor._local_tensor`, as FSDP does. Since 2.4.
     """
     tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def run_step_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Calls what an optimizer calls before it changes the weights, for a change by others.
+
+    Reads `Optimizer._optimizer_step_pre_hooks`. Since 2.4.
+    """
+    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        hook(optimizer, (), {})
 
 
 # Weights in host memory (train.optimizer_offload).

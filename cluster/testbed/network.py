@@ -169,6 +169,34 @@ class Network:
         lost = ["qdisc blackhole" in _do("tc", *end.showing()) for end in self._ends(host)]
         return {(True, False): "cut outward", (False, True): "cut inward"}.get((lost[0], lost[1]), rate)
 
+    @contextlib.contextmanager
+    def far_apart(self, hosts: Sequence[int], rate: str, delay_s: float) -> Iterator[None]:
+        """Puts some hosts on a bridge of their own, far from the others.
+
+        Args:
+            hosts: Which of them.
+            rate: Of the link in each direction, such as `20mbit`.
+            delay_s: Seconds that a packet takes on it, one way.
+        """
+        far, taps = f"{self.bridge}2", [f"{PREFIX}{self.name}-t{end}" for end in range(2)]
+        command = [sys.executable, "-m", "cluster.testbed.far_link", *taps, str(bits_per_s(rate)), str(delay_s)]
+        _do("ip", "link", "add", far, "type", "bridge")
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as relay:
+            try:
+                _do("ip", "link", "set", far, "up")
+                if relay.stdout is None or not relay.stdout.readline():
+                    raise NetworkError("the relay of the far link does not start; it needs /dev/net/tun")
+                for tap, bridge in zip(taps, (self.bridge, far), strict=True):
+                    _do("ip", "link", "set", tap, "master", bridge, "up")
+                for host in hosts:
+                    _do("ip", "link", "set", self.cable(host), "master", far)
+                yield
+            finally:
+                relay.kill()
+                for host in hosts:
+                    _do("ip", "link", "set", self.cable(host), "master", self.bridge)
+                _do("ip", "link", "del", far)
+
     # Processes ------------------------------------------------------------------------------------
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
@@ -321,7 +349,7 @@ class _End:
 
 
 def _words_of(bridge: str) -> str:
-    return f"-i {bridge} -o {bridge} -j ACCEPT"
+    return f"-i {bridge}+ -o {bridge}+ -j ACCEPT"
 
 
 def _rule_of(name: str) -> list[str]:
@@ -375,7 +403,7 @@ def _limit(end: _End, rate: str) -> None:
 def leftovers(name: str) -> list[str]:
     """Returns the existing namespaces and network devices of an instance."""
     namespaces = [one for one in _namespaces() if one.startswith(f"{PREFIX}{name}-h")]
-    return namespaces + [one for one in _devices() if re.match(rf"{PREFIX}{name}-(br|v\d+)$", one)]
+    return namespaces + [one for one in _devices() if re.match(rf"{PREFIX}{name}-(br2?|v\d+)$", one)]
 
 
 def instances() -> list[str]:

@@ -299,10 +299,12 @@ class Extra:
     Attributes:
         data_position: None for a checkpoint of imported weights.
         recent_steps: The reports of the last steps, oldest first.
+        outer_tokens: `OuterSync.tokens`, where replicas train apart.
     """
 
     data_position: DataPosition | None = None
     recent_steps: tuple[StepReport, ...] = ()
+    outer_tokens: tuple[tuple[Count, ...], ...] = ()
 
 
 def read_extra(extra: Mapping[str, Any], place: str) -> Extra:

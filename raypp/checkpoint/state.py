@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from raypp.models.stage import holds_both_ends, tied_copies
-from raypp.parallel.outer_sync import outer_state_of
+from raypp.parallel.outer_sync import agreed_weights, host_zeros, outer_state_of
 from raypp.parallel.replica_sums import Residuals, residuals_of
 from raypp.parallel.shard import zeros_beside
 from raypp.records import AXES, Coordinates
@@ -34,9 +34,12 @@ RESIDUAL_OF_COPY = "residual_of_copy."
 """The same, of the copy of a tied weight that the last stage holds."""
 OUTER_MOMENTUM = "outer_momentum"
 """The key of a parameter's momentum of outer steps (`parallel.outer_sync`)."""
+OWN_WEIGHT = "outer_own_weight"
+"""The key of a replica's own weight, where it differs from what replicas last agreed on, which has
+the parameter's name."""
 OF_REPLICA = ".replica"
-"""Ends, with its number, the key of an optimizer state of a replica that trains apart, other than
-the first."""
+"""Ends, with its number, the key of an optimizer state or own weight of a replica that trains
+apart, other than the first."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,9 @@ def gather_state(
         Slices by global name. Empty slices (a shard without elements) are left out.
     """
     slices: dict[str, Slice] = {}
+    agreed = {name: value for stage in stages for name, value in agreed_weights(stage).items()}
     for name, tensor in _model_tensors(stages, copies=copies):
-        _add(slices, name, tensor, coordinates)
+        _add(slices, name, agreed.get(name, tensor), coordinates, moving=not isinstance(tensor, nn.Parameter))
     if optimizer is not None:
         for full_name, value in _outer_momenta(stages, copies=copies):
             _add(slices, full_name, value, coordinates)
@@ -95,7 +99,8 @@ def gather_state(
         if coordinates is not None and number:
             coordinates = replace(coordinates, dp_replicate=0)  # the first that holds this replica's
         for name, parameter in _parameters(stages, copies=copies):
-            for key, value in optimizer.state.get(parameter, {}).items():
+            own = {OWN_WEIGHT: parameter} if name in agreed else {}
+            for key, value in {**optimizer.state.get(parameter, {}), **own}.items():
                 if value is not None:
                     _add(slices, f"{OPTIMIZER}{name}/{key}{_of_replica(number)}", value, coordinates)
         for full_name, value, *_ in _residuals(stages):
@@ -151,8 +156,8 @@ def optimizer_slices(
     end = _of_replica(_apart(stages)[0] % _replicas_apart(saved))
     for full_name in saved:
         name, _, key = full_name[len(OPTIMIZER) :].rpartition("/")
-        of_first = not key.startswith((RESIDUAL, RESIDUAL_OF_COPY)) and key != OUTER_MOMENTUM and OF_REPLICA not in key
-        if key.endswith(end) if end else of_first:
+        of_optimizer = not key.startswith((RESIDUAL, RESIDUAL_OF_COPY, OUTER_MOMENTUM, OWN_WEIGHT))
+        if of_optimizer and (key.endswith(end) if end else OF_REPLICA not in key):
             keys.setdefault(name, []).append(key[: len(key) - len(end)])
     on_device = {
         id(parameter)
@@ -245,6 +250,8 @@ def residual_slices(stages: Sequence[nn.Module], saved: Collection[str]) -> Save
             plan.targets.setdefault(full_name, []).append(part)
         else:
             plan.cleared.append(part.tensor)
+    for full_name, value in _own_weights(stages, saved):
+        plan.targets.setdefault(full_name, []).append(slice_of(full_name, value))
     remarks = _residuals_remark(before, now), _apart_remark(saved, _apart(stages)[1])
     return replace(plan, remark="; ".join(filter(None, remarks)))
 
@@ -283,6 +290,20 @@ def _outer_momenta(stages: Sequence[nn.Module], *, copies: bool) -> Iterator[tup
         for name, value in held.momentum.items() if held is not None else ():
             if copies or name not in tied_copies(stage):
                 yield f"{OPTIMIZER}{name}/{OUTER_MOMENTUM}", value
+
+
+def _own_weights(stages: Sequence[nn.Module], saved: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields where own weights of a checkpoint go, `[...]`, until outer steps begin."""
+    for stage in stages:
+        held = outer_state_of(stage)
+        if held is None:
+            continue
+        held.own.clear()
+        end = _of_replica(held.replica % _replicas_apart(saved))
+        for name, parameter in stage.named_parameters():
+            if (full_name := f"{OPTIMIZER}{name}/{OWN_WEIGHT}{end}") in saved:
+                held.own[name] = host_zeros(parameter)
+                yield full_name, held.own[name]
 
 
 def _apart_remark(saved: Collection[str], now: int) -> str:
@@ -349,7 +370,9 @@ def slice_of(name: str, tensor: Tensor) -> Slice:
     return Slice(name, local, tuple(tensor.shape), tuple(offset))
 
 
-def _add(slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinates | None) -> None:
+def _add(
+    slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinates | None, *, moving: bool = False
+) -> None:
     python = ""
     if not isinstance(value, Tensor):
         if not isinstance(value, (bool, int, float)):
@@ -362,7 +385,6 @@ def _add(slices: dict[str, Slice], name: str, value: Any, coordinates: Coordinat
         return
     part = slice_of(name, value)
     if part.tensor.numel() and name not in slices:
-        moving = not isinstance(value, nn.Parameter) and not name.startswith(OPTIMIZER)
         slices[name] = Slice(name, part.tensor, part.global_shape, part.offset, python, moving)
 
 

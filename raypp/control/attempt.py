@@ -170,7 +170,7 @@ class Attempt:
                 return [NoResources(reason)]
             time.sleep(min(timeout_s, 0.05))
             return []
-        self.ranks += planned_ranks(self.mesh, nodes, all_nodes())
+        self.ranks += planned_ranks(self.mesh, nodes, all_nodes(), apart=self.job.outer is not None)
         labels = [rank.label for rank in sorted(self.ranks, key=lambda rank: rank.bundle)]
         self.workers.fill(nodes, labels, self.number, self.placement)
         for rank in self.ranks:

@@ -13,6 +13,9 @@ from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
 
+SITE = "site"
+"""The label of a Ray node that names its site: `ray start --labels site=…`."""
+
 
 @dataclass
 class Rank:
@@ -66,21 +69,30 @@ def plan_facts(nodes: list[str], known: list[dict[str, Any]]) -> list[NodeFacts]
     """Returns what is known of each bundle's process before it starts: its node."""
     by_id = {node["NodeID"]: node for node in known}
     return [
-        NodeFacts(node, by_id[node]["NodeManagerAddress"], by_id[node]["NodeManagerHostname"], 0, "") for node in nodes
+        NodeFacts(
+            node,
+            by_id[node]["NodeManagerAddress"],
+            by_id[node]["NodeManagerHostname"],
+            0,
+            "",
+            site=by_id[node].get("Labels", {}).get(SITE, ""),
+        )
+        for node in nodes
     ]
 
 
-def planned_ranks(mesh: Mesh, nodes: list[str], known: list[dict[str, Any]]) -> list[Rank]:
+def planned_ranks(mesh: Mesh, nodes: list[str], known: list[dict[str, Any]], *, apart: bool = False) -> list[Rank]:
     """Returns the ranks of a placement in order, seated by their nodes; none has a process yet.
 
     Args:
         mesh: The mesh.
         nodes: The node of each bundle.
         known: The cluster's nodes, as Ray lists them.
+        apart: Replicas train apart (`train.sync: {kind: outer}`).
     """
     facts = plan_facts(nodes, known)
     ranks = []
-    for bundle, number in enumerate(seat_order(mesh, facts)):
+    for bundle, number in enumerate(seat_order(mesh, facts, apart=apart)):
         coordinates = mesh.coordinates(number)
         ranks.append(Rank(number, coordinates.label(mesh.sizes), coordinates, bundle, nodes[bundle], facts[bundle].ip))
     return sorted(ranks, key=lambda rank: rank.rank)

@@ -49,18 +49,21 @@ Place = Callable[[int, int], Slot]
 room."""
 
 
-def partner_of(rank: int, nodes: Sequence[int]) -> int | None:
+def partner_of(rank: int, nodes: Sequence[int], sites: Sequence[int] = ()) -> int | None:
     """Returns the rank that holds the copy of a rank's snapshot; None on a single node.
 
-    It is the rank with the same index on the next node.
+    It is the rank with the same index on the next node, of the same site if that has another.
 
     Args:
         rank: The rank whose snapshot is copied.
         nodes: The node of every rank.
+        sites: The site of every rank; (): all are at one.
     """
     order = sorted(set(nodes))
     if len(order) < 2:
         return None
+    near = sorted({node for node, site in zip(nodes, sites, strict=True) if site == sites[rank]}) if sites else []
+    order = near if len(near) > 1 else order
     following = order[(order.index(nodes[rank]) + 1) % len(order)]
     there = [other for other, node in enumerate(nodes) if node == following]
     index = [other for other, node in enumerate(nodes) if node == nodes[rank]].index(rank)

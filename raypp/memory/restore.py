@@ -186,7 +186,8 @@ def open_memory_tier(
     layout = _hash([sections.pop("mesh"), sections.pop("pipeline")])
     same_job = _hash([sections, job.mesh.replicas * job.pipeline.microbatches])  # a step's rows are the same
     about = RunLife(job.name, life, same_job, layout, bytes.fromhex(seat.secret or secret))
-    return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace)
+    sites = [place.dp_replicate for place in Mesh.of(job.mesh).places()] if job.outer is not None else []
+    return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace, sites)
 
 
 def load_from_memory(

@@ -106,6 +106,7 @@ class MemoryTier:
         reporter: Receives the events memory_tier, memory_tier_reduced, memory_tier_off and
             refused_connection.
         pace: Rate limit of copies to the partner.
+        sites: The site of every rank, where links between sites are slow.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class MemoryTier:
         every: int | Literal["auto"],
         reporter: Reporter,
         pace: Pace | None = None,
+        sites: Sequence[int] = (),
     ) -> None:
-        self.life, self.seat, self._pace = life, seat, pace or Pace()
+        self.life, self.seat, self._pace, self._sites = life, seat, pace or Pace(), sites
         self._slots = RankSlots(life, seat)
         self.directory = self._slots.directory
         self.trouble = 0
@@ -188,7 +190,7 @@ class MemoryTier:
             self._taken = -LARGEST_STEP
         self._optimizer = optimizer
         self._hook = optimizer.register_step_pre_hook(self._before_update)
-        partner = partner_of(self.seat.rank, nodes)
+        partner = partner_of(self.seat.rank, nodes, self._sites)
         if any(address is None for address in addresses):
             partner = None
         if partner is not None:
@@ -456,7 +458,8 @@ class MemoryTier:
 
     def _prepare(self, size: int) -> None:
         """Allocates the memory, once; reuses files of earlier attempts."""
-        clients = sum(partner_of(rank, self._nodes) == self.seat.rank for rank in range(len(self._nodes)))
+        partners = [partner_of(rank, self._nodes, self._sites) for rank in range(len(self._nodes))]
+        clients = partners.count(self.seat.rank)
         files = OWN_WITH_PARTNER if self._sender is not None else OWN_ALONE
         copies = COPIES * clients if self._sender is not None else 0
         there = self._slots.room()

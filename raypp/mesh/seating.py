@@ -6,6 +6,7 @@ import ipaddress
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -17,7 +18,7 @@ _Block = Sequence[int]
 """Positions in the sorted list of workers that belong together."""
 
 
-def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
+def seat_order(mesh: Mesh, facts: Sequence[NodeFacts], *, apart: bool = False) -> list[int]:
     """Gives every worker a rank.
 
     The pipeline may cross nodes; groups that communicate more stay within a node where they fit.
@@ -29,6 +30,7 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
     Args:
         mesh: The mesh.
         facts: One entry per worker, in any order.
+        apart: Replicas train apart: each stays within a site, whole, where it fits.
 
     Returns:
         The rank of each worker, in the order of `facts`.
@@ -46,19 +48,44 @@ def seat_order(mesh: Mesh, facts: Sequence[NodeFacts]) -> list[int]:
     for position, worker in enumerate(workers):
         nodes.setdefault(facts[worker].node_id, []).append(position)
     ranks = [0] * len(facts)
-    for rank, position in enumerate(arrange(mesh, list(nodes.values()))):
+    sites: dict[str, list[_Block]] = {}
+    for node in nodes.values():
+        sites.setdefault(facts[workers[node[0]]].site, []).append(node)
+    for rank, position in enumerate(arrange(mesh, list(nodes.values()), list(sites.values()) if apart else ())):
         ranks[workers[position]] = rank
     return ranks
 
 
-def arrange(mesh: Mesh, nodes: Sequence[Sequence[int]]) -> list[int]:
+def arrange(mesh: Mesh, nodes: Sequence[_Block], sites: Sequence[Sequence[_Block]] = ()) -> list[int]:
     """Returns the position of every rank, by rank.
 
     Args:
         mesh: The mesh.
         nodes: The positions on each node; together one for each rank.
+        sites: The nodes of each site, if replicas train apart; () if they train together.
     """
-    return _arrange(nodes, _block_sizes(mesh))
+    if not sites:
+        return _arrange(nodes, _block_sizes(mesh))
+    one = replace(mesh, sizes=replace(mesh.sizes, dp_replicate=1))
+    replicas: list[list[int]] = []
+    left: list[_Block] = []
+    for site in sites:
+        for replica in _blocks(site, [one.world, *_block_sizes(one)]):
+            if len(replica) == one.world:
+                replicas.append(_arrange(_by_node(replica, nodes), _block_sizes(one)))
+            else:
+                left += _by_node(replica, nodes)
+    if left:
+        replicas += [_arrange(_by_node(mixed, nodes), _block_sizes(one)) for mixed in _blocks(left, [one.world, 1])]
+    stage = mesh.sizes.shards
+    starts = range(0, one.world, stage)
+    return [position for start in starts for replica in replicas for position in replica[start : start + stage]]
+
+
+def _by_node(positions: _Block, nodes: Sequence[_Block]) -> list[_Block]:
+    """Returns the positions of each node that has some."""
+    wanted = set(positions)
+    return [mine for node in nodes if (mine := [position for position in node if position in wanted])]
 
 
 def _place(facts: NodeFacts) -> tuple[int, int, str, str, int, int]:

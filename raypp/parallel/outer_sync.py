@@ -2,7 +2,9 @@
 
 Between two outer steps no gradient crosses replicas. In an outer step, the weights on which they
 last agreed, minus the mean of what each has made of them, are a gradient for Nesterov's momentum
-(arXiv 2311.08105). Replicas count by the tokens they trained on.
+(arXiv 2311.08105). Replicas count by the tokens they trained on. Fragments of the model may take
+turns, and be exchanged beside the compute (arXiv 2501.18512): an outer step then takes what was
+sent so many steps before, and adds what a replica has learned since.
 
 All of this is computed in host memory, elementwise, in fp64 and in the order of the replicas: the
 result depends on neither how a replica shards its weights nor on timing, and is the same on all
@@ -14,8 +16,12 @@ Legend: N numbers of this rank, R replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -31,8 +37,8 @@ from raypp.torch_private import set_local
 
 _MOST = 1 << 22
 """Most numbers that are sent at once: few round trips, and little memory beside the weights."""
-_Piece = tuple[int, slice]
-"""The number of a weight, and a range of its numbers."""
+_END_S = 30.0
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,44 @@ class OuterState:
         replica: This rank's place among the replicas: each has an optimizer state of its own.
         replicas: Their number, R.
         momentum: By global name, sharded like the parameter, in host memory; equal on all replicas.
+        agreed: The weights on which replicas last agreed, likewise.
+        differs: Whether a replica's own weights differ from these when state is saved: state then
+            has both.
+        own: A checkpoint's weights of this replica, likewise, until `OuterSync.begin`.
     """
 
     replica: int
     replicas: int
     momentum: dict[str, Tensor]
+    agreed: dict[str, Tensor]
+    differs: bool
+    own: dict[str, Tensor] = field(default_factory=dict)
 
 
 def outer_state_of(stage: nn.Module) -> OuterState | None:
     """Returns a stage's state of outer steps; None if its replicas do not train apart."""
     held: OuterState | None = getattr(stage, "outer_state", None)
     return held
+
+
+def agreed_weights(stage: nn.Module) -> Mapping[str, Tensor]:
+    """Returns the weights `[...]` that stand for a stage's parameters of these names when state is
+    saved: those on which replicas agreed, where their own differ."""
+    held = outer_state_of(stage)
+    return held.agreed if held is not None and held.differs else {}
+
+
+def fragments_of(names: Sequence[str], fragments: int) -> dict[str, int]:
+    """Returns the number of the fragment of each parameter, the same on any mesh.
+
+    Layer i is in fragment i modulo their number: each pipeline rank has an equal part of each
+    fragment, so every link is evenly used. What is in no layer goes on after the last one.
+    """
+    numbers = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
+    after = max(numbers.values(), default=-1) + 1
+    ends = sorted(name for name in names if name not in numbers)
+    numbers |= {name: after + place for place, name in enumerate(ends)}
+    return {name: number % fragments for name, number in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -73,13 +106,55 @@ class _Weight:
     residual: Tensor | None
 
 
+_Piece = tuple[_Weight, int, slice]
+"""A weight, its place in its fragment, and a range of its numbers."""
+_Change = tuple[int, slice, Tensor, Tensor | None]
+"""The place of a weight, a range of its numbers, their outer gradient in fp64 `[N]`, and what
+rounding took from what this replica sent `[N]`; None: nothing."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """An exchange that is under way.
+
+    Attributes:
+        own: This replica's values of the fragment's weights, each `[...]`.
+        counts: Whether this replica has trained.
+        changes: The results of each part of the exchange, as they arrive.
+        thread: Exchanges beside the compute; None: `changes` does it.
+    """
+
+    own: list[Tensor]
+    counts: bool
+    changes: Iterator[list[_Change]]
+    thread: threading.Thread | None
+
+
+@dataclass
+class _Fragment:
+    """Weights that are exchanged together.
+
+    Attributes:
+        weights: Those of this rank.
+        tokens: Tokens with a label that this replica trained on since these were last sent.
+        sent: What was sent for the next outer step, from when it is until that step.
+    """
+
+    weights: list[_Weight]
+    tokens: int = 0
+    sent: _Sent | None = None
+
+
 class OuterSync:
     """Takes the outer steps of one rank.
 
     Args:
         stages: This rank's stages. Their momenta become part of checkpoints.
         options: `train.sync`.
-        group: The ranks of all replicas that hold the same shards; computes on CPUs.
+        steps: `train.steps`.
+        names: All trained parameters of the model.
+        group: The ranks of all replicas that hold the same shards; computes on CPUs, and is used
+            for nothing else.
         changed: Called when weights have changed.
     """
 
@@ -87,98 +162,218 @@ class OuterSync:
         self,
         stages: Sequence[nn.Module],
         options: SyncOptions,
+        steps: int,
+        names: Sequence[str],
         group: dist.ProcessGroup,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._stages, self._options, self._group, self._changed = stages, options, group, changed
         self.replica, self.replicas = group.rank(), group.size()
-        self._tokens = [0] * self.replicas
-        self._weights: list[_Weight] = []
-        self._agreed, self._bits = False, options.bits
+        self._steps, self._bits, self._begun = steps, options.bits, False
+        self._fragments = [_Fragment([]) for _ in range(options.fragments)]
+        self._tokens_of_all = [[0] * self.replicas for _ in range(options.fragments)]
+        number = fragments_of(names, options.fragments)
         for stage in stages:
             trained = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
-            momentum = {name: _host_zeros(weight) for name, weight in trained.items()}
-            stage.outer_state = OuterState(self.replica, self.replicas, momentum)  # type: ignore[assignment]
-            residuals = {name: _host_zeros(weight) for name, weight in trained.items()} if self._bits else {}
+            momentum, agreed = ({name: host_zeros(weight) for name, weight in trained.items()} for _ in range(2))
+            state = OuterState(self.replica, self.replicas, momentum, agreed, options.differs)
+            stage.outer_state = state  # type: ignore[assignment]
+            residuals = {name: host_zeros(weight) for name, weight in trained.items()} if self._bits else {}
             if residuals:
                 kept = Residuals(self.replica, self.replicas, residuals)
                 stage.replica_residuals = kept  # type: ignore[assignment]
             for name, weight in trained.items():
-                local, residual = local_part(momentum[name]), residuals.get(name)
-                lost = None if residual is None else local_part(residual)
-                self._weights.append(_Weight(weight, local, torch.empty_like(local), lost))
+                lost = None if name not in residuals else local_part(residuals[name])
+                parts = local_part(momentum[name]), local_part(agreed[name])
+                self._fragments[number[name]].weights.append(_Weight(weight, *parts, lost))
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Tokens of each fragment and replica since its last exchange: part of a checkpoint.
+
+        They are as of the last outer step.
+        """
+        return self._tokens_of_all
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin(self, tokens: Sequence[Sequence[int]] = ()) -> None:
         """Keeps the weights as those on which replicas agree. Idempotent.
 
         Call it before the first step of an attempt, once they are set.
-        """
-        if not self._agreed:
-            self._agreed = True
-            for weight in self._weights:
-                weight.agreed.copy_(local_part(weight.parameter))
-
-    def count(self, tokens: Sequence[int]) -> None:
-        """Counts the tokens `[R]` with a label on which replicas trained in a step."""
-        self._tokens = [before + now for before, now in zip(self._tokens, tokens, strict=True)]
-
-    @torch.no_grad()
-    def run(self, progress: Callable[[], None]) -> None:
-        """Takes an outer step. Collective over the replicas.
 
         Args:
-            progress: Called before each exchange.
+            tokens: Those of a checkpoint; maybe of another number of fragments or replicas.
         """
-        tokens, self._tokens = self._tokens, [0] * self.replicas
-        if not any(tokens):
+        if self._begun:
             return
-        for module in (m for stage in self._stages for m in stage.modules() if isinstance(m, FSDPModule)):
-            module.reshard()
-        for pieces in _gathered([weight.agreed.numel() for weight in self._weights]):
-            progress()
-            changes = (self._rounded_changes if self._bits else self._changes)(pieces, tokens)
-            for (i, part), change_N in zip(pieces, changes, strict=True):
-                weight = self._weights[i]
-                agreed = weight.agreed.view(-1)[part]
-                self._update(agreed, weight.momentum.view(-1)[part], change_N)
-                local_part(weight.parameter).view(-1)[part].copy_(agreed)
-        self._changed()
+        self._begun = True
+        for index, fragment in enumerate(self._fragments):
+            for weight in fragment.weights:
+                weight.agreed.copy_(local_part(weight.parameter))
+            if tokens and (known := tokens[index % len(tokens)]):
+                self._tokens_of_all[index] = [known[replica % len(known)] for replica in range(self.replicas)]
+                fragment.tokens = self._tokens_of_all[index][self.replica]
+        for stage in self._stages:
+            held = outer_state_of(stage)
+            assert held is not None
+            for name, parameter in stage.named_parameters():
+                if name in held.own:
+                    local_part(parameter).copy_(local_part(held.own[name]))
+            held.own.clear()
 
-    def _changes(self, pieces: Sequence[_Piece], tokens: Sequence[int]) -> list[Tensor]:
-        """Returns the agreed weights minus their mean, fp64 `[N]` of each piece."""
-        own = [local_part(self._weights[i].parameter).view(-1)[part].cpu() for i, part in pieces]
-        means = torch.split(self._mean(torch.cat(own), tokens), [len(one) for one in own])
-        agreed = [self._weights[i].agreed.view(-1)[part] for i, part in pieces]
-        return [before.double() - mean.double() for before, mean in zip(agreed, means, strict=True)]
+    @contextmanager
+    def agreed_in_place(self, before: Callable[[], None]) -> Iterator[None]:
+        """Lets this rank compute with the weights on which replicas agreed, inside a `with` block.
 
-    def _rounded_changes(self, pieces: Sequence[_Piece], tokens: Sequence[int]) -> list[Tensor]:
-        """Returns the mean of the changes that replicas send in few bits, fp64 `[N]` of each piece.
-
-        Each sends its own to all others. A replica without tokens does not count, and keeps its
-        residual.
+        Args:
+            before: Waits until the weights may change.
         """
-        sent = []
-        for i, part in pieces:
-            weight = self._weights[i]
+        if not self._options.differs:
+            yield
+            return
+        before()
+        weights = [weight for fragment in self._fragments for weight in fragment.weights]
+        self._reshard()
+        own = [local_part(weight.parameter).detach().to("cpu", copy=True) for weight in weights]
+        self._write(weights, [weight.agreed for weight in weights])
+        try:
+            yield
+        finally:
+            self._write(weights, own)
+
+    def count(self, tokens: int) -> None:
+        """Counts the tokens with a label on which this replica trained in a step."""
+        for fragment in self._fragments:
+            fragment.tokens += tokens
+
+    @torch.no_grad()
+    def run(self, step: int, progress: Callable[[], None]) -> None:
+        """Takes the outer steps that are due after a step, and sends for those that are near.
+
+        Collective over the replicas. The one after the last step counts all that is left.
+
+        Args:
+            step: The step.
+            progress: Called around each exchange that this waits for.
+        """
+        last, due = step == self._steps, self._due(step)
+        for fragment in self._fragments if last else due:
+            if not self._receive(fragment, progress) or last:
+                self._send(fragment, beside=False)
+                self._receive(fragment, progress)
+        if self._options.overlap_steps and not last:
+            for fragment in self._due(step + self._options.overlap_steps):
+                self._send(fragment, beside=True)
+        if last or step % self._options.every_steps == 0:
+            counts = self._of_all([fragment.tokens for fragment in self._fragments])
+            self._tokens_of_all = [list(of_fragment) for of_fragment in zip(*counts, strict=True)]
+
+    def _of_all(self, own_F: list[int]) -> list[list[int]]:
+        """Returns the numbers that each replica gives. Collective."""
+        own = torch.tensor(own_F)
+        numbers = list(own.new_empty(self.replicas, len(own)))
+        dist.all_gather(numbers, own, group=self._group)
+        return [of_replica.tolist() for of_replica in numbers]
+
+    def close(self) -> None:
+        """Waits for exchanges under way, whose results are dropped."""
+        for fragment in self._fragments:
+            if fragment.sent is not None and fragment.sent.thread is not None:
+                fragment.sent.thread.join(_END_S)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread exchanges weights."""
+        threads = [fragment.sent.thread for fragment in self._fragments if fragment.sent is not None]
+        return any(thread is not None and thread.is_alive() for thread in threads)
+
+    def _due(self, step: int) -> list[_Fragment]:
+        number = self._options.fragment_due(step)
+        return [] if number is None else [self._fragments[number]]
+
+    def _send(self, fragment: _Fragment, *, beside: bool) -> None:
+        """Starts the exchange of a fragment, `beside` the compute or while `_receive` waits."""
+        tokens, fragment.tokens = fragment.tokens, 0
+        self._reshard()
+        own = [local_part(weight.parameter).detach() for weight in fragment.weights]
+        if beside:
+            own = [value.to("cpu", copy=True) for value in own]
+        changes, thread = self._exchanged(fragment.weights, own, tokens), None
+        if beside:
+            changes, thread = _in_a_thread(changes)
+        fragment.sent = _Sent(own, tokens > 0, changes, thread)
+
+    def _receive(self, fragment: _Fragment, progress: Callable[[], None]) -> bool:
+        """Takes the outer step of a fragment that was sent; returns whether it was."""
+        sent, fragment.sent = fragment.sent, None
+        if sent is None:
+            return False
+        self._reshard()
+        progress()
+        for changes in sent.changes:
+            progress()
+            for index, part, change_N, left_N in changes:
+                weight = fragment.weights[index]
+                agreed_N, local_N = (value.view(-1)[part] for value in (weight.agreed, local_part(weight.parameter)))
+                self._update(agreed_N, weight.momentum.view(-1)[part], change_N)
+                if weight.residual is not None and left_N is not None and sent.counts:
+                    weight.residual.view(-1)[part].copy_(left_N)
+                if sent.thread is None:
+                    local_N.copy_(agreed_N)
+                else:  # what the replica has learned since goes on
+                    local_N.copy_(agreed_N + (local_N.cpu() - sent.own[index].view(-1)[part]))
+        self._changed()
+        return True
+
+    def _exchanged(self, weights: Sequence[_Weight], own: Sequence[Tensor], tokens: int) -> Iterator[list[_Change]]:
+        """Exchanges weights, and yields the outer gradients of each exchange. Collective.
+
+        There are none if no replica has trained since the last one.
+
+        Changes no state, so that it may run beside the compute.
+
+        Args:
+            weights: What is exchanged.
+            own: This replica's values of them, each `[...]`; beside the compute, in host memory.
+            tokens: How this replica counts.
+        """
+        counts = [count for (count,) in self._of_all([tokens])]
+        if not any(counts):
+            return
+        changes = self._rounded_changes if self._bits else self._changes
+        for pieces in _gathered([weight.agreed.numel() for weight in weights]):
+            sent = [own[i].view(-1)[part].cpu() for i, part in pieces]
+            yield list(changes([(weights[i], i, part) for i, part in pieces], sent, counts))
+
+    def _changes(self, pieces: Sequence[_Piece], own: Sequence[Tensor], tokens: Sequence[int]) -> Iterator[_Change]:
+        """Yields the agreed weights minus their mean."""
+        means = torch.split(self._mean(torch.cat(list(own)), tokens), [len(one) for one in own])
+        for (weight, i, part), mean_N in zip(pieces, means, strict=True):
+            yield i, part, weight.agreed.view(-1)[part].double() - mean_N.double(), None
+
+    def _rounded_changes(
+        self, pieces: Sequence[_Piece], own: Sequence[Tensor], tokens: Sequence[int]
+    ) -> Iterator[_Change]:
+        """Yields the mean of the changes that replicas send in few bits, and what rounding took.
+
+        Each sends its own to all others. A replica without tokens does not count.
+        """
+        sent, left = [], []
+        for (weight, _, part), own_N in zip(pieces, own, strict=True):
             assert weight.residual is not None
-            residual = weight.residual.view(-1)[part]
-            own = weight.agreed.view(-1)[part] - local_part(weight.parameter).view(-1)[part].cpu()
-            message, left = encode(own, residual, self._bits)
-            if tokens[self.replica]:
-                residual.copy_(left)
+            message, left_N = encode(weight.agreed.view(-1)[part] - own_N, weight.residual.view(-1)[part], self._bits)
             sent.append(message)
+            left.append(left_N)
         message = torch.cat(sent)
         received = list(message.new_empty(self.replicas, message.numel()))
         dist.all_gather(received, message, group=self._group)
-        changes, begin = [], 0
-        for _, part in pieces:
+        begin = 0
+        for (_, i, part), left_N in zip(pieces, left, strict=True):
             numbers = part.stop - part.start
             end = begin + message_size(numbers, self._bits)
             values = [decoded(one[begin:end], torch.float64, self._bits).view(-1) for one in received]
-            changes.append(weighted_mean(values, tokens)[:numbers])
+            yield i, part, weighted_mean(values, tokens)[:numbers], left_N
             begin = end
-        return changes
 
     def _update(self, agreed_N: Tensor, momentum_N: Tensor, change_N: Tensor) -> None:
         """Updates weights and momentum with an outer gradient `[N]` in fp64: SGD with Nesterov's
@@ -202,6 +397,46 @@ class OuterSync:
         dist.all_gather(means, mean, group=self._group)
         return torch.cat(means)[: own_N.numel()]
 
+    def _reshard(self) -> None:
+        """Makes the parameters' own memory that of this rank's shards, with all updates in it."""
+        for module in (m for stage in self._stages for m in stage.modules() if isinstance(m, FSDPModule)):
+            module.reshard()
+        weights = (weight.parameter for fragment in self._fragments for weight in fragment.weights)
+        if any(weight.is_cuda and not local_part(weight).is_cuda for weight in weights):
+            torch.cuda.current_stream().synchronize()  # the last update's copies to host memory have arrived
+
+    @torch.no_grad()
+    def _write(self, weights: Sequence[_Weight], values: Sequence[Tensor]) -> None:
+        """Sets this rank's part of weights to values, each `[...]`."""
+        self._reshard()
+        for weight, value in zip(weights, values, strict=True):
+            local_part(weight.parameter).copy_(value)
+        self._changed()
+
+
+def _in_a_thread(items: Iterator[list[_Change]]) -> tuple[Iterator[list[_Change]], threading.Thread]:
+    """Lets a thread iterate; returns an iterator that waits for what it finds, and raises what it
+    raised."""
+    found: SimpleQueue[list[_Change] | BaseException | None] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            for item in items:
+                found.put(item)
+            found.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised where the results are taken
+            found.put(error)
+
+    def arrived() -> Iterator[list[_Change]]:
+        while (item := found.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    thread = threading.Thread(target=run, name="raypp-outer", daemon=True)
+    thread.start()
+    return arrived(), thread
+
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     """Returns the mean of R tensors `[N]` by their weights, in fp64, added in their order."""
@@ -211,12 +446,12 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     return total_N.div_(sum(weights))
 
 
-def _gathered(sizes: Sequence[int]) -> Iterator[list[_Piece]]:
+def _gathered(sizes: Sequence[int]) -> Iterator[list[tuple[int, slice]]]:
     """Yields the pieces of weights that are sent together.
 
     Where a weight is cut depends on its size alone, so both ends of a tied one are rounded alike.
     """
-    together: list[_Piece] = []
+    together: list[tuple[int, slice]] = []
     left = _MOST
     for index, size in enumerate(sizes):
         for begin in range(0, size, _MOST):
@@ -230,7 +465,7 @@ def _gathered(sizes: Sequence[int]) -> Iterator[list[_Piece]]:
         yield together
 
 
-def _host_zeros(parameter: Tensor) -> Tensor:
+def host_zeros(parameter: Tensor) -> Tensor:
     """Returns zeros `[...]`, sharded like a parameter, in host memory."""
     zeros = torch.zeros_like(parameter, requires_grad=False)
     local = torch.zeros_like(local_part(parameter), device="cpu")

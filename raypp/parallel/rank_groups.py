@@ -50,7 +50,9 @@ class RankGroups:
             for messages to lower ranks. None without cp.
         experts: Mesh of the same ranks with the axes pp, dp_replicate, expert_shard, ep. None
             without ep.
-        apart: Whether replicas train apart (`parallel.outer_sync`): FSDP knows only one.
+        replica: Where replicas train apart (`parallel.outer_sync`): the ranks of this one. FSDP
+            knows no other. None: they train together.
+        outer: Then, the ranks that hold the same shards; a thread may use it.
     """
 
     mesh: DeviceMesh
@@ -60,7 +62,8 @@ class RankGroups:
     weights: DeviceMesh
     context: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     experts: DeviceMesh | None = None
-    apart: bool = False
+    replica: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
 
     @property
     def data_mesh(self) -> DeviceMesh | None:
@@ -69,7 +72,7 @@ class RankGroups:
         None when both axes have size 1. Replicas that train apart share nothing.
         """
         shard = "fsdp" if self.context is None else FSDP_CP
-        if self.weights["dp_replicate"].size() > 1 and not self.apart:
+        if self.weights["dp_replicate"].size() > 1 and self.replica is None:
             return self.weights["dp_replicate", shard]
         return self.weights[shard] if self.weights[shard].size() > 1 else None
 
@@ -111,6 +114,7 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         ranks = torch.arange(dist.get_world_size()).view(*merged.values())
         weights = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(merged))
         context = mesh["cp"].get_group(), _second_group(Mesh(sizes).groups("cp"), "cp_down")
+    others = [axis.name for axis in AXES if axis.name != "dp_replicate"]
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
@@ -119,7 +123,8 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         weights=weights,
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
-        apart=apart,
+        replica=_second_group(Mesh(sizes).groups(others), "replica") if apart else None,
+        outer=_second_group(Mesh(sizes).groups("dp_replicate"), "outer") if apart else None,
     )
 
 

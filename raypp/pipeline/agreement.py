@@ -84,13 +84,13 @@ class StepPlan:
 
     Attributes:
         seq_lens: M padded lengths, in tokens, of this replica's microbatches.
-        global_tokens: Tokens with a label, over all replicas.
+        global_tokens: Tokens with a label, over all replicas whose ranks agreed.
         requests: The operator's requests, the same on all ranks.
         saving: Whether some rank has not finished its last save.
         snapshots: Combined state of all memory tiers; None if there are none.
         compute_us: W compute times of the last step in microseconds, by rank; empty if not timed.
         peak_bytes: P largest peaks of memory, by pipeline rank; empty if not asked for.
-        replica_tokens: Tokens with a label of each replica's rows.
+        replica_tokens: Tokens with a label of each replica's rows; 0 if its ranks took no part.
     """
 
     seq_lens: tuple[int, ...]
@@ -130,10 +130,10 @@ def agree_on_step(
         proposal: This rank's proposal.
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.
-        group: The group that agrees; None: the world.
+        group: The ranks that agree, of whole replicas; None: the world.
 
     Raises:
-        DataError: Two ranks of one replica read different rows. Raised on every rank.
+        DataError: Two ranks of one replica read different rows. Raised on every rank of the group.
     """
     vector = pack(proposal, replica, replicas)
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
@@ -178,7 +178,8 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     count = len(proposal.seq_lens)
     slots = replicas * (count + 3)
     table = vector[:slots].view(replicas, count + 3)
-    differing = [r for r in range(replicas) if int(table[r, -2]) != -int(table[r, -1])]
+    said = table[:, -1] != _UNSAID  # not by replicas outside the group
+    differing = [r for r in range(replicas) if said[r] and int(table[r, -2]) != -int(table[r, -1])]
     if differing:
         raise DataError(
             Problem(
@@ -193,14 +194,14 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     if proposal.snapshots is not None:
         every, own, arrived, trouble, unready = rest[:_MEMORY]
         rest, memory = rest[_MEMORY:], SnapshotState(every, -own, -arrived, trouble, bool(unready))
-    peaks = len(proposal.peak_bytes)
+    peaks, tokens = len(proposal.peak_bytes), torch.where(said, table[:, count], 0).tolist()
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),
-        global_tokens=int(table[:, count].sum()),
+        global_tokens=sum(tokens),
         requests=Requests(bool(save), bool(stop), bool(last_save) or not stop, trace),
         saving=bool(saving),
         snapshots=memory,
         compute_us=tuple(rest[peaks:]),
         peak_bytes=tuple(rest[:peaks]),
-        replica_tokens=tuple(table[:, count].tolist()),
+        replica_tokens=tuple(tokens),
     )

@@ -106,7 +106,7 @@ def forecast(
         JobError: Its schedule does not support its sizes.
     """
     mesh, pipeline, kind = Mesh.of(job.mesh), pipeline or resolve_pipeline(job), kind or memory_kind(job)
-    seats = machines.seats(mesh)
+    seats = machines.seats(mesh, apart=job.outer is not None)
     cut, placement, holder = pipeline.cut, pipeline.stages_of_rank, pipeline.rank_of_stage
     size = message_bytes(job)
     borders = [border_between(mesh, seats, machines, upper, lower, size) for upper, lower in pairwise(holder)]

@@ -101,7 +101,7 @@ def host_memory(
         ResourcesError: The job has more ranks than the machines have devices.
     """
     mesh = Mesh.of(job.mesh)
-    seats = machines.seats(mesh)
+    seats = machines.seats(mesh, apart=job.outer is not None)
     several = len({node.name for node in seats}) > 1
     own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
     files, fewest_files = (own + copies, fewest + copies) if job.checkpoint.memory_tier else (0, 0)

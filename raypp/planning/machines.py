@@ -141,14 +141,18 @@ class Machines:
             return self.links.get(frozenset((one,)), Link(self.inside_gbps))
         return self.links.get(frozenset((one, other)), self.link) if self.links else self.link
 
-    def seats(self, mesh: Mesh) -> Sequence[Node]:
+    def seats(self, mesh: Mesh, *, apart: bool = False) -> Sequence[Node]:
         """Returns the node of every rank, by raypp's seating order.
+
+        Args:
+            mesh: The mesh.
+            apart: Replicas train apart. All nodes count as one site.
 
         Raises:
             ResourcesError: There are more ranks than devices.
         """
-        if mesh in self._seats:
-            return self._seats[mesh]
+        if (mesh, apart) in self._seats:
+            return self._seats[mesh, apart]
         if mesh.world > self.devices:
             what = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
             raise ResourcesError(what, "use a smaller mesh, or add nodes")
@@ -161,11 +165,12 @@ class Machines:
             positions.append(range(len(homes), len(homes) + devices))
             homes += [node] * devices
         self._seats.clear()
-        self._seats[mesh] = [homes[position] for position in arrange(mesh, positions)]
-        return self._seats[mesh]
+        order = arrange(mesh, positions, [positions] if apart else ())
+        self._seats[mesh, apart] = [homes[position] for position in order]
+        return self._seats[mesh, apart]
 
     @cached_property
-    def _seats(self) -> dict[Mesh, Sequence[Node]]:
+    def _seats(self) -> dict[tuple[Mesh, bool], Sequence[Node]]:
         """The seats of the mesh that was last asked for: a plan asks several times."""
         return {}
 

@@ -8,6 +8,8 @@ makes:
 |---|---|
 | `step 12 read` | reads its rows of step 12 |
 | `step agree`, `step sum`, `step replicas`, `step clocks` | is in a collective of all ranks |
+| `step replica agree`, `step replica sum` | is in a collective of its replica, which trains apart |
+| `step outer` | is in an exchange of all replicas that train apart |
 | `step tie` | is in a collective of the two ends of the pipeline |
 | `step 1F7`, `step 1B7`, `step 1I7`, `step 1W7` | computes microbatch 7 of stage 1 |
 | `step 1F7 waits` | waits for the message it needs: activations of stage 0 |
@@ -166,7 +168,9 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
         late = [other.rank for other in stage if not _there(other, inner)]
         return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None
     if _collective(one):
-        late = [other.rank for other in everyone if other.rank != one.rank and not _there(other, inner)]
+        apart = words[1:2] == ["replica"]
+        awaited = [other for other in everyone if not apart or _same_replica(one, other)]
+        late = [other.rank for other in awaited if other.rank != one.rank and not _there(other, inner)]
         return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None
     if one.reached:
         return _stage_wait(one, everyone)
@@ -236,6 +240,10 @@ def _collective(one: RankActivity) -> str:
 def _same_column(one: RankActivity, other: RankActivity) -> bool:
     """Returns whether two ranks belong to the same pipeline."""
     return one.coordinates.column == other.coordinates.column
+
+
+def _same_replica(one: RankActivity, other: RankActivity) -> bool:
+    return one.coordinates.dp_replicate == other.coordinates.dp_replicate
 
 
 def _other_stage(one: RankActivity, other: RankActivity) -> bool:

@@ -190,6 +190,21 @@ def _outer(job: Job) -> Iterator[Problem]:
     if train.dtypes.narrow_weights:
         what = "outer needs fp32 weights: the changes of bf16 ones in few steps are lost in their rounding"
         yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
+    layers, parts = job.model.num_layers, train.sync.fragments
+    if parts > layers and (job.model.from_hf is None or "num_layers" in job.model.model_fields_set):
+        what = f"{parts} is more than the {layers} layers of the model: they are what takes turns"
+        yield Problem("train.sync.fragments", what, f"use at most {layers}")
+    if every % parts:
+        what = f"{every} steps cannot be divided among {parts} train.sync.fragments: each has its turn after as many"
+        yield Problem(
+            "train.sync.every_steps",
+            what,
+            f"use {-(-every // parts) * parts}, or train.sync.fragments: {math.gcd(every, parts)}",
+        )
+    elif train.sync.overlap_steps >= every // parts:
+        what = f"{train.sync.overlap_steps} steps are more than lie between two exchanges, {every // parts}"
+        fix = f"use at most {every // parts - 1}, or a higher train.sync.every_steps"
+        yield Problem("train.sync.overlap_steps", what, fix)
     intervals = {"checkpoint.every_steps": job.checkpoint.every_steps, "train.eval_every_steps": train.eval_every_steps}
     if train.sample is not None:
         intervals["train.sample.every_steps"] = train.sample.every_steps

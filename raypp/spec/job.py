@@ -295,6 +295,24 @@ class SyncOptions(Section):
     """outer: none: replicas send their weights | int8, int4: what these changed by, in so many
     bits, with error feedback; a quarter or an eighth of the bytes with two replicas."""
 
+    fragments: int = Field(default=1, ge=1, le=limits.LAYERS)
+    """outer: parts of the model, of whole layers, that take turns within every_steps steps, so that
+    the link is evenly used."""
+
+    overlap_steps: int = Field(default=0, ge=0, le=limits.COUNT)
+    """outer: an outer step takes what replicas sent so many steps before, while they trained on:
+    the link has that long. Fewer than every_steps / fragments."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether a replica's weights differ from those agreed on when state is saved."""
+        return self.fragments > 1 or self.overlap_steps > 0
+
+    def fragment_due(self, step: int) -> int | None:
+        """The fragment whose outer step follows a step; None: it is no fragment's turn."""
+        turn, rest = divmod(step % self.every_steps, self.every_steps // self.fragments)
+        return None if rest else turn
+
     @property
     def bits(self) -> int:
         """Bits of a number that a replica sends in an outer step; 0: its weights, not rounded."""
@@ -568,8 +586,9 @@ class Job(Section):
         """Replicas over which each step sums gradients: one where they train apart."""
         return 1 if self.outer is not None else self.mesh.dp_replicate
 
-    def replicas_agree(self, step: int) -> bool:
-        """Whether replicas hold the same weights after a step: always, or after outer steps."""
+    def savable(self, step: int) -> bool:
+        """Whether the state after a step can be saved: always, or at multiples of
+        train.sync.every_steps where replicas train apart."""
         return self.outer is None or step % self.outer.every_steps == 0 or step == self.train.steps
 
     @property

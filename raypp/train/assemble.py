@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
 from raypp.schedules.action import splits_backward
 from raypp.spec.job import Job
+from raypp.train.abort import cut_connections
 from raypp.train.build import BuiltStages, build_stages
 from raypp.train.cuda_settings import (
     cuda_event,
@@ -140,14 +142,14 @@ def assemble(
             names, outer = parameter_names(job.model, trained=True), None
             if job.outer is not None:
                 changed = getattr(optimizer, "weights_changed", lambda: None)
-                outer = OuterSync(built.modules, job.outer, groups.mesh["dp_replicate"].get_group(), changed)
-                reducer = GradientReducer(built.modules, names, outer.replica, outer.replicas)
-            else:
-                reducer = GradientReducer(built.modules, names)
+                assert groups.outer is not None
+                outer = OuterSync(built.modules, job.outer, job.train.steps, names, groups.outer, changed)
+                stack.push(partial(_end_exchanges, outer, seat))
+            reducer = GradientReducer(built.modules, names, groups.replica)
             allow_long_steps(device, hang_timeout_s)  # all groups are there now
             if device.type == "cuda":
-                # Connects the world's ranks, which NCCL would do in the sums of the first step.
-                dist.all_reduce(torch.zeros(1, device=device))
+                # Connects the ranks, which NCCL would do in the sums of the first step.
+                dist.all_reduce(torch.zeros(1, device=device), group=groups.replica)
         with part("data"):
             loader = open_loader(job, seat.replica, job.mesh.replicas)
             if seat.rank == 0 and (words := loader.documents.in_words(job.data)):
@@ -159,6 +161,13 @@ def assemble(
         yield AssembledRank(
             job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer
         )
+
+
+def _end_exchanges(outer: OuterSync, seat: Seat, _kind: object, error: BaseException | None, _trace: object) -> None:
+    """Ends the exchanges beside the compute before groups are destroyed, at once after an error."""
+    if error is not None and outer.busy:
+        cut_connections(seat.master_port)
+    outer.close()
 
 
 def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callable[[Event], None]) -> Job:

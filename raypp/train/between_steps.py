@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +12,7 @@ from raypp.observe.reader import RunReader
 from raypp.pipeline.device_clock import device_marks
 from raypp.records import Reporter
 from raypp.storage import ObjectStore
+from raypp.torch_private import run_step_pre_hooks
 from raypp.train.assemble import AssembledRank
 from raypp.train.evaluate import Evaluator, evaluation_due
 from raypp.train.sample import Sampler, sample_due
@@ -31,6 +35,7 @@ class BetweenSteps:
 
     def __init__(self, rank: AssembledRank, runner: StepRunner, store: ObjectStore, reporter: Reporter) -> None:
         self._job, self._seat, self._store, self._reporter = rank.job, rank.seat, store, reporter
+        self._outer, self._hold = rank.outer, partial(run_step_pre_hooks, rank.optimizer)
         self._evaluator = self._sampler = None
         self._interrupted = 0
         if self._job.train.eval_every_steps:
@@ -67,11 +72,16 @@ class BetweenSteps:
         self._run(step, evaluates=bool(evaluates), samples=bool(samples))
 
     def _run(self, step: int, *, evaluates: bool, samples: bool) -> None:
-        if evaluates and self._evaluator is not None and evaluation_due(step, self._job):
-            evaluation = self._evaluator.run()
-            if self._seat.rank == 0:
-                self._reporter.event(evaluation.event(step, self._seat.attempt))
-        if samples and self._sampler is not None and sample_due(step, self._job):
-            sampled = self._sampler.run(step, self._seat.attempt)
-            if self._seat.rank == 0:
-                self._reporter.event(sampled)
+        evaluator = self._evaluator if evaluates and evaluation_due(step, self._job) else None
+        sampler = self._sampler if samples and sample_due(step, self._job) else None
+        if evaluator is None and sampler is None:
+            return
+        with self._outer.agreed_in_place(self._hold) if self._outer is not None else nullcontext():
+            if evaluator is not None:
+                evaluation = evaluator.run()
+                if self._seat.rank == 0:
+                    self._reporter.event(evaluation.event(step, self._seat.attempt))
+            if sampler is not None:
+                sampled = sampler.run(step, self._seat.attempt)
+                if self._seat.rank == 0:
+                    self._reporter.event(sampled)

@@ -18,6 +18,7 @@ class Place:
         saved: The newest step that is in a checkpoint, or was begun to be saved.
         asked: Whether the operator waits for a save.
         stopping: Whether the operator waits for a save and the end.
+        trace: Number of steps that the operator waits to see traced.
     """
 
     done: int
@@ -25,10 +26,16 @@ class Place:
     saved: int
     asked: bool = False
     stopping: bool = False
+    trace: int = 0
 
     @property
     def unsaved(self) -> bool:
         return self.done > self.saved
+
+    def requests(self, new: Requests) -> Requests:
+        """Returns the operator's new requests and those that wait."""
+        stop = new.stop or self.stopping
+        return replace(new, save=new.save or self.asked, stop=stop, trace=max(new.trace, self.trace))
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Due:
         skip: It would be, but the last save is still in progress (`checkpoint.if_busy: skip`).
         stop: The operator ends the attempt.
         last: The job's steps are done.
+        trace: Number of steps to trace from here on.
         save_is_needed: The attempt fails if its last save does.
     """
 
@@ -48,23 +56,33 @@ class Due:
     stop: bool = False
     last: bool = False
     save_is_needed: bool = True
+    trace: int = 0
 
 
-def before_step(place: Place, requests: Requests, *, savable: bool = True) -> tuple[Place, Due]:
+def before_step(place: Place, requests: Requests, *, savable: bool = True, everyone: bool = True) -> tuple[Place, Due]:
     """Returns what is due when the ranks have agreed on requests, and the place after it.
 
     A request to save a state that is saved already is forgotten, but before the first step of an
     attempt it waits for that step. Where replicas differ, there is no state to save: requests wait
     for the next outer step, except one to stop without a save.
+
+    Args:
+        place: Before the step.
+        requests: As agreed.
+        savable: Whether replicas hold the same weights.
+        everyone: Whether all ranks agreed; else those of one replica did, and requests wait.
     """
+    if not everyone:
+        return replace(place, asked=requests.save, trace=requests.trace), Due()
     if not savable and (requests.save_before_stop or not requests.stop):
         waiting = {"asked": place.asked or requests.save, "stopping": place.stopping or requests.stop}
-        return replace(place, **waiting), Due()
+        return replace(place, trace=0, **waiting), Due(trace=requests.trace)
     requests = replace(requests, stop=requests.stop or place.stopping)
     asked = (place.asked or requests.save) and (place.unsaved or place.done == place.restored)
     save = place.unsaved and (asked or (requests.stop and requests.save_before_stop))
-    due = Due(save=save, stop=requests.stop, save_is_needed=not requests.stop or requests.save_before_stop)
-    return replace(place, saved=place.done if save else place.saved, asked=asked and not save), due
+    needed = not requests.stop or requests.save_before_stop
+    due = Due(save=save, stop=requests.stop, save_is_needed=needed, trace=requests.trace)
+    return replace(place, saved=place.done if save else place.saved, asked=asked and not save, trace=0), due
 
 
 def after_step(place: Place, job: Job, saving: bool) -> tuple[Place, Due]:

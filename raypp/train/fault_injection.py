@@ -66,6 +66,7 @@ MOMENTS = (
 )  # fmt: skip
 _NUMBERS = ("nan", "slow", "spike", "corrupt")
 _FAULT = re.compile(r"(\w+)@(\w+)(?::(.*))?")
+_MOMENTS = {"agree": "collective", "update": "optimizer"}
 _ACTION = re.compile(r"\d+([FBIW])\d+( waits)?")
 
 
@@ -132,8 +133,8 @@ class Injection:
             self.reach("data")
         elif name == "step" and (action := _ACTION.fullmatch(detail)) is not None:
             self.reach("p2p" if action[2] else "forward" if action[1] == "F" else "backward")
-        elif name == "step" and detail in ("agree", "update"):
-            self.reach({"agree": "collective", "update": "optimizer"}[detail])
+        elif name == "step" and (moment := _MOMENTS.get(detail.removeprefix("replica "))):
+            self.reach(moment)
         elif name in ("rendezvous", "build", "load", "save", "finish"):
             self.reach(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from raypp.spec.job import Job
 from raypp.train.between_steps import BetweenSteps
 from raypp.train.due import Due, Place, after_step, before_step
 from raypp.train.recent_reports import RecentReports
+from raypp.train.replica_reports import ReplicaReports
 from raypp.train.replicas import ReplicaCheck
 from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.step_trace import StepTracer
@@ -32,20 +34,21 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
     while place.done < run.job.train.steps:
         watch.next_step()
         run.reporter.phase("step", f"{place.done + 1} read")
-        read = run.runner.read(run.reporter.requests(), watch)
+        savable = place.done == restored or run.job.savable(place.done)
+        everyone = savable or run.job.savable(place.done + 1)
+        read = run.runner.read(place.requests(run.reporter.requests()), watch, everyone=everyone)
         run.keep_snapshot(place.done, position, read.plan, watch)
-        savable = place.done == restored or run.job.replicas_agree(place.done)
-        place, due = before_step(place, read.plan.requests, savable=savable)
+        place, due = before_step(place, read.plan.requests, savable=savable, everyone=everyone)
         if due.save:
             run.save(place.done, position)
         if due.stop:
             run.tracer.finish()
             break
         run.between.make_up()
-        if read.plan.requests.trace:
-            run.tracer.begin(place.done + 1, read.plan.requests.trace)
-        report = run.runner.run(place.done + 1, read, watch)
-        run.note(report)
+        if due.trace:
+            run.tracer.begin(place.done + 1, due.trace)
+        own = run.runner.run(place.done + 1, read, watch)
+        reports = run.note(own)
         place, due = after_step(place, run.job, read.plan.saving)
         position = run.runner.loader.position()
         if due.skip:
@@ -54,7 +57,7 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
             with watch.part("save"):
                 run.save(place.done, position)
         run.tracer.step_ended(place.done, watch, last=due.last)
-        run.report(report, watch, start if place.done == restored + 1 else None)
+        run.report(own, reports, watch, start if place.done == restored + 1 else None)
         run.between.run(place.done)
     if place.unsaved and not due.stop:  # no step was left after what came from memory
         run.save(place.done, position)
@@ -79,6 +82,7 @@ class Training:
     tier: MemoryTier | None
     recent: RecentReports
     spikes: SpikeWatch
+    gathered: ReplicaReports | None = None
 
     def place(self, restored: int) -> Place:
         """Returns where an attempt begins. What came from memory is in no checkpoint yet."""
@@ -92,7 +96,7 @@ class Training:
         tier, known = self.tier, self.saver.committed
         with watch.part("memory"):
             tier.committed = max(tier.committed, -1 if known is None else known)
-            may = self.job.replicas_agree(done)
+            may = self.job.savable(done)
             tier.step_begins(done, plan.snapshots, self._state, lambda: self._extra(position), plan.saving, may=may)
 
     def save(self, step: int, position: dict[str, Any]) -> None:
@@ -101,7 +105,7 @@ class Training:
             self.reporter.phase("step", "replicas")
             self.replicas.run()
         self.reporter.phase("save", f"step {step}")
-        extra = {"data_position": position, "recent_steps": self.recent.document()}
+        extra = {**self._small(position), "recent_steps": self.recent.document()}
         tier, runner = self.tier, self.runner
 
         def pin() -> Snapshot | None:
@@ -109,24 +113,35 @@ class Training:
 
         self.saver.save(step, runner.built.modules, runner.optimizer, extra, pin)
 
-    def note(self, report: StepReport) -> None:
-        """Keeps a step's report for checkpoints, and tells when its loss is unusual."""
-        usual = self.spikes.seen(report.loss)
-        if usual is not None:
-            words = f"the loss is {report.loss:.4f}, {report.loss / usual:.1f} times the recent median ({usual:.4f})"
-            self._tell("loss_spike", words, report.step)
-        self.recent.add(report)
+    def note(self, own: StepReport) -> list[StepReport]:
+        """Keeps reports for checkpoints, and tells when a loss is unusual.
 
-    def report(self, report: StepReport, watch: Stopwatch, start: Stopwatch | None) -> None:
-        """Reports a step on rank 0, and after the first one how long the start took."""
+        Returns:
+            This step's report; if replicas train apart, those of steps that all have done.
+        """
+        reports = [own]
+        if self.gathered is not None:
+            reports = self.gathered.add(own, wait=self.job.savable(own.step))
+        for report in reports:
+            usual = self.spikes.seen(report.loss)
+            if usual is not None:
+                ratio = report.loss / usual
+                words = f"the loss is {report.loss:.4f}, {ratio:.1f} times the recent median ({usual:.4f})"
+                self._tell("loss_spike", words, report.step)
+            self.recent.add(report)
+        return reports
+
+    def report(self, own: StepReport, reports: Sequence[StepReport], watch: Stopwatch, start: Stopwatch | None) -> None:
+        """Reports steps on rank 0, and after the first one how long the start took."""
         if self.runner.seat.rank:
             return
-        report.parts_s.update(watch.parts)
-        self.reporter.step(report)
+        own.parts_s.update(watch.parts)
+        for report in reports:
+            self.reporter.step(report)
         if start is not None:
             seconds = {name: round(value, 4) for name, value in start.parts.items()}
-            seconds["first step"] = round(report.step_s, 4)
-            self._tell("first_step", f"step {report.step} done", report.step, seconds=seconds)
+            seconds["first step"] = round(own.step_s, 4)
+            self._tell("first_step", f"step {own.step} done", own.step, seconds=seconds)
 
     def _state(self) -> tuple[list[Slice], list[Slice]]:
         runner = self.runner
@@ -135,7 +150,12 @@ class Training:
     def _extra(self, position: dict[str, Any]) -> str:
         """Returns what a snapshot in memory also holds; only rank 0 has the reports."""
         reports = "[]" if self.runner.seat.rank else self.recent.json_text()
-        return f'{{"data_position":{json.dumps(position)},"recent_steps":{reports}}}'
+        return f'{json.dumps(self._small(position))[:-1]},"recent_steps":{reports}}}'
+
+    def _small(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Returns what is saved beside tensors and reports, the same on all ranks."""
+        outer = self.runner.outer
+        return {"data_position": position, **({} if outer is None else {"outer_tokens": outer.tokens})}
 
     def _tell(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
         seat = self.runner.seat

@@ -19,7 +19,7 @@ from raypp.parallel.shard import local_part
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
-from raypp.train.reduce import GlobalSums
+from raypp.train.reduce import GlobalSums, GradientReducer
 
 _MOST_IN_A_ROW = 3
 """Consecutive skipped steps that end the run: the weights themselves are then probably bad."""
@@ -70,13 +70,14 @@ class FiniteGuard:
         seat: This rank's seat.
         stages: This rank's stages.
         runtime: The runtime that runs them.
-        names: All parameters of the model, in the order of `GlobalSums.squares`.
+        reducer: Sums the gradients of the step, over the ranks that decide.
     """
 
     def __init__(
-        self, job: Job, seat: Seat, stages: Sequence[nn.Module], runtime: ProgramRuntime, names: Sequence[str]
+        self, job: Job, seat: Seat, stages: Sequence[nn.Module], runtime: ProgramRuntime, reducer: GradientReducer
     ) -> None:
-        self._job, self._seat, self._stages, self._runtime, self._names = job, seat, stages, runtime, names
+        self._job, self._seat, self._stages, self._runtime = job, seat, stages, runtime
+        self._names, self._group = reducer.names, reducer.group
         self._in_a_row = 0
 
     def is_finite(self, sums: GlobalSums) -> bool:
@@ -89,7 +90,7 @@ class FiniteGuard:
     def handle(self, step: int, sums: GlobalSums, again: Callable[[], None], tell: Callable[[Event], None]) -> None:
         """Handles a step that is not finite; returns if it is to be skipped.
 
-        Collective over the world.
+        Collective over the ranks of the step's sums.
 
         Args:
             step: The step's number.
@@ -115,10 +116,10 @@ class FiniteGuard:
         tell(Event("step_skipped", message, attempt=self._seat.attempt, step=step))
 
     def _weights_are_broken(self) -> bool:
-        """Whether some rank holds a weight that is not finite. Collective over the world."""
+        """Whether some rank holds a weight that is not finite. Collective."""
         own = any(not _finite(local_part(weight)) for stage in self._stages for weight in stage.parameters())
         found = torch.tensor([int(own)])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         return bool(found)
 
     def _what(self, sums: GlobalSums) -> str:
@@ -139,7 +140,7 @@ class FiniteGuard:
             return "its origin cannot be found in compiled blocks (train.compile)"
         with _watched(self._stages, self._runtime, self._seat) as seen:
             again()
-        origin = first_of(_gathered(seen[0] if seen else None))
+        origin = first_of(_gathered(seen[0] if seen else None, self._group))
         if origin is None:
             return "it did not recur when the step was repeated: a fault of a device, its memory or a link"
         return (
@@ -198,15 +199,15 @@ def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def _gathered(own: Origin | None) -> list[Origin]:
-    """Gathers every rank's observation, collectively over the world.
+def _gathered(own: Origin | None, group: dist.ProcessGroup | None) -> list[Origin]:
+    """Gathers the observation of every rank of a group; None: of the world. Collective.
 
     Sent as JSON in uint8 tensors `[512]`: nothing that a peer sends is unpickled.
     """
     text = json.dumps(asdict(own)).encode() if own is not None else b""
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else message[:0]
-    messages = [torch.empty_like(message) for _ in range(dist.get_world_size())]
-    dist.all_gather(messages, message)
+    messages = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(messages, message, group=group)
     texts = (bytes(one.tolist()).rstrip(b"\0") for one in messages)
     return [Origin(**json.loads(text)) for text in texts if text]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import device_marks
-from raypp.records import RankResult, Reporter, Seat
+from raypp.records import Coordinates, RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
@@ -34,6 +35,7 @@ from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_f
 from raypp.train.loop import Training, train
 from raypp.train.lost_peer import LostPeerError, explained, lost_peer
 from raypp.train.recent_reports import RecentReports
+from raypp.train.replica_reports import ReplicaReports
 from raypp.train.replicas import ReplicaCheck, has_replicas
 from raypp.train.resume import Restorable, check_shared, restore_newest
 from raypp.train.step import StepRunner, Stopwatch
@@ -98,7 +100,9 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         tier = open_memory_tier(job, seat, store, reporter, pace)
         if tier is not None:
             stack.push(tier.leave)
-        mine = Restorable(store, job, rank.built.modules, rank.optimizer, rank.loader, seat, reporter, recent)
+        mine = Restorable(
+            store, job, rank.built.modules, rank.optimizer, rank.loader, seat, reporter, recent, rank.outer
+        )
         restored = restore_newest(mine, tier)
     saver = CheckpointSaver(
         store,
@@ -114,9 +118,11 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     stack.callback(saver.close)
     if injection is not None:
         injection.watch(rank.built.modules)
+    first = replace(rank.groups.coordinates, dp_replicate=0) == Coordinates()
+    leads = seat.rank == 0 or (first and rank.outer is not None)
     runner = StepRunner(
         rank,
-        tell=reporter.event if seat.rank == 0 else lambda event: None,
+        tell=reporter.event if leads else lambda event: None,
         saving=lambda: saver.busy,
         snapshots=tier.signals if tier is not None else None,
         pace=Pace(rank) if job.recovery.straggler_factor and seat.world_size > 1 else None,
@@ -128,7 +134,10 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     between = BetweenSteps(rank, runner, store, reporter)
     try:
         spikes = SpikeWatch(job.recovery.spike_factor)
-        run = Training(job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes)
+        gathered = None
+        if rank.outer is not None and leads:
+            gathered = ReplicaReports(rank.groups.mesh["dp_replicate"].get_group())
+        run = Training(job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes, gathered)
         return train(run, restored, start)
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None

@@ -1,4 +1,4 @@
-"""Sums the loss and the gradient norm over the world with one collective; no mesh changes the bits.
+"""Sums the loss and the gradient norm over all ranks with one collective; no mesh changes the bits.
 
 The squared norm of every trained parameter has its own place in one vector over all their names, in
 a fixed order. Ranks that do not hold a parameter contribute exact zeros. After the sum over the
@@ -31,19 +31,16 @@ class GlobalSums:
 
     Attributes:
         loss: Sum of the token losses.
-        grad_norm: 2-norm of the undivided gradient sum; where replicas train apart, the sum of
-            `norms`, so that divided by all tokens it is the mean over replicas, weighted by tokens.
+        grad_norm: 2-norm of the undivided gradient sum.
         extra: `[N]`, fp64, on the CPU: sums of the extra numbers.
         squares: `[P]`, fp64, on the CPU: squared norm of each parameter's gradient, in the order of
-            the names; where replicas train apart, summed over them.
-        norms: The norm of each replica that trains apart; else of them all.
+            the names.
     """
 
     loss: float
     grad_norm: float
     extra: Tensor
     squares: Tensor
-    norms: tuple[float, ...] = ()
 
 
 class GradientReducer:
@@ -52,14 +49,15 @@ class GradientReducer:
     Args:
         stages: This rank's stages, sharded or not.
         names: Global names of all P trained parameters of the model, in the order of the sum.
-        replica: This rank's place among the replicas that train apart.
-        replicas: Their number; 1: gradients are sums over all replicas.
+        group: The ranks whose gradients belong together: of this replica, if it trains apart. None:
+            all ranks.
     """
 
-    def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], replica: int = 0, replicas: int = 1) -> None:
-        place = {name: replica * len(names) + index for index, name in enumerate(names)}
-        self._size, self._replicas = replicas * len(names), replicas
-        self.names = list(names)
+    def __init__(
+        self, stages: Sequence[nn.Module], names: Sequence[str], group: dist.ProcessGroup | None = None
+    ) -> None:
+        place = {name: index for index, name in enumerate(names)}
+        self.names, self.group = list(names), group
         held = [(name, parameter, stage) for stage in stages for name, parameter in stage.named_parameters()]
         self._device = held[0][1].device
         own = [part for part in held if part[1].requires_grad]
@@ -90,19 +88,17 @@ class GradientReducer:
                 and on all but one of the ranks that computed the same loss.
             extra: `[N]`, fp64: more numbers to sum over the world; N is the same on every rank.
         """
-        vector = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+        vector = torch.zeros(len(self.names), dtype=torch.float64, device=self._device)
         if gradients:
             norms = torch.stack(_norms(gradients)).double()
             # Added, not assigned: both ends of a tied embedding may be here; they share a place.
             vector.index_add_(0, self._places, norms.square() * self._counted)
         vector = torch.cat((vector, loss_sum.view(1), extra))
-        dist.all_reduce(vector)
+        dist.all_reduce(vector, group=self.group)
         return self.read(vector)
 
     def read(self, sums: Tensor) -> GlobalSums:
         """Copies the sums `[P + 1 + N]` to the host, and waits for them: the step's only wait.
-
-        With replicas that train apart, each has its own P.
 
         The copy follows the last backward and the reduction of gradients on the device, so whether
         the step is finite is known before anything changes a weight (design record 0027).
@@ -110,11 +106,10 @@ class GradientReducer:
         Raises:
             DistBackendError: A communicator failed meanwhile, so the sums say nothing.
         """
-        sums, end = sums.cpu(), self._size
+        sums, end = sums.cpu(), len(self.names)
         check_groups()  # after an abort the device computes on with data that was never received
-        squares = sums[:end].view(self._replicas, end // self._replicas)
-        norms = tuple(math.sqrt(float(own.sum())) for own in squares)
-        return GlobalSums(float(sums[end]), sum(norms), sums[end + 1 :], squares.sum(0), norms)
+        squares = sums[:end]
+        return GlobalSums(float(sums[end]), math.sqrt(float(squares.sum())), sums[end + 1 :], squares)
 
 
 def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:

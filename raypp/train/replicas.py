@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
+from raypp.parallel.outer_sync import agreed_weights
 from raypp.parallel.shard import local_part
 
 _NONE = -(2**62)
@@ -40,7 +41,11 @@ class ReplicaCheck:
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], labels: Sequence[str]) -> None:
         place = {name: index for index, name in enumerate(names)}
         self._names, self._labels = list(names), list(labels)
-        own = [(name, parameter) for stage in stages for name, parameter in stage.named_parameters()]
+        own = [
+            (name, agreed_weights(stage).get(name, parameter))
+            for stage in stages
+            for name, parameter in stage.named_parameters()
+        ]
         self._own = [(place[name], *shard_of(parameter), parameter) for name, parameter in own]
         shards = max((count for _, _, count, _ in self._own), default=1)
         self._shards = int(_most(shards))

@@ -22,6 +22,7 @@ from raypp.hf.initial_weights import LoadedFromHf, load_from_hf
 from raypp.hf.model_files import HfFiles
 from raypp.memory.restore import load_from_memory
 from raypp.memory.tier import MemoryTier
+from raypp.parallel.outer_sync import OuterSync
 from raypp.records import Event, EventKind, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
@@ -42,6 +43,7 @@ class Restorable:
         seat: This rank's seat.
         reporter: Takes events.
         recent: Takes the saved reports.
+        outer: Begins with the restored state; None if replicas do not train apart.
     """
 
     store: ObjectStore
@@ -52,6 +54,7 @@ class Restorable:
     seat: Seat
     reporter: Reporter
     recent: RecentReports
+    outer: OuterSync | None = None
 
     def tell(self, kind: EventKind, message: str, step: int, **more: Any) -> None:
         """Reports an event of this attempt."""
@@ -159,6 +162,8 @@ def _take_up(mine: Restorable, extra: dict[str, Any], step: int) -> None:
     if known.data_position is not None:
         mine.loader.seek(asdict(known.data_position))
     mine.recent.restore(known.recent_steps)
+    if mine.outer is not None:
+        mine.outer.begin(known.outer_tokens)
     if mine.seat.rank == 0:
         mine.recent.report_again(mine.reporter)
         mine.tell("resumed", f"from step {step}", step)
@@ -182,8 +187,10 @@ def _begin(mine: Restorable) -> None:
     model = mine.job.model
     if model.from_hf is None or model.lora is not None:
         draw_weights(mine.stages, mine.job, frozen=False)
-        return
-    _tell_of_load(mine, model.from_hf, load_from_hf(model.from_hf, mine.stages))
+    else:
+        _tell_of_load(mine, model.from_hf, load_from_hf(model.from_hf, mine.stages))
+    if mine.outer is not None:
+        mine.outer.begin()
 
 
 def _tell_of_load(mine: Restorable, url: str, loaded: LoadedFromHf) -> None:

@@ -126,17 +126,19 @@ class StepRunner:
         self.lookahead: LookaheadTuner | None = None
         if rank.job.pipeline.lookahead == "auto" and rank.job.mesh.pp > 1:
             self.lookahead = LookaheadTuner(rank)
-        self.guard = FiniteGuard(rank.job, rank.seat, rank.built.modules, rank.built.runtime, rank.reducer.names)
+        self.guard = FiniteGuard(rank.job, rank.seat, rank.built.modules, rank.built.runtime, rank.reducer)
+        self._replica = rank.groups.replica
         self.share = rank.groups.context_share(rank.job.mesh.cp_style)
         self.attention = rank.attention
         self.warm = rank.device.type != "cuda"
 
-    def read(self, requests: Requests, watch: Stopwatch) -> ReadStep:
-        """Reads the next rows and agrees on them. Collective over the world."""
+    def read(self, requests: Requests, watch: Stopwatch, *, everyone: bool = True) -> ReadStep:
+        """Reads the next rows and agrees on them. Collective over the ranks that agree, see
+        `agree`."""
         with watch.part("data"):
             microbatches = [tuple(microbatch.rows) for microbatch in self.loader.next_step()]
         compute_us = self._pace.before_step() if self._pace is not None else ()
-        read = self.agree(microbatches, requests, watch, compute_us)
+        read = self.agree(microbatches, requests, watch, compute_us, everyone=everyone)
         if self._pace is not None:
             self._pace.agreed(read.plan.compute_us, self._tell)
         return read
@@ -147,17 +149,21 @@ class StepRunner:
         requests: Requests,
         watch: Stopwatch,
         compute_us: tuple[int, ...] = (),
+        *,
+        everyone: bool = True,
     ) -> ReadStep:
-        """Agrees with the other ranks on the rows that each has read. Collective over the world.
+        """Agrees with the other ranks on the rows that each has read. Collective.
 
         Args:
             microbatches: The rows of each of this replica's microbatches.
             requests: The operator's requests as this rank knows them.
             watch: Times the agreement.
             compute_us: From `Pace.before_step`.
+            everyone: False: a replica that trains apart agrees in itself, and not on snapshots.
         """
+        everyone = everyone or self._replica is None
         rows = [row for microbatch in microbatches for row in microbatch]
-        self._mark("agree")
+        self._mark("agree" if everyone else "replica agree")
         with watch.part("negotiate"):
             proposal = StepProposal(
                 seq_lens=self._lengths(microbatches),
@@ -165,11 +171,12 @@ class StepRunner:
                 digest=rows_digest(rows),
                 requests=requests,
                 saving=self._saving(),
-                snapshots=self._snapshots() if self._snapshots is not None else None,
+                snapshots=self._snapshots() if self._snapshots is not None and everyone else None,
                 compute_us=compute_us,
                 peak_bytes=self._peaks(),
             )
-            plan = agree_on_step(proposal, replica=self.seat.replica, replicas=self.job.mesh.replicas)
+            group = None if everyone else self._replica
+            plan = agree_on_step(proposal, replica=self.seat.replica, replicas=self.job.mesh.replicas, group=group)
         return ReadStep(microbatches, plan)
 
     def _peaks(self) -> list[int]:
@@ -216,7 +223,8 @@ class StepRunner:
         return [length // self.share.size for length in read.plan.seq_lens]
 
     def run(self, step: int, read: ReadStep, watch: Stopwatch) -> StepReport:
-        """Runs a step that was read, and updates the weights. Collective over the world.
+        """Runs a step that was read, and updates the weights. Collective: over the replica between
+        outer steps, else over the world.
 
         Args:
             step: The step's number, 1-based.
@@ -238,7 +246,7 @@ class StepRunner:
         if self.lookahead is not None:
             with watch.part("lookahead"):
                 choice = self.lookahead.before_step(self.own_lengths(read))
-            if choice is not None:
+            if choice is not None and self.seat.rank == 0:
                 self._tell(chosen_event(choice, step, self.seat.attempt))
         with watch.part("pipeline"):
             losses = self._compute(step, read, batches)
@@ -251,31 +259,30 @@ class StepRunner:
             gradients = self.reducer.gradients()
             if self._injection is not None:
                 self._injection.gradients(gradients)
-            self._mark("sum")
+            self._mark("sum" if self._replica is None else "replica sum")
             sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
             sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
-        rate = self.job.train.learning_rate(step)
+        rate, tokens = self.job.train.learning_rate(step), read.plan.global_tokens
+        if self.outer is not None:
+            tokens = read.plan.tokens_apart(self.outer.replicas)[self.outer.replica]
         self._mark("update")
         with watch.part("optimizer"):
             if self.guard.is_finite(sums):
-                tokens, norm = read.plan.global_tokens, sums.grad_norm
                 if self.outer is not None:
-                    counts = read.plan.tokens_apart(self.outer.replicas)
-                    self.outer.count(counts)
-                    tokens, norm = counts[self.outer.replica], sums.norms[self.outer.replica]
-                self._update(step, gradients, norm, tokens, rate)
+                    self.outer.count(tokens)
+                self._update(step, gradients, sums.grad_norm, tokens, rate)
             else:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.guard.handle(step, sums, lambda: self._again(step, read, batches), self._tell)
                 self.optimizer.zero_grad(set_to_none=True)
             for one in self.built.replica_sums:
                 one.drop_residuals()
-        if self.outer is not None and self.job.replicas_agree(step):
+        if self.outer is not None:
             with watch.part("outer"):
-                self.outer.run(lambda: self._mark("outer"))
+                self.outer.run(step, lambda: self._mark("outer"))
         if self._injection is not None:
             self._injection.updated(self.built.modules)
-        return self._report(step, read.plan, sums, rate, watch)
+        return self._report(step, read.plan, tokens, sums, rate, watch)
 
     def _compute(self, step: int, read: ReadStep, batches: list[StageBatch]) -> list[torch.Tensor]:
         """Runs the forwards and backwards; the last stage returns each microbatch's loss `[]`."""
@@ -321,21 +328,24 @@ class StepRunner:
                 one.keep_residuals()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _report(self, step: int, plan: StepPlan, sums: GlobalSums, rate: float, watch: Stopwatch) -> StepReport:
+    def _report(
+        self, step: int, plan: StepPlan, tokens: int, sums: GlobalSums, rate: float, watch: Stopwatch
+    ) -> StepReport:
+        """Returns the report of this replica if it trains apart, else of all."""
         watch.read()
         seconds = sum(value for part, value in watch.parts.items() if part != _AFTER_STEP)
         return StepReport(
             step=step,
-            loss=sums.loss / plan.global_tokens if plan.global_tokens else 0.0,
-            grad_norm=sums.grad_norm / plan.global_tokens if plan.global_tokens else 0.0,
-            tokens=plan.global_tokens,
+            loss=sums.loss / tokens if tokens else 0.0,
+            grad_norm=sums.grad_norm / tokens if tokens else 0.0,
+            tokens=tokens,
             seq_len=max(plan.seq_lens),
             step_s=seconds,
-            tokens_per_s=plan.global_tokens / seconds,
+            tokens_per_s=tokens / seconds,
             attempt=self.seat.attempt,
             lr=rate,
             parts_s=dict(watch.parts),
-            extras={**self.router_losses.report(sums.extra[:-1], plan.global_tokens), **self.loader.used()},
+            extras={**self.router_losses.report(sums.extra[:-1], tokens), **self.loader.used()},
             wire_bytes=int(sums.extra[-1]),
             compressed=self.job.pipeline.wire.compresses,
             peak_bytes=list(plan.peak_bytes),

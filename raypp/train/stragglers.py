@@ -40,7 +40,7 @@ class StragglerWatch:
     _reported: set[int] = field(default_factory=set)
 
     def seen(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
-        """Takes the seconds of every rank in a step.
+        """Takes the seconds of every rank in a step; 0: not known.
 
         Returns:
             Ranks that stayed slow, and how many times slower they are; each rank once.
@@ -55,10 +55,11 @@ class StragglerWatch:
 
     def _ratios(self, seconds: Sequence[float]) -> list[float]:
         per_layer = [one / self.work[pp] for one, pp in zip(seconds, self.pp_of_rank, strict=True)]
+        timed = [rank for rank, one in enumerate(seconds) if one]
         ratios = []
         for rank, pp in enumerate(self.pp_of_rank):
-            peers = [other for other, at in enumerate(self.pp_of_rank) if at == pp and other != rank]
-            peers = peers or [other for other in range(len(seconds)) if other != rank]
+            others = [other for other in timed if other != rank]
+            peers = [other for other in others if self.pp_of_rank[other] == pp] or others
             usual = statistics.median(per_layer[other] for other in peers) if peers else 0.0
             ratios.append(per_layer[rank] / usual if usual > 0 else 0.0)
         return ratios
@@ -118,8 +119,8 @@ class Pace:
 
     def agreed(self, everyone: Sequence[int], tell: Callable[[Event], None]) -> None:
         """Takes all ranks' microseconds; empty if the last step was not timed."""
-        # All zeros if another clock timed the step.
-        if not everyone or not all(everyone):
+        # All zeros if another clock timed the step; those of other replicas if these train apart.
+        if not any(everyone):
             return
         for rank, ratio in self._watch.seen([one / 1e6 for one in everyone]):
             words = (

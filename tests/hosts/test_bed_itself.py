@@ -93,6 +93,17 @@ def test_a_slow_cable_does_not_cut_blocks_into_packets(bare: TestBed, listener: 
     assert sent / blocks > 20_000
 
 
+def test_a_far_host_is_reached_through_the_relay_only(bare: TestBed, listener: subprocess.Popen[Any]) -> None:
+    assert listener.stdout is not None
+    with bare.network.far_apart([1], "20mbit", 0.01):
+        assert _send(bare, 1_000_000) == 0
+        assert listener.stdout.readline() == "1000000\n"
+        (tap,) = Path(f"/sys/class/net/{bare.network.bridge}").glob("brif/rt-*-t0")
+        assert int((tap.resolve().parent / "statistics/rx_bytes").read_text()) > 1_000_000
+    assert _send(bare, 1000) == 0
+    assert [one.name for one in Path("/sys/class/net").glob(f"{bare.network.bridge}2")] == []
+
+
 @pytest.mark.parametrize("how", list(Cut))
 def test_a_cut_cable_carries_nothing_until_it_is_healed(
     bare: TestBed, listener: subprocess.Popen[Any], how: Cut

@@ -271,8 +271,8 @@ FAULTS = [
     ),
     Fault(
         "agree-tokens-of-one-replica", _AGREE,
-        "global_tokens=int(table[:, count].sum())",
-        "global_tokens=int(table[replica, count])",
+        "global_tokens=sum(tokens)",
+        "global_tokens=tokens[replica]",
         "gradients are divided by the wrong number",
     ),
     Fault(

@@ -88,16 +88,16 @@ class _Speaker:
         in_step = (
             name == "step"
             and rest != "read"
-            and detail != "agree"
+            and detail.split()[-1:] != ["agree"]
             and fate is not None
             and self._step == fate.after + 1
         )
         if in_step and fate is not None and self._seat.rank in fate.ranks:
-            if fate.memory:
-                self._wait_for_snapshots(fate)
+            if fate.memory or fate.commit is not None:
+                self._wait_for_what_is_kept(fate)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _wait_for_snapshots(self, fate: Fate) -> None:
+    def _wait_for_what_is_kept(self, fate: Fate) -> None:
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             names = [name for folder in set(self._directories) for name, _ in list_slots(Path(folder))]
@@ -107,10 +107,10 @@ class _Speaker:
             held = {step for _, step in own if len({rank for rank, of in own if of == step}) == self._seat.world_size}
             copies = max((len({rank for rank, of in copied if of == step}) for step in held - {None}), default=0)
             committed = fate.commit is None or self._committed(fate.commit)
-            if len(whole) == self._seat.world_size and copies >= fate.copies and committed:
+            if (not fate.memory or len(whole) == self._seat.world_size) and copies >= fate.copies and committed:
                 return
             time.sleep(0.002)
-        raise TimeoutError(f"no snapshots of step {fate.after}: {names}")
+        raise TimeoutError(f"no snapshots or commit of step {fate.after}: {names}")
 
     def _committed(self, step: int) -> bool:
         return self._store.head(commit_key(self._seat.run, step)) is not None
@@ -157,6 +157,7 @@ def _live(
                 return
             seat, fate = connection.recv()
         except BaseException as error:  # noqa: BLE001 - belongs in the test's report
+            connection.send(("left", _left_over()))
             connection.send(("error", f"{type(error).__name__}: {error}"))
             return
 
@@ -178,10 +179,10 @@ def _copies_keep_up() -> None:
 
 
 def _left_over() -> list[str]:
-    """Returns the memory tier's threads that outlive a rank's life, and the locks it holds."""
+    """Returns the threads that outlive a rank's life, and the locks of the memory tier it holds."""
     held = [str(path) for folder in [Path(os.environ[DIRECTORY_VARIABLE])] for path in _held_here(folder)]
     names = (thread.name for thread in threading.enumerate())
-    return held + [name for name in names if name in ("raypp-seal", "raypp-copy", "raypp-copies")]
+    return held + [name for name in names if name in ("raypp-seal", "raypp-copy", "raypp-copies", "raypp-outer")]
 
 
 def _held_here(folder: Path) -> list[Path]:

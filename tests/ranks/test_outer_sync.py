@@ -3,8 +3,12 @@ survive a restart and another mesh inside a replica."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +16,20 @@ import numpy as np
 import pytest
 import torch
 from harness import run_ranks
-from lives import Fate, Lives, same
+from lives import Fate, Lives, Told, same
 from test_memory_tier import shared_memory as shared_memory
 from test_mesh_does_not_change_numbers import document
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from training import seat_of, thinned
 
 from raypp import ports
-from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, RESIDUAL
+from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, OWN_WEIGHT, RESIDUAL
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
 from raypp.measure.parity import train_some_steps, whole
-from raypp.mesh.geometry import AXES
 from raypp.parallel import replica_sums
-from raypp.records import Coordinates
+from raypp.parallel.outer_sync import OuterSync, fragments_of
+from raypp.records import AXES, Coordinates
 from raypp.spec.load import parse_job
 from raypp.train.fault_injection import VARIABLE
 from raypp.train.reduce import GradientReducer
@@ -36,9 +41,19 @@ EVERY = 2
 
 
 def outer(
-    *, lr: float = 0.7, momentum: float = 0.9, every: int = EVERY, compression: str = "none", **more: Any
+    *,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    every: int = EVERY,
+    compression: str = "none",
+    fragments: int = 1,
+    overlap: int = 0,
+    **more: Any,
 ) -> dict[str, Any]:
-    sync = {"kind": "outer", "every_steps": every, "lr": lr, "momentum": momentum, "compression": compression}
+    sync = {
+        "kind": "outer", "every_steps": every, "lr": lr, "momentum": momentum, "compression": compression,
+        "fragments": fragments, "overlap_steps": overlap,
+    }  # fmt: skip
     return {"sync": sync, **more}
 
 
@@ -79,49 +94,100 @@ def same_weights(one: Weights, other: Weights) -> bool:
 # The outer step
 
 
-def reference(rank: int, world: int, port: int, used: list[int], job: dict[str, Any], rounds: int) -> list[Weights]:
-    """Returns the weights after each outer step, by runs of one process on each replica's rows."""
+class Counting:
+    """A loader that counts the tokens with a label of each step."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self.tokens = loader, [0]
+
+    def next_step(self) -> list[Microbatch]:
+        found = self.loader.next_step()
+        self.tokens.append(sum(int((row.labels != -100).sum()) for one in found for row in one.rows))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def reference(rank: int, world: int, port: int, alone: list[int], job: dict[str, Any], steps: int) -> list[Weights]:
+    """Returns a replica's weights after each step: one process trains on its rows, and takes the
+    outer steps of all fragments in a few lines."""
     two, one = parse_job(job), {**job, "mesh": {}, "train": {**job["train"], "sync": {"kind": "exact"}}}
-    agreed: dict[int, Weights] = {}
+    sync, store = two.train.sync, TCPStore("127.0.0.1", port, world, rank == 0)
+    counting = Counting(open_loader(two, rank, world))
+    agreed: Weights = {}
     momentum: Weights = {}
+    since: dict[int, int] = {}
+    sent: dict[int, list[Any]] = {}
+    after: list[Weights] = []
+    ends = {"lm_head.weight": 4, "model.embed_tokens.weight": 5, "model.norm.weight": 6}
 
-    def start(step: int, runner: StepRunner) -> None:
-        """Replaces the weights where a round begins, and keeps those of the first."""
-        named = {name: p for module in runner.built.modules for name, p in module.named_parameters()}
-        if step == 1:
-            agreed.setdefault(0, {name: p.detach().clone() for name, p in named.items()})
-        elif step - 1 in agreed:
-            for name, p in named.items():
-                p.data.copy_(agreed[step - 1][name])
+    def everyone(key: str, value: Any) -> list[Any]:
+        store.set(f"{key}/{rank}", pickle.dumps(value))
+        return [pickle.loads(store.get(f"{key}/{replica}")) for replica in range(world)]
 
-    for step in range(EVERY, rounds * EVERY + 1, EVERY):
-        ends, tokens = [], []
-        for replica in range(2):
-            loader = open_loader(two, replica, 2)
-            rows = [row for _ in range(step) for mb in loader.next_step() for row in mb.rows]
-            tokens.append(sum(int((row.labels != -100).sum()) for row in rows[-len(rows) * EVERY // step :]))
-            loader.close()
-            wrap = lambda _, __, mine=replica: open_loader(two, mine, 2)  # noqa: E731
-            ends.append(train(0, 1, used.pop(), one, step, wrap, start)[-1])
-        before = agreed[step - EVERY]
-        agreed[step] = {}
-        for name, old in before.items():
-            mean = sum(n * end[name].double() for n, end in zip(tokens, ends, strict=True)) / sum(tokens)
-            change = old.double() - mean.float().double()
-            momentum[name] = (0.9 * momentum.get(name, torch.zeros_like(old)).double() + change).float()
-            agreed[step][name] = (old.double() - 0.7 * (change + 0.9 * momentum[name].double())).float()
-    return [agreed[step] for step in range(EVERY, rounds * EVERY + 1, EVERY)]
+    def outer_steps(step: int, runner: StepRunner) -> None:
+        named = {name: p.data for module in runner.built.modules for name, p in module.named_parameters()}
+
+        def due(number: int, at: int) -> bool:
+            return at % sync.every_steps == number * sync.every_steps // sync.fragments
+
+        def send(number: int) -> None:
+            names = [n for n in named if (ends[n] if n in ends else int(n.split(".")[2])) % sync.fragments == number]
+            tokens = sum(counting.tokens[since.get(number, 0) + 1 : step + 1])
+            sent[number] = everyone(f"{step}/{number}", (tokens, {name: named[name].clone() for name in names}))
+            since[number] = step
+
+        def receive(number: int) -> None:
+            counts, weights = zip(*sent.pop(number), strict=True)
+            for name in weights[rank] if sum(counts) else ():
+                old = agreed[name].double()
+                mean = sum(n * one[name].double() for n, one in zip(counts, weights, strict=True)) / sum(counts)
+                change = old - mean.float().double()
+                momentum[name] = (0.9 * momentum.get(name, torch.zeros_like(old)).double() + change).float()
+                agreed[name] = (old - 0.7 * (change + 0.9 * momentum[name].double())).float()
+                named[name].copy_(agreed[name] + (named[name] - weights[rank][name]))
+
+        for number in range(sync.fragments) if step else ():
+            last = step == two.train.steps
+            if number in sent and (last or due(number, step)):
+                receive(number)
+            if last or due(number, step + sync.overlap_steps):
+                send(number)
+            if number in sent and (last or due(number, step)):
+                receive(number)
+        if step:
+            after.append({name: p.clone() for name, p in named.items()})
+        else:
+            agreed.update({name: p.clone() for name, p in named.items()})
+
+    train(0, 1, alone[rank], one, steps + 1, lambda _, __: counting, lambda step, run: outer_steps(step - 1, run))
+    return after
 
 
-ADAMW = document(dp_replicate=2, microbatches=2, train=outer(steps=8))
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"every": 2, "steps": 5},
+    "fragments": {"every": 4, "fragments": 2, "steps": 9},
+    "overlap": {"every": 4, "overlap": 3, "steps": 10},
+    "both": {"every": 4, "fragments": 2, "overlap": 1, "steps": 9},
+}
 
 
-def test_outer_steps_of_adamw_have_the_bits_of_a_reference() -> None:
-    (expected,) = run_ranks(1, reference, ports.free_ports(4), ADAMW, 2)
-    first, second = run_ranks(2, train, ADAMW, 2 * EVERY)
-    for step, (one, other) in enumerate(zip(first, second, strict=True), start=1):
-        assert same_weights(one, other) == (step % EVERY == 0), "they differ between outer steps only"
-    assert [same_weights(first[EVERY * n - 1], expected[n - 1]) for n in (1, 2)] == [True, True]
+@pytest.mark.parametrize("way", thinned(WAYS, ["both"], ["fragments", "overlap"]))
+def test_outer_steps_of_adamw_have_the_bits_of_a_reference(way: str) -> None:
+    job, steps = document(dp_replicate=2, microbatches=2, train=outer(**WAYS[way])), WAYS[way]["steps"]
+    expected = run_ranks(2, reference, ports.free_ports(2), job, steps)
+    found = run_ranks(2, train, job, steps)
+    for replica in range(2):
+        equal = [same_weights(one, other) for one, other in zip(found[replica], expected[replica], strict=True)]
+        assert equal == [True] * steps
+    sync = parse_job(job).train.sync
+    for step, (one, other) in enumerate(zip(*found, strict=True), start=1):
+        fragment = fragments_of(list(one), sync.fragments)
+        same_in = {number for name, number in fragment.items() if torch.equal(one[name], other[name])}
+        not_in = {number for name, number in fragment.items() if not torch.equal(one[name], other[name])}
+        due = {sync.fragment_due(step)} - {None} if not sync.overlap_steps else set()
+        assert same_in == (set(range(sync.fragments)) if step == steps else due) and not same_in & not_in
 
 
 # Exact arithmetic
@@ -230,7 +296,10 @@ CASES = {
 @pytest.mark.parametrize("name", thinned(CASES, ["fsdp, bf16, offload"], ["experts", "pp, tied, int4"]))
 def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
     ranks = run_ranks(4, train, CASES[name], 4)
-    each = [Coordinates(*place) for place in np.ndindex(*(CASES[name]["mesh"].get(axis, 1) for axis in AXES))]
+    each = [
+        Coordinates(*place)
+        for place in np.ndindex(*(CASES[name]["mesh"].get(axis, 1) for axis in (one.name for one in AXES)))
+    ]
     pairs = [(one, other) for one in range(4) for other in range(one) if
              replace(each[one], dp_replicate=0) == replace(each[other], dp_replicate=0)]  # fmt: skip
     assert len(pairs) == 2
@@ -258,47 +327,113 @@ def test_offload_changes_no_bit() -> None:
     assert all(same_weights(one, other) for one, other in zip(offloaded, here, strict=True))
 
 
+# Between outer steps
+
+
+def apart(rank: int, world: int, port: int, *, done: Path) -> None:
+    """Lets the second replica begin its second step when the first has done its third."""
+    read, run = StepRunner.read, StepRunner.run
+
+    def late(self: StepRunner, *args: Any, **options: Any) -> Any:
+        if rank == 1 and self.warm_steps == 1:
+            while not done.exists():
+                time.sleep(0.005)
+        self.warm_steps += 1
+        return read(self, *args, **options)
+
+    def ahead(self: StepRunner, step: int, *rest: Any) -> Any:
+        report = run(self, step, *rest)
+        if rank == 0 and step == 3:
+            done.touch()
+        return report
+
+    StepRunner.warm_steps = 0  # type: ignore[attr-defined]
+    StepRunner.read, StepRunner.run = late, ahead  # type: ignore[method-assign,assignment]
+
+
+def test_a_replica_waits_for_no_other_between_outer_steps(tmp_path: Path) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(every=4, steps=8))
+    job["checkpoint"] = {"every_steps": 4, "memory_tier": False}
+    reports = []
+    for name, prepare in {"straight": None, "apart": partial(apart, done=tmp_path / "done")}.items():
+        one = Lives(job, tmp_path / name, [tmp_path / "memory"] * 2, [0, 0], prepare=prepare)
+        told = one.attempt_once()
+        assert not told.errors
+        assert told.steps == list(range(1, 9)), "rank 0 reports each step once, in order"
+        reports.append((told.losses, one.final_state()))
+        one.end()
+    (straight, state), (late, state_of_late) = reports
+    assert straight == late and same(state, state_of_late)
+
+
 # Restarts
 
 
-def lives(root: Path, store: str, compression: str, faults: str = "", **mesh: int) -> Lives:
-    """A run with outer steps after every second step, and saves after every fourth."""
-    made = document(microbatches=2, train=outer(steps=8, compression=compression), dp_replicate=2, **mesh)
-    made = {**made, "checkpoint": {"every_steps": 4, "memory_tier": False, "keep": 9}}
-    world = 2 * mesh.get("pp", 1)
-    return Lives(made, root / store, [root / "memory"] * world, [0] * world, {VARIABLE: faults})
+def lives(root: Path, store: str, sync: dict[str, Any], **mesh: int) -> Lives:
+    """A run with saves and evaluations after every fourth step."""
+    made = document(microbatches=4 // mesh.get("dp_replicate", 2), train=outer(steps=8, **sync), **mesh)
+    made["train"]["eval_every_steps"], made["data"]["eval"] = 4, {"fraction": 0.05}
+    made["mesh"] = {"dp_replicate": 2, **mesh}
+    made["checkpoint"] = {"every_steps": 4, "memory_tier": False, "keep": 9}
+    world = parse_job(made).mesh.world
+    return Lives(made, root / store, [root / "memory"] * world, [0] * world)
 
 
-@pytest.mark.parametrize("compression", ["none", pytest.param("int4", marks=[pytest.mark.slow, pytest.mark.gate])])
+SYNCS: dict[str, dict[str, Any]] = {
+    "whole": {"every": 2},
+    "int4": {"every": 2, "compression": "int4"},
+    "beside": {"every": 4, "fragments": 2, "overlap": 1, "compression": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", thinned(SYNCS, ["beside"], ["whole", "int4"]))
 def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_a_replica(
-    tmp_path: Path, compression: str
+    tmp_path: Path, name: str
 ) -> None:
-    straight = lives(tmp_path, "straight", compression)
+    sync = SYNCS[name]
+    straight = lives(tmp_path, "straight", sync)
     told = straight.attempt_once()
     assert not told.errors
     expected = straight.final_state()
     keys = {key.rpartition("/")[2] for key in expected if key.startswith("optim/")}
     assert {OUTER_MOMENTUM, "exp_avg", f"exp_avg{OF_REPLICA}1"} <= keys
-    assert (f"{RESIDUAL}1" in keys) == (compression != "none")
-    moments = [name for name in expected if name.endswith("/exp_avg")]
-    assert any(not torch.equal(expected[name], expected[f"{name}{OF_REPLICA}1"]) for name in moments)
+    assert (f"{RESIDUAL}1" in keys) == (name != "whole")
+    assert ({OWN_WEIGHT, f"{OWN_WEIGHT}{OF_REPLICA}1"} <= keys) == (name == "beside")
+    for key, value in expected.items():
+        if key.endswith("/exp_avg"):
+            assert not torch.equal(value, expected[f"{key}{OF_REPLICA}1"])
+        elif f"/{OWN_WEIGHT}" in key:
+            assert torch.equal(value, expected[key.removeprefix("optim/").partition("/")[0]]), "not agreed in the end"
     straight.end()
 
-    killed = lives(tmp_path, "killed", compression, "kill@optimizer:rank=1,step=7")
-    assert killed.attempt_once().errors, "no rank was killed"
+    killed = lives(tmp_path, "killed", sync)
+    killed.attempt_once(Fate((1,), after=6, memory=False, commit=4))
     killed.end()
-    other = lives(tmp_path, "killed", compression, pp=2)
-    other.attempt = 1
-    resumed = other.attempt_once()
-    assert not resumed.errors
-    assert resumed.of_kind("resumed")[-1].step == 4
+    shutil.copytree(tmp_path / "killed", tmp_path / "alone")
+    resumed = go_on(lives(tmp_path, "killed", sync, pp=2), expected)
     assert [resumed.losses[step] for step in range(5, 9)] == [told.losses[step] for step in range(5, 9)]
-    assert same(other.final_state(), expected)
+    assert evaluated(resumed) == evaluated(told)
+    alone = go_on(lives(tmp_path, "alone", {}, dp_replicate=1))
+    assert evaluated(alone)[4] == evaluated(told)[4], "what was evaluated is not what was saved"
+
+
+def go_on(other: Lives, expected: Weights | None = None) -> Told:
+    """Resumes a run that was killed in its first attempt, and compares its end."""
+    other.attempt = 1
+    told = other.attempt_once()
+    assert not told.errors
+    assert told.of_kind("resumed")[-1].step == 4
+    assert expected is None or same(other.final_state(), expected)
     other.end()
+    return told
+
+
+def evaluated(told: Told) -> dict[int | None, float]:
+    return {event.step: event.details["loss"] for event in told.of_kind("evaluated")}
 
 
 def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path: Path, shared_memory: Any) -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(steps=6))
+    job = document(dp_replicate=2, microbatches=2, train=outer(steps=6, every=4, fragments=2, overlap=1))
     job["checkpoint"] = {"every_steps": 0}
     straight, killed = (Lives(job, tmp_path / name, [shared_memory(), shared_memory()], [0, 1]) for name in "ab")
     assert not straight.attempt_once().errors
@@ -309,3 +444,48 @@ def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path
     assert same(killed.final_state(), straight.final_state())
     for one in (straight, killed):
         one.end()
+
+
+# Failures beside the compute
+
+
+def fails_on_one(rank: int, world: int, port: int) -> None:
+    """Lets the exchange of rank 1 fail."""
+
+    def failing(*_: Any) -> Iterator[Any]:
+        raise RuntimeError("the exchange fails")
+        yield
+
+    if rank == 1:
+        OuterSync._exchanged = failing  # type: ignore[method-assign]
+
+
+def never_comes(rank: int, world: int, port: int) -> None:
+    """Lets rank 1 never exchange anything."""
+    if rank == 1:
+        OuterSync._exchanged = lambda *_: iter(())  # type: ignore[method-assign, assignment, return-value]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "faults", "errors"),
+    [
+        (fails_on_one, "", {0: "lost a peer", 1: "RuntimeError: the exchange fails"}),
+        pytest.param(
+            never_comes,
+            "raise@optimizer:rank=0,step=3",
+            {0: "injected", 1: "lost a peer"},
+            marks=[pytest.mark.slow, pytest.mark.gate],
+        ),
+    ],
+    ids=["a thread fails", "a thread waits when its rank fails"],
+)
+def test_a_failure_ends_an_exchange_beside_the_compute(
+    tmp_path: Path, prepare: Callable[[int, int, int], None], faults: str, errors: dict[int, str]
+) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(steps=8, every=4, overlap=3))
+    job["checkpoint"] = {"every_steps": 0, "memory_tier": False}
+    run = Lives(job, tmp_path / "store", [tmp_path] * 2, [0, 0], {VARIABLE: faults}, prepare=prepare)
+    told = run.attempt_once()
+    run.end()
+    assert {rank for rank, words in errors.items() if words in told.errors.get(rank, "")} == {0, 1}, told.errors
+    assert told.left == []

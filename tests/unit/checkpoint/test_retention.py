@@ -127,6 +127,14 @@ def _objects(history: History) -> Iterator:
     return history.store.list(steps_prefix(RUN))
 
 
+def test_a_commit_that_cannot_be_read_is_no_newer_attempts(tmp_path: Path) -> None:
+    history = History(tmp_path, keep=1, keep_every=0)
+    history.save()
+    history.store.put(commit_key(RUN, 1), b"{")
+    history.save()
+    assert history.committed() == [2]
+
+
 def test_when_the_kept_one_is_damaged_an_older_whole_one_stays(tmp_path: Path) -> None:
     history = History(tmp_path, keep=1, keep_every=0)
     history.save()

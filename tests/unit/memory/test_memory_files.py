@@ -145,6 +145,16 @@ def test_a_closed_snapshot_is_free_also_while_somebody_keeps_its_memory(tmp_path
     assert remove_run(NAME.life, tmp_path) == [slot.path.name] and int(kept[0]) == 5
 
 
+def test_a_snapshot_that_is_written_is_in_use_and_one_that_was_removed_is_gone(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    with pytest.raises(CheckpointError, match=r"snapshot of step 7.*is in use"), reading(slot.path, slot.name):
+        pass
+    slot.close()
+    slot.path.unlink()
+    with pytest.raises(CheckpointError, match=r"snapshot of step 7.*is gone"), reading(slot.path, slot.name):
+        pass
+
+
 def test_a_slow_reader_does_not_own_a_file(tmp_path: Path) -> None:
     """Each rank that starts on a node reads every control block, under a shared lock."""
     slot = sealed(tmp_path)
@@ -188,6 +198,12 @@ def test_the_room_is_what_is_left_and_what_the_operator_allows(tmp_path: Path, m
 )
 def test_the_partner_is_the_same_place_on_the_next_node(nodes: list[int], partners: list[int | None]) -> None:
     assert [partner_of(rank, nodes) for rank in range(len(nodes))] == partners
+
+
+def test_the_partner_is_at_the_same_site_if_that_has_another_node() -> None:
+    assert [partner_of(rank, [0, 1, 2, 3], [0, 1, 0, 1]) for rank in range(4)] == [2, 3, 0, 1]
+    assert [partner_of(rank, [0, 0, 1, 1], [0, 0, 1, 1]) for rank in range(4)] == [2, 3, 0, 1]
+    assert partner_of(1, [0, 0, 0], [0, 1, 1]) is None
 
 
 def test_a_sender_that_is_closed_while_it_connects_ends_at_once(

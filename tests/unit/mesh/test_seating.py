@@ -108,3 +108,45 @@ def test_workers_without_a_device_index_still_get_distinct_ranks() -> None:
 def test_another_number_of_workers_than_ranks_is_an_error() -> None:
     with pytest.raises(ResourcesError, match="4 ranks, but there are 3 workers"):
         seat_order(mesh_of(pp=4), workers(3))
+
+
+def sited(sites: dict[str, list[int]]) -> list[NodeFacts]:
+    """Returns workers of sites whose nodes' addresses alternate."""
+    made = []
+    for index, (site, nodes) in enumerate(sites.items()):
+        for number, devices in enumerate(nodes):
+            ip = f"10.0.0.{1 + number * len(sites) + index}"
+            made += [NodeFacts(ip, ip, ip, 0, "", device, site) for device in range(devices)]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("axes", "sites", "mixed"),
+    [
+        ({"pp": 2, "dp_replicate": 2}, {"a": [1, 1], "b": [1, 1]}, 0),
+        ({"pp": 2, "dp_replicate": 2, "fsdp": 2}, {"a": [2, 2], "b": [2, 2]}, 0),
+        ({"pp": 2, "dp_replicate": 3}, {"a": [1, 1, 1, 1], "b": [1, 1]}, 0),
+        ({"pp": 3, "dp_replicate": 2}, {"a": [4], "b": [2]}, 1),
+        ({"pp": 2, "dp_replicate": 2, "fsdp": 2}, {"a": [2, 2, 1], "b": [3]}, 1),
+    ],
+)
+def test_replicas_that_train_apart_stay_within_sites_where_they_fit(
+    axes: dict[str, int], sites: dict[str, list[int]], mixed: int
+) -> None:
+    mesh, facts = mesh_of(**axes), sited(sites)
+    order = seat_order(mesh, facts, apart=True)
+    site = {rank: fact.site for rank, fact in zip(order, facts, strict=True)}
+    replicas = mesh.groups(("pp", "fsdp", "cp"))
+    assert sorted(rank for replica in replicas for rank in replica) == list(range(mesh.world))
+    assert sum(len({site[rank] for rank in replica}) > 1 for replica in replicas) == mixed
+    shuffled = random.Random(0).sample(range(len(facts)), len(facts))
+    again = seat_order(mesh, [facts[worker] for worker in shuffled], apart=True)
+    assert again == [order[worker] for worker in shuffled]
+
+
+def test_replicas_that_train_apart_run_through_nodes_in_the_order_of_addresses_without_labels() -> None:
+    mesh = mesh_of(pp=2, dp_replicate=2)
+    facts = workers(1, 1, 1, 1)
+    assert [facts[seat_order(mesh, facts, apart=True).index(rank)].node_id for rank in range(4)] == [
+        "node0", "node2", "node1", "node3",
+    ]  # fmt: skip

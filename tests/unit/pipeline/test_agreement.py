@@ -93,3 +93,10 @@ def test_every_rank_hears_the_peak_of_each_pipeline_rank() -> None:
     ranks = zip(peaks, seconds, strict=True)
     plans = agreed([(0, proposal([8], 1, 1, snapshots=state, peak_bytes=own, compute_us=us)) for own, us in ranks], 1)
     assert [(plan.peak_bytes, plan.compute_us) for plan in plans] == [((5 << 40, 9), (700, 800))] * 4
+
+
+def test_a_replica_that_agrees_in_itself_knows_nothing_of_the_others() -> None:
+    said = [proposal([16, 24], 30, 99), proposal([24, 16], 30, 99)]
+    for plan in agreed([(1, one) for one in said], 2):
+        assert (plan.seq_lens, plan.global_tokens) == ((24, 24), 30)
+        assert plan.replica_tokens == (0, 30) and plan.tokens_apart(2) == [0, 30]

@@ -178,3 +178,14 @@ def test_whatever_the_ranks_do_the_cause_is_told_in_words_of_bounded_length(
     silent = [activity.rank for activity in activities if activity.silent]
     if silent:
         assert blame.rank in silent
+
+
+def test_a_replica_that_trains_apart_waits_in_itself_and_the_others_for_it() -> None:
+    phases = ("step outer", "step outer", "step replica sum", "step 1F3")
+    stuck = [
+        RankActivity(rank, f"rank {rank}", Coordinates(rank % 2, rank // 2), phase, 70.0, f"node-{rank}", 100 + rank)
+        for rank, phase in enumerate(phases)
+    ]
+    blame = find_culprit(stuck, [0, 1])
+    assert blame.rank == 3 and not blame.ring
+    assert "waits for the sum of loss and norms with rank 3" in blame.cause

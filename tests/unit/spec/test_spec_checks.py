@@ -187,6 +187,7 @@ def test_int8_sums_are_refused_where_they_do_nothing_or_cannot_work(
 
 
 EVAL = {"eval": {"fraction": 0.02}}
+OUTER = {"kind": "outer", "every_steps": 20, "compression": "int4"}
 
 
 @pytest.mark.parametrize(
@@ -199,13 +200,20 @@ EVAL = {"eval": {"fraction": 0.02}}
         ("train.eval_every_steps", {"train": {"eval_every_steps": 30}, "data": EVAL}, "30 is no multiple of"),
         ("train.sample.every_steps", {"train": {"sample": {"prompts": ["a"], "every_steps": 5}}}, "5 is no multiple"),
         ("train.sync.every_steps", {"train": {"steps": 10}}, "20 is more than the 10 steps of the run"),
+        (
+            "train.sync.every_steps",
+            {"train": {"sync": {**OUTER, "fragments": 3}}},
+            "use 21, or train.sync.fragments: 1",
+        ),
+        ("train.sync.overlap_steps", {"train": {"sync": {**OUTER, "fragments": 4, "overlap_steps": 5}}}, "at most 4"),
+        ("train.sync.fragments", {"train": {"sync": {**OUTER, "fragments": 10}}}, "use at most 8"),
     ],
 )
 def test_outer_steps_are_refused_where_they_do_nothing_or_replicas_would_differ(
     key: str, other: dict[str, Any], told: str
 ) -> None:
     job = {"mesh": {"dp_replicate": 2}, "checkpoint": {"every_steps": 40}, "train": {}} | other
-    outer = {"steps": 200, "sync": {"kind": "outer", "every_steps": 20, "compression": "int4"}}
+    outer = {"steps": 200, "sync": OUTER}
     assert told in found(**{**job, "train": {**outer, **job["train"]}})[key]
     assert key not in found(**{**job, "train": {**outer, **job["train"], "sync": {"kind": "exact"}}})
     fine = found(mesh={"dp_replicate": 2}, checkpoint={"every_steps": 40}, train={**outer, "precision": "bf16"})

@@ -48,11 +48,21 @@ def test_before_a_step(place: tuple[Any, ...], requests: Requests, then: tuple[A
 def test_requests_wait_for_the_next_outer_step(requests: Requests, waiting: dict[str, bool], later: Due) -> None:
     place, due = before_step(Place(3, 0, 2), requests, savable=False)
     assert (place, due) == (Place(3, 0, 2, **waiting), Due())
+    assert place.requests(Requests()) == requests
     assert before_step(replace(place, done=4), Requests())[1] == later
 
 
-def test_a_stop_without_a_save_waits_for_nothing() -> None:
+def test_a_stop_without_a_save_waits_for_the_next_agreement_of_all_ranks() -> None:
+    assert before_step(Place(3, 0, 2), DROP, savable=False, everyone=False)[1] == Due()
     assert before_step(Place(3, 0, 2), DROP, savable=False)[1] == Due(stop=True, save_is_needed=False)
+
+
+@pytest.mark.parametrize(("requests", "due"), [(SAVE, Due(save=True)), (Requests(trace=3), Due(trace=3))])
+def test_what_one_replica_was_asked_waits_until_all_know(requests: Requests, due: Due) -> None:
+    place, now = before_step(Place(3, 0, 2), requests, savable=False, everyone=False)
+    assert now == Due() and place.requests(Requests()) == requests
+    after, then = before_step(replace(place, done=4), place.requests(Requests()))
+    assert then == due and after.requests(Requests()) == Requests()
 
 
 @pytest.mark.parametrize(
