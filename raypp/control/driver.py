@@ -215,8 +215,8 @@ def _follow_run(request: RunRequest) -> int:
     if outcome is None:
         print("the run's controller is gone; `raypp status` shows how far the run got", file=sys.stderr)  # noqa: T201
         return 1
-    said = outcome.reason or f"step {outcome.step}"
-    print(f"{outcome.state.lower()}: {visible_lines(said)}", flush=True)  # noqa: T201
+    reason = outcome.reason or f"step {outcome.step}"
+    print(f"{outcome.state.lower()}: {visible_lines(reason)}", flush=True)  # noqa: T201
     with contextlib.suppress(ray.exceptions.RayActorError):
         ray.get(controller.dismiss.remote())
     return outcome.exit_code

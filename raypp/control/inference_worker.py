@@ -27,7 +27,7 @@ class InferenceWorker:
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         self._name = name
-        self._told = threading.Condition()
+        self._changed = threading.Condition()
         self._reports: list[Mapping[str, Any]] = []
         self._over = False
         load_private_environment()
@@ -60,21 +60,21 @@ class InferenceWorker:
             with process_title(f"ray::{self._name}"):
                 return use_model(request, seat, self._tell)
         finally:
-            with self._told:
+            with self._changed:
                 self._over = True
-                self._told.notify_all()
+                self._changed.notify_all()
 
     def reports(self, timeout_s: float) -> list[Mapping[str, Any]]:
         """Returns what the rank has reported since the last call.
 
         Waits for the first report, or for the rank's end.
         """
-        with self._told:
-            self._told.wait_for(lambda: self._reports or self._over, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._reports or self._over, timeout_s)
             found, self._reports = self._reports, []
         return found
 
     def _tell(self, report: Mapping[str, Any]) -> None:
-        with self._told:
+        with self._changed:
             self._reports.append(report)
-            self._told.notify_all()
+            self._changed.notify_all()

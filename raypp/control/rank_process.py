@@ -126,22 +126,22 @@ def device_position(assigned: str, visible: str | None) -> int:
             return int(assigned)
         raise _refused(f"Ray assigned device {assigned!r}, but {_VARIABLE} is not set", "list the devices in it")
     entries = [entry.strip() for entry in visible.split(",")]
-    told = f"{_VARIABLE}={visible!r}"
+    variable = f"{_VARIABLE}={visible!r}"
     if entries == [""]:
         raise _refused(f"{_VARIABLE} is empty, so no device is visible", "unset it, or list devices in it")
     repeated = next((entry for entry in entries if entries.count(entry) > 1), None)
     if repeated is not None:
-        raise _refused(f"{told} names {repeated} twice, so CUDA shows no device", "name every device once")
+        raise _refused(f"{variable} names {repeated} twice, so CUDA shows no device", "name every device once")
     ended = next((index for index, entry in enumerate(entries) if not _valid(entry, entries[0])), len(entries))
     found = [index for index, entry in enumerate(entries) if _same(entry, assigned)]
     if not found:
-        what = f"Ray assigned device {assigned}, which {told} does not contain"
+        what = f"Ray assigned device {assigned}, which {variable} does not contain"
         raise _refused(what, "set the same list for Ray and the job")
     if found[0] >= ended:
-        what = f"CUDA ignores {told} from {entries[ended]!r} on, and with it device {assigned}, which Ray assigned"
+        what = f"CUDA ignores {variable} from {entries[ended]!r} on, and with it device {assigned}, which Ray assigned"
         raise _refused(what, "list indices only, or UUIDs of one kind only (GPU- or MIG-)")
     if found[0] and assigned.startswith("MIG-"):
-        what = f"CUDA shows a process only the first MIG instance of {told}, and Ray assigned {assigned}"
+        what = f"CUDA shows a process only the first MIG instance of {variable}, and Ray assigned {assigned}"
         raise _refused(what, "list one MIG instance; NCCL cannot join several instances of one GPU")
     return found[0]
 

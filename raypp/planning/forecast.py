@@ -281,13 +281,13 @@ def _bottleneck(
     most = max(range(len(busy)), key=lambda rank: busy[rank])
     bubble = free.makespan - busy[most]
     worst = max(((exposed, "link"), (parts[outside], outside), (bubble, "bubble")), key=lambda entry: entry[0])
-    said = ""
+    link_note = ""
     if links:
         link = links[0]
         hidden = "hidden" if exposed < 0.02 * step_s else f"{exposed / step_s:.0%} of the step not hidden"
-        said = f"; the link between {link.nodes[0]} and {link.nodes[1]} is {link.busy:.0%} busy, {hidden}"
+        link_note = f"; the link between {link.nodes[0]} and {link.nodes[1]} is {link.busy:.0%} busy, {hidden}"
     if worst[0] < (0.15 if worst[1] == "bubble" else 0.1) * step_s:
-        return f"compute: pipeline rank {most} computes {busy[most] / step_s:.0%} of the step{said}"
+        return f"compute: pipeline rank {most} computes {busy[most] / step_s:.0%} of the step{link_note}"
     words = {
         "link": f"links: {exposed / step_s:.0%} of the step waits for messages",
         "bubble": f"the pipeline's fill and drain: {bubble / step_s:.0%} of the step",
@@ -296,4 +296,4 @@ def _bottleneck(
         "optimizer": f"the optimizer: {parts['optimizer'] / step_s:.0%} of the step",
         "other": f"reading data and agreeing on lengths: {parts['other'] / step_s:.0%} of the step",
     }
-    return words[worst[1]] + said
+    return words[worst[1]] + link_note

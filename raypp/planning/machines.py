@@ -115,8 +115,8 @@ class Machines:
         nodes = tuple(Node(f"node {index}", per_node) for index in range(count))
         where = f"{count} node{'s' if count > 1 else ''} with {per_node} device{'s' if per_node > 1 else ''} each"
         link = Link(gbps, latency_s) if gbps else None
-        told = f", {gbps:g} Gbit/s between them" if gbps else ", free links (set --link-gbps or --links)"
-        return cls(nodes, link, inside_gbps=inside_gbps, source=f"{where}{told if count > 1 else ''}")
+        speed = f", {gbps:g} Gbit/s between them" if gbps else ", free links (set --link-gbps or --links)"
+        return cls(nodes, link, inside_gbps=inside_gbps, source=f"{where}{speed if count > 1 else ''}")
 
     @property
     def devices(self) -> int:

@@ -87,9 +87,9 @@ def special_tokens(folder: Path) -> SpecialTokens:
     """
     config = _config(folder, _CONFIG)
     decoder = config.get("added_tokens_decoder")
-    said = config if isinstance(decoder, dict) else {**config, **_config(folder, _MAP)}
-    names = {role: text for role in ROLES if (text := _text(said.get(role))) is not None}
-    more = said.get("extra_special_tokens") or said.get("additional_special_tokens") or ()
+    settings = config if isinstance(decoder, dict) else {**config, **_config(folder, _MAP)}
+    names = {role: text for role in ROLES if (text := _text(settings.get(role))) is not None}
+    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     listed = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
     others = tuple(text for one in listed if (text := _text(one)) is not None)
     tokens = decoder.items() if isinstance(decoder, dict) else ()

@@ -271,10 +271,10 @@ def compare_cards(card: Card, seat: Seat, mesh: Mesh, store: Store, tell: Callab
     store.set(f"{key}/{seat.rank}", f"{card.name}\n{place}")
     if seat.rank:
         return
-    told = [store.get(f"{key}/{rank}").decode().partition("\n") for rank in range(mesh.world)]
-    if problems := shared_cards([place for _, _, place in told], mesh.labels()):
+    answers = [store.get(f"{key}/{rank}").decode().partition("\n") for rank in range(mesh.world)]
+    if problems := shared_cards([place for _, _, place in answers], mesh.labels()):
         raise JobError(problems)
-    names = [name for name, _, _ in told]
+    names = [name for name, _, _ in answers]
     if lines := mixed_cards(names, [mesh.coordinates(rank) for rank in range(mesh.world)], mesh.labels()):
         tell(Event("mixed_devices", "; ".join(lines), attempt=seat.attempt))
 

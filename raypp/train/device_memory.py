@@ -143,7 +143,7 @@ def device_memory_error(
     first = next((cause for cause in causes(error) if _says_full(cause)), error)
     lines = [f"out of device memory: {in_words(first).splitlines()[0]}"]
     stats = _allocator(seat.device_index) if seat.device == "cuda" else {}
-    lines += told(stats, _held(stages, optimizer))
+    lines += memory_lines(stats, _held(stages, optimizer))
     try:
         lines += planned(job, seat.coordinates.pp, stats)
     except RayppError as problem:  # the plan is extra information
@@ -167,7 +167,7 @@ def card_uuid(index: int) -> str:
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
-def told(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:
+def memory_lines(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]:
     """Returns lines about what held the memory.
 
     Args:
@@ -248,7 +248,7 @@ def changes_that_fit(job: Job, capacity: int, factor: float = 1.0, patience_s: f
 
 
 def _allocator(index: int) -> dict[str, Any]:
-    """Returns what `told` takes, from torch's allocator; empty if it does not answer."""
+    """Returns what `memory_lines` takes, from torch's allocator; empty if it does not answer."""
     try:
         free, total = torch.cuda.mem_get_info(index)
         stats = torch.cuda.memory_stats(index)

@@ -222,19 +222,19 @@ def compare_clocks(seat: Seat) -> CommonClock:
     dist.all_reduce(node_of)
     nodes = [int(node) for node in node_of]
     speakers = {node: nodes.index(node) for node in sorted(set(nodes))}
-    told = torch.zeros(2 * len(speakers) + 1, dtype=torch.float64)
+    readings = torch.zeros(2 * len(speakers) + 1, dtype=torch.float64)
     if seat.rank == 0:
-        told[-1] = time.perf_counter()
+        readings[-1] = time.perf_counter()
     for place, (node, speaker) in enumerate(speakers.items()):
         if node == nodes[0]:
             continue
         if seat.rank == 0:
             _answer(speaker)
         elif seat.rank == speaker:
-            told[2 * place], told[2 * place + 1] = _ask()
-    dist.all_reduce(told)
+            readings[2 * place], readings[2 * place + 1] = _ask()
+    dist.all_reduce(readings)
     place = list(speakers).index(seat.node_rank)
-    return CommonClock(float(told[2 * place]), float(told[2 * place + 1]), float(told[-1]))
+    return CommonClock(float(readings[2 * place]), float(readings[2 * place + 1]), float(readings[-1]))
 
 
 def between(before: CommonClock, after: CommonClock) -> CommonClock:

@@ -89,7 +89,7 @@ class Listener:
         self._server = socket.create_server((address, 0), family=family, backlog=256)
         self._server.setblocking(False)
         self._secret, self._serve, self._what, self._tell = secret, serve, what, tell
-        self._closed = self._told = False
+        self._closed = self._reported = False
         self._unproven: dict[socket.socket, _Unproven] = {}  # oldest first
         self._proven: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -196,8 +196,8 @@ class Listener:
         """Ends a connection. Without `why` it is not reported: the peer may have died."""
         self._forget(selector, one).close()
         self.refused += 1
-        if why and not self._told:
-            self._told = True
+        if why and not self._reported:
+            self._reported = True
             self._tell(f"a connection from {one.address} to the port for {self._what} was refused: {why}")
 
     def _forget(self, selector: selectors.BaseSelector, one: _Unproven) -> socket.socket:

@@ -16,23 +16,20 @@ and the runner mutates them. One that takes long to make is given as a function.
 recognises JSON, lines of JSON, and JSON behind a length of 8 bytes (safetensors); it changes their
 values, keys and structure. It changes the bytes of every sample.
 `words=(b"&a", b"*a")` are pieces that it inserts and that the format gives a meaning.
-`seeds` is a function that yields inputs which the target may refuse: odd ones that were thought of.
-The runner gives and mutates them, too.
 
 A target fails when it raises anything but a `RayppError`, takes more than 2 s of CPU or 20 s in
 all, or adds more than 200 MB to the process. It returns, or raises a `RayppError`, for any other
 input. What it opens, it closes; what it writes goes to a `tempfile.TemporaryDirectory`. It must not
 depend on what came before, otherwise a failure cannot be replayed.
 
-`tests/unit/hostile/test_fuzz_targets.py` gives every target its samples and a few mutations; its
-slow tests give all seeds.
+`tests/unit/hostile/test_fuzz_targets.py` gives every target its samples and a few mutations.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,35 +46,29 @@ class Target:
         run: The function.
         given: Inputs that it accepts, or functions that return one.
         words: Pieces with a meaning in its format.
-        seeding: Yields inputs that it may refuse.
     """
 
     name: str
     run: Run
     given: Sequence[Sample]
     words: Sequence[bytes]
-    seeding: Callable[[], Iterable[bytes]] = tuple
 
     @cached_property
     def samples(self) -> list[bytes]:
         return [one() if callable(one) else one for one in self.given]
-
-    @cached_property
-    def seeds(self) -> list[bytes]:
-        return [*self.seeding()]
 
 
 _found: dict[str, Target] = {}
 
 
 def target(
-    *samples: Sample, words: Sequence[bytes] = (), seeds: Callable[[], Iterable[bytes]] = tuple
+    *samples: Sample, words: Sequence[bytes] = ()
 ) -> Callable[[Callable[[bytes], None]], Callable[[bytes], None]]:
-    """Registers the decorated function as a target with these samples, words and seeds."""
+    """Registers the decorated function as a target with these samples and words."""
 
     def register(run: Run) -> Run:
         name = f"{run.__module__.rpartition('.')[2]}.{run.__name__}"
-        _found[name] = Target(name, run, samples, words, seeds)
+        _found[name] = Target(name, run, samples, words)
         return run
 
     return register
@@ -86,6 +77,6 @@ def target(
 def all_targets() -> list[Target]:
     """Imports every file of this folder, and returns the targets by name."""
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("__main__", "job_seeds", "mutations", "runner"):
+        if module.name not in ("__main__", "mutations", "runner"):
             importlib.import_module(f"{__name__}.{module.name}")
     return [_found[name] for name in sorted(_found)]

@@ -17,7 +17,7 @@ from raypp.spec.document import read_document
 from raypp.spec.job import Job
 from raypp.spec.limits import FILE_BYTES
 from raypp.spec.load import job_document, parse_job
-from tests.fuzz import job_seeds, target
+from tests.fuzz import target
 
 _JOB = b"""name: a
 mesh: &mesh {pp: 2, fsdp: 2}
@@ -34,6 +34,8 @@ _WORDS = (
     b"[", b"]", b"{", b"}", b'"\\ud800"', b'"\\0"', b".inf", b".nan", b"1e308", b"0x", b"9" * 50, b"auto", b"null",
     b"%YAML 1.2\n", b"\xef\xbb\xbf",
 )  # fmt: skip
+_SEPARATOR = "\x1e"
+"""Between several `--set`s."""
 
 
 def _checked(job: Job) -> None:
@@ -62,7 +64,7 @@ def planned(data: bytes, settings: Sequence[str] = ()) -> None:
             raise
 
 
-@target(_JOB, b"name: a\ndata: {kind: synthetic}\n", words=_WORDS, seeds=job_seeds.files)
+@target(_JOB, b"name: a\ndata: {kind: synthetic}\n", words=_WORDS)
 def job_file(data: bytes) -> None:
     planned(data)
 
@@ -74,10 +76,9 @@ def yaml_text(data: bytes) -> None:
 
 @target(
     b"mesh.pp=2", b"model.lora={rank: 4, base: fp32}", b"pipeline.layers_per_stage=[3, 5]", words=(*_WORDS, b".", b"="),
-    seeds=job_seeds.overrides,
 )  # fmt: skip
 def override(data: bytes) -> None:
-    settings = data.decode("utf-8", "surrogateescape").split(job_seeds.SEPARATOR)
+    settings = data.decode("utf-8", "surrogateescape").split(_SEPARATOR)
     planned(b"name: a\ndata: {kind: synthetic}\nmodel: {num_layers: 8}\nmesh: {pp: 2}\n", settings)
 
 

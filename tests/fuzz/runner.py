@@ -26,8 +26,6 @@ MEMORY_MB = 200
 _GUARD_MB = 2000
 """A target that asks for more at once gets a MemoryError, which is a failure, too."""
 _KILL_S = 2 * WALL_S
-_LONGEST_MUTATED = 10_000
-"""Bytes of a seed. Longer ones, of which there are few, would be most of the work."""
 _MB = 1 << 20
 
 
@@ -101,12 +99,10 @@ def execute(target: Target, data: bytes) -> Execution:
 
 
 def input_of(target: Target, seed: int, number: int) -> bytes:
-    """Returns the input of this number: the samples first, then the seeds, then mutations."""
-    first = [*target.samples, *target.seeds]
-    if number < len(first):
-        return first[number]
-    short = [one for one in first if len(one) <= _LONGEST_MUTATED]
-    return mutated(Random(f"{target.name}/{seed}/{number}"), short or first, target.words)
+    """Returns the input of this number: the samples first, then mutations."""
+    if number < len(target.samples):
+        return target.samples[number]
+    return mutated(Random(f"{target.name}/{seed}/{number}"), target.samples, target.words)
 
 
 def take_turn(target: Target, seed: int, tally: Tally, seconds: float) -> Tally:

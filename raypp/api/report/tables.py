@@ -105,11 +105,11 @@ def _sample(event: Event) -> Html:
     head = tag("h4", f"step {event.step:,}" if event.step is not None else date_and_clock(event.time))
     listed = event.details.get("samples")
     pairs = [one for one in listed if isinstance(one, dict)][:8] if isinstance(listed, list) else [event.details]
-    shown = [_said(one) for one in pairs if "prompt" in one or "text" in one]
+    shown = [_dialogue(one) for one in pairs if "prompt" in one or "text" in one]
     return tag("article", head, *(shown or [tag("pre", event.message)]))
 
 
-def _said(one: Mapping[str, Any]) -> Html:
+def _dialogue(one: Mapping[str, Any]) -> Html:
     return tag("pre", tag("b", str(one.get("prompt", ""))), str(one.get("text", one.get("completion", ""))))
 
 

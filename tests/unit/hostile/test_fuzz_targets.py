@@ -27,18 +27,10 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_a_target_accepts_its_samples_and_survives_mutations(target: Target, no_hurry: None) -> None:
-    first = len(target.samples) + len(target.seeds)
-    for number in [*range(len(target.samples)), *range(first, first + _MUTATIONS)]:
+    for number in range(len(target.samples) + _MUTATIONS):
         one = runner.execute(target, runner.input_of(target, 1, number))
         assert one.failure is None, one.failure
         assert number >= len(target.samples) or one.refused is None, f"a sample is refused: {one.refused}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", [one for one in TARGETS if one.seeding is not tuple], ids=lambda target: target.name)
-def test_a_target_survives_its_seeds(target: Target, no_hurry: None) -> None:
-    failures = [(seed[:80], one.failure) for seed in target.seeds if (one := runner.execute(target, seed)).failure]
-    assert not failures
 
 
 def _fails(data: bytes) -> None:

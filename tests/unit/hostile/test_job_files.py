@@ -83,8 +83,6 @@ CASES = {
     **{f"text: {name}": (data, []) for name, data in TEXTS.items()},
     **{f"--set: {name}": (HEAD, settings) for name, settings in SETTINGS.items()},
 }
-"""Each stands for a kind; the seeds of `make fuzz TESTS=job_files` (tests/fuzz/job_seeds.py) have
-more of each."""
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from raypp.train.device_memory import (
     DeviceTakenError,
     device_memory_error,
     holders_in_words,
+    memory_lines,
     out_of_device_memory,
     taken,
-    told,
 )
 from raypp.train.lost_peer import lost_peer
 from raypp.train.own_seat import local_seat
@@ -45,7 +45,7 @@ def job() -> Job:
 
 
 def test_the_text_says_what_held_the_memory() -> None:
-    lines = told(STATS, {"weights": 9 * GIB, "gradients": 9 * GIB, "optimizer state": 18 * GIB})
+    lines = memory_lines(STATS, {"weights": 9 * GIB, "gradients": 9 * GIB, "optimizer state": 18 * GIB})
     assert lines == [
         "of 80 GiB, 512 MiB are free; torch holds 77 GiB, CUDA, NCCL and other processes 2.5 GiB",
         "tensors: 60 GiB at the end, 76 GiB at the peak: weights 9 GiB, gradients 9 GiB, "
@@ -57,7 +57,7 @@ def test_the_text_says_what_held_the_memory() -> None:
 
 
 def test_memory_that_is_not_fragmented_is_not_called_that() -> None:
-    lines = told({**STATS, "allocated": 75 * GIB}, {})
+    lines = memory_lines({**STATS, "allocated": 75 * GIB}, {})
     assert not any("fragmented" in line for line in lines) and "weights" not in "".join(lines)
 
 
