@@ -32,7 +32,9 @@ def programs(every: int) -> dict[str, str]:
     named = {EXACT: "{kind: exact}", "int8": "{kind: int8}"}
     for compression in ("none", "int8", "int4"):
         named[f"outer, {compression}"] = f"{{kind: outer, every_steps: {every}, compression: {compression}}}"
-    return named
+    named["outer, int4, 5 steps beside"] = f"{{kind: outer, every_steps: {every}, compression: int4, overlap_steps: 5}}"
+    parts = f"{{kind: outer, every_steps: {every // 4 * 4}, compression: int8, fragments: 4, overlap_steps: 5}}"
+    return named | {"outer, int8, 4 fragments, 5 steps beside": parts}
 
 
 def run(hosts: Hosts, sync: str, steps: int, warm: int, options: argparse.Namespace) -> dict[str, Any]:
