@@ -131,6 +131,10 @@ def compare_losses(steps: int, every: int, replicas: Sequence[int]) -> None:
     syncs: dict[str, dict[str, Any]] = {form: {"kind": form} for form in ("exact", "int8")}
     for form in ("none", "int8", "int4"):
         syncs[f"outer, {every} steps, {form}"] = {"kind": "outer", "every_steps": every, "compression": form}
+    spread_out = {"fragments": 2, "overlap_steps": every // 10}
+    for form in ("none", "int4"):
+        one = syncs[f"outer, {every} steps, {form}"]
+        syncs[f"outer, {every} steps, {form}, 2 fragments, {every // 10} steps ahead"] = one | spread_out
     for number in replicas:
         exact: dict[str, Any] | None = None
         for name, seed in (*((name, 0) for name in syncs), ("exact", 1)):

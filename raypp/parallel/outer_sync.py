@@ -180,8 +180,7 @@ class OuterSync:
             stage.outer_state = state  # type: ignore[assignment]
             residuals = {name: host_zeros(weight) for name, weight in trained.items()} if self._bits else {}
             if residuals:
-                kept = Residuals(self.replica, self.replicas, residuals)
-                stage.replica_residuals = kept  # type: ignore[assignment]
+                stage.replica_residuals = Residuals(self.replica, self.replicas, residuals)  # type: ignore[assignment]
             for name, weight in trained.items():
                 lost = None if name not in residuals else local_part(residuals[name])
                 parts = local_part(momentum[name]), local_part(agreed[name])
@@ -214,19 +213,15 @@ class OuterSync:
                 self._tokens_of_all[index] = [known[replica % len(known)] for replica in range(self.replicas)]
                 fragment.tokens = self._tokens_of_all[index][self.replica]
         for stage in self._stages:
-            held = outer_state_of(stage)
-            assert held is not None
+            own = state.own if (state := outer_state_of(stage)) is not None else {}
             for name, parameter in stage.named_parameters():
-                if name in held.own:
-                    local_part(parameter).copy_(local_part(held.own[name]))
-            held.own.clear()
+                if name in own:
+                    local_part(parameter).copy_(local_part(own.pop(name)))
 
     @contextmanager
     def agreed_in_place(self, before: Callable[[], None]) -> Iterator[None]:
         """Lets this rank compute with the weights on which replicas agreed, inside a `with` block.
-
-        Args:
-            before: Waits until the weights may change.
+        Calls `before`, which waits until weights may change.
         """
         if not self._options.differs:
             yield
@@ -250,11 +245,8 @@ class OuterSync:
     def run(self, step: int, progress: Callable[[], None]) -> None:
         """Takes the outer steps that are due after a step, and sends for those that are near.
 
-        Collective over the replicas. The one after the last step counts all that is left.
-
-        Args:
-            step: The step.
-            progress: Called around each exchange that this waits for.
+        Collective over the replicas. The one after the last step counts all that is left. Calls
+        `progress` around each exchange that it waits for.
         """
         last, due = step == self._steps, self._due(step)
         for fragment in self._fragments if last else due:
@@ -275,17 +267,12 @@ class OuterSync:
         dist.all_gather(numbers, own, group=self._group)
         return [of_replica.tolist() for of_replica in numbers]
 
-    def close(self) -> None:
-        """Waits for exchanges under way, whose results are dropped."""
-        for fragment in self._fragments:
-            if fragment.sent is not None and fragment.sent.thread is not None:
-                fragment.sent.thread.join(_END_S)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a thread exchanges weights."""
-        threads = [fragment.sent.thread for fragment in self._fragments if fragment.sent is not None]
-        return any(thread is not None and thread.is_alive() for thread in threads)
+    def close(self, interrupt: Callable[[], object] = lambda: None) -> None:
+        """Ends exchanges under way, after a call of `interrupt` if there are any; drops results."""
+        sent = [fragment.sent for fragment in self._fragments if fragment.sent is not None]
+        for thread in [one.thread for one in sent if one.thread is not None and one.thread.is_alive()]:
+            interrupt()
+            thread.join(_END_S)
 
     def _due(self, step: int) -> list[_Fragment]:
         number = self._options.fragment_due(step)
@@ -305,8 +292,7 @@ class OuterSync:
 
     def _receive(self, fragment: _Fragment, progress: Callable[[], None]) -> bool:
         """Takes the outer step of a fragment that was sent; returns whether it was."""
-        sent, fragment.sent = fragment.sent, None
-        if sent is None:
+        if (sent := fragment.sent) is None:
             return False
         self._reshard()
         progress()
@@ -322,6 +308,7 @@ class OuterSync:
                     local_N.copy_(agreed_N)
                 else:  # what the replica has learned since goes on
                     local_N.copy_(agreed_N + (local_N.cpu() - sent.own[index].view(-1)[part]))
+        fragment.sent = None
         self._changed()
         return True
 
@@ -334,7 +321,7 @@ class OuterSync:
 
         Args:
             weights: What is exchanged.
-            own: This replica's values of them, each `[...]`; beside the compute, in host memory.
+            own: This replica's values of them, each `[...]`.
             tokens: How this replica counts.
         """
         counts = [count for (count,) in self._of_all([tokens])]

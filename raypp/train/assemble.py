@@ -165,9 +165,7 @@ def assemble(
 
 def _end_exchanges(outer: OuterSync, seat: Seat, _kind: object, error: BaseException | None, _trace: object) -> None:
     """Ends the exchanges beside the compute before groups are destroyed, at once after an error."""
-    if error is not None and outer.busy:
-        cut_connections(seat.master_port)
-    outer.close()
+    outer.close(*() if error is None else (partial(cut_connections, seat.master_port),))
 
 
 def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callable[[Event], None]) -> Job:

@@ -131,6 +131,8 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     tracer = StepTracer(runner, store, reporter.event)
     stack.callback(tracer.close)
     replicas = _replica_check(rank)
+    if replicas is not None and rank.outer is not None:
+        replicas.run()  # replicas far apart may have read other stores
     between = BetweenSteps(rank, runner, store, reporter)
     try:
         spikes = SpikeWatch(job.recovery.spike_factor)
