@@ -121,7 +121,8 @@ class Training:
         """
         reports = [own]
         if self.gathered is not None:
-            reports = self.gathered.add(own, wait=self.job.savable(own.step))
+            meets = self.job.savable(own.step) or self.job.savable(own.step + 1)  # where all agree, and may stop
+            reports = self.gathered.add(own, wait=meets)
         for report in reports:
             usual = self.spikes.seen(report.loss)
             if usual is not None:
