@@ -246,7 +246,7 @@ class StepRunner:
         if self.lookahead is not None:
             with watch.part("lookahead"):
                 choice = self.lookahead.before_step(self.own_lengths(read))
-            if choice is not None and self.seat.rank == 0:
+            if choice is not None and (self._replica is None or self.seat.rank == 0):
                 self._tell(chosen_event(choice, step, self.seat.attempt))
         with watch.part("pipeline"):
             losses = self._compute(step, read, batches)
