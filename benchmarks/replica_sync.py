@@ -31,6 +31,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
+
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.link_hiding import message_bits
 from benchmarks.surroundings import announce
@@ -124,7 +126,7 @@ def job_of(sync: dict[str, Any], replicas: int, steps: int, seed: int) -> dict[s
     return job
 
 
-def compare_losses(steps: int, every: int, replicas: Sequence[int]) -> None:
+def compare_losses(steps: int, every: int, replicas: Sequence[int], others: Sequence[str]) -> None:
     counted = f"mean of the last {min(LAST, steps)} of {steps} steps"
     print(f"\n| replicas | train.sync | loss, {counted} | difference | held-out loss | difference |")
     print("|---|---|---|---|---|---|")
@@ -135,9 +137,11 @@ def compare_losses(steps: int, every: int, replicas: Sequence[int]) -> None:
     for form in ("none", "int4"):
         one = syncs[f"outer, {every} steps, {form}"]
         syncs[f"outer, {every} steps, {form}, 2 fragments, {every // 10} steps ahead"] = one | spread_out
+    if others:
+        syncs = {"exact": {"kind": "exact"}, **{words: yaml.safe_load(words) for words in others}}
     for number in replicas:
         exact: dict[str, Any] | None = None
-        for name, seed in (*((name, 0) for name in syncs), ("exact", 1)):
+        for name, seed in (*((name, 0) for name in syncs), *([("exact", 1)] if not others else [])):
             found = train(job_of(syncs[name], number, steps, seed), number, name)
             exact = exact or found
             last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
@@ -156,10 +160,13 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="compare the losses of N steps instead")
     parser.add_argument("--every", type=int, default=50, help="with --losses: steps between outer steps")
     parser.add_argument("--replicas", nargs="*", type=int, default=[2, 4], help="with --losses: numbers of replicas")
+    parser.add_argument(
+        "--sync", action="append", default=[], help="with --losses: only exact sums and this train.sync"
+    )
     options = parser.parse_args()
     announce()
     if options.losses:
-        compare_losses(options.losses, options.every, options.replicas)
+        compare_losses(options.losses, options.every, options.replicas, options.sync)
         return
     cores = len(os.sched_getaffinity(0))
     if reason := why_not() or (f"{cores} cores for {HOSTS} hosts" if cores < HOSTS else None):
