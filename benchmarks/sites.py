@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts
@@ -24,12 +23,11 @@ from cluster.testbed import why_not
 MESH = "mesh={pp: 2, dp_replicate: 2}"
 FAR = (1, 3)
 """The hosts of the second replica's two ranks: pp is the slowest axis."""
-EXACT = "exact"
 
 
 def programs(every: int) -> dict[str, str]:
     """Returns `train.sync` of each program."""
-    named = {EXACT: "{kind: exact}", "int8": "{kind: int8}"}
+    named = {"exact": "{kind: exact}", "int8": "{kind: int8}"}
     for compression in ("none", "int8", "int4"):
         named[f"outer, {compression}"] = f"{{kind: outer, every_steps: {every}, compression: {compression}}}"
     named["outer, int4, 5 steps beside"] = f"{{kind: outer, every_steps: {every}, compression: int4, overlap_steps: 5}}"
@@ -55,7 +53,7 @@ def report(free_s: float, found: dict[str, dict[str, Any]]) -> None:
         print(f"| {name} | {one['step_s']:.3f} | {free_s / one['step_s']:.2f} | {one['mb']:.2f} |")
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="20mbit", help="of the link between the sites")
     parser.add_argument("--round-trip-ms", type=float, default=50.0)
@@ -63,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two outer steps")
     parser.add_argument("--periods", type=int, default=2, help="periods of outer steps that are timed")
     parser.add_argument("--only", default="", help="programs whose names contain this")
-    options = parser.parse_args(words)
+    options = parser.parse_args()
     announce()
     if reason := why_not():
         print(f"skipped: {reason}")

@@ -134,7 +134,7 @@ def _held_whole(stage: nn.Module, job: Job) -> set[nn.Parameter]:
     Quantised weights that no two ranks share. Where one rank holds all its weights, also those that
     have the compute dtype.
     """
-    shards = job.mesh.fsdp * job.mesh.cp
+    shards = job.mesh.shards
     if shards > 1 and job.mesh.ep < shards:
         return set()
     parts = [stage] if shards == 1 else [part.experts for part in moe_blocks(stage)]

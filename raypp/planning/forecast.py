@@ -196,7 +196,7 @@ def _outside_schedule(
     copied = _copies(job, costs, gathered, trained)
     unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
     unshard *= gatherings(job, pipeline.program)
-    updated = max(one.rest + one.experts for one in trained) / (job.mesh.shards)
+    updated = max(one.rest + one.experts for one in trained) / job.mesh.shards
     update = costs.optimizer_s * updated / slowest
     return unshard, reduce, update + _state_copies(job, machines, costs, pipeline, kind)
 

@@ -181,7 +181,7 @@ def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) ->
         cut: Layers of every stage of the pipeline.
         kind: The kind of device.
     """
-    ranks = job.mesh.fsdp * job.mesh.cp
+    ranks = job.mesh.shards
     share = _trained_share(job, stages, cut)
     ends = 0 in stages or len(cut) - 1 in stages
     largest = max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
@@ -235,12 +235,12 @@ def stage_trained(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True
 def _trained_share(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns a rank's share of the trained parameters of its stages."""
     trained = sum(stage_trained(job, stage, cut)[0] for stage in stages)
-    return -(-trained // (job.mesh.fsdp * job.mesh.cp))
+    return -(-trained // job.mesh.shards)
 
 
 def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of a rank's share of the frozen parameters of its stages."""
-    shards = job.mesh.fsdp * job.mesh.cp
+    shards = job.mesh.shards
     if quantised_base(job.model) is not None:
         return -(-sum(_base(job, stage, cut, activation_bytes(job)) for stage in stages) // shards)
     frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
@@ -261,7 +261,7 @@ def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = T
 
 def _frozen_as_used(job: Job) -> bool:
     """Whether a rank holds its frozen weights whole and products take them as they are."""
-    shards, lora = job.mesh.fsdp * job.mesh.cp, job.model.lora
+    shards, lora = job.mesh.shards, job.model.lora
     return shards == 1 and lora is not None and _frozen_dtype(job) is job.train.dtypes.compute
 
 
@@ -277,7 +277,7 @@ def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = Tru
         return each * trained, each * of_experts
     if quantised_base(job.model) is None:
         return each * stage_parameters(job, stage, cut, ends=ends), each * sizes_of(job.model).stage_experts(layers)
-    held = ("experts",) if job.mesh.ep == job.mesh.fsdp * job.mesh.cp else ()  # by one rank, as they are
+    held = ("experts",) if job.mesh.ep == job.mesh.shards else ()  # by one rank, as they are
     whole, rest = (_base(job, stage, cut, each, ends=ends, without=(*held, *more)) for more in ((), ("experts",)))
     return whole + each * trained, whole - rest + each * of_experts
 
@@ -392,7 +392,7 @@ class Gathered:
         reduced, beside the gradients. Sums over replicas are in place. In int8 there are also the
         replicas' messages and the next residuals.
         """
-        replicas = job.mesh.fsdp * job.mesh.cp * job.summed_replicas
+        replicas = job.mesh.shards * job.summed_replicas
         replaces = replicas > 1 or job.train.dtypes.copies_weights
 
         def here(whole: int, experts: int) -> int:
@@ -429,14 +429,14 @@ class Gathered:
             if kind == "cuda":
                 # What comes back is no more than what was freed; a single rank that FSDP lets
                 # divide by 1 has a copy.
-                alone = job.mesh.fsdp * job.mesh.cp == 1 < job.summed_replicas
+                alone = job.mesh.shards == 1 < job.summed_replicas
                 buffers = (2 if alone else 1) * total * sum_bytes(job)
             buffers = (buffers + messages) * largest // max(1, total)  # one group after the other
             # A block's gradients are freed as soon as they are in its buffer.
             freed = share if kind == "cuda" else 0
             beside = max(0, gradient_bytes(job) * total - freed) + residuals
             return cls(True, weights, flat, again, gradients, buffers, beside, share, weight_bytes(job))
-        if job.mesh.fsdp * job.mesh.cp == 1 and replicas > 1:
+        if job.mesh.shards == 1 and replicas > 1:
             buffers = total * sum_bytes(job)
         return cls(True, weights, flat, 0, gradients, buffers + messages + residuals, 0, share, weight_bytes(job))
 

@@ -624,6 +624,10 @@ class Job(Section):
         train.sync.every_steps where replicas train apart."""
         return self.outer is None or step % self.outer.every == 0 or step == self.train.steps
 
+    def all_meet(self, step: int) -> bool:
+        """Whether all ranks agree after a step: always, or before and after outer steps."""
+        return self.savable(step) or self.savable(step + 1)
+
     @property
     def run_url(self) -> str:
         """URL of the run's files: url/name."""

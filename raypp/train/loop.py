@@ -35,7 +35,7 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
         watch.next_step()
         run.reporter.phase("step", f"{place.done + 1} read")
         savable = place.done == restored or run.job.savable(place.done)
-        everyone = savable or run.job.savable(place.done + 1)
+        everyone = savable or run.job.all_meet(place.done)
         read = run.runner.read(place.requests(run.reporter.requests()), watch, everyone=everyone)
         run.keep_snapshot(place.done, position, read.plan, watch)
         place, due = before_step(place, read.plan.requests, savable=savable, everyone=everyone)
@@ -121,8 +121,7 @@ class Training:
         """
         reports = [own]
         if self.gathered is not None:
-            meets = self.job.savable(own.step) or self.job.savable(own.step + 1)  # where all agree, and may stop
-            reports = self.gathered.add(own, wait=meets)
+            reports = self.gathered.add(own, wait=self.job.all_meet(own.step))  # there the run may stop
         for report in reports:
             usual = self.spikes.seen(report.loss)
             if usual is not None:

@@ -223,6 +223,13 @@ class _Idle(Dashboard):
         return {}
 
 
+def on_an_idle_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets submissions find a cluster on which nothing runs."""
+    cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
+    monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
+    monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+
+
 @pytest.mark.parametrize(("recorded", "line"), [(None, "fp32 on CPUs"), ("bf16", "bf16, as before")])
 def test_a_submission_decides_precision_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: DirectoryStore, recorded: str | None, line: str
@@ -233,9 +240,7 @@ def test_a_submission_decides_precision_and_says_so(
     if recorded:
         write_spec(store, "mine", job_document(asked.job.with_precision(recorded)))
         store.put(commit_key("mine", 20), b"")
-    cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
-    monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
-    monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+    on_an_idle_cluster(monkeypatch)
     told: list[str] = []
     prepared = submission.prepare(asked, None, recorded is not None, told.append)
     assert [words for words in told if "precision" in words] == [f"train.precision: auto is {line}"]
@@ -263,9 +268,7 @@ def test_a_submission_decides_the_steps_between_outer_steps_and_a_resume_keeps_t
     if recorded:
         write_spec(store, "mine", job_document(asked.job.with_every_steps(recorded)))
         store.put(commit_key("mine", 20), b"")
-    cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
-    monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
-    monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+    on_an_idle_cluster(monkeypatch)
     told: list[str] = []
     prepared = submission.prepare(asked, None, recorded is not None, told.append)
     assert [words for words in told if "sync" in words] == [f"train.sync.every_steps: auto is {line}"]
@@ -278,9 +281,7 @@ def test_a_job_that_does_not_fit_the_device_it_gets_is_refused_at_submission(
     path = tmp_path / "job.yaml"
     path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
     file = checked(load_job(path, ["train.reduce_dtype=bf16"]))
-    cluster = Cluster("http://127.0.0.1:1", _Idle("http://127.0.0.1:1"))
-    monkeypatch.setattr(submission, "find_cluster", lambda address: cluster)
-    monkeypatch.setattr(submission, "_check_not_running", lambda *_: None)
+    on_an_idle_cluster(monkeypatch)
     with pytest.raises(JobError, match=r"--set train\.reduce_dtype=bf16.*bf16 sums would lose"):
         submission.prepare(file, None, False, lambda words: None)
 
