@@ -324,6 +324,8 @@ def _rank_status(ranks: Sequence[Rank], before: Sequence[RankStatus]) -> tuple[R
 def _key(event: Event) -> tuple[Any, ...]:
     if event.kind == "committed":  # an attempt commits a step once, but two sources may report it
         return (event.kind, event.attempt, event.step)
-    if event.kind in END_EVENTS.values():  # the controller may have been killed before anything else of the end
+    if event.kind == "stop_requested" or event.kind in END_EVENTS.values():
+        # Known to the store, but the controller may have been killed before it wrote its machine:
+        # then `raypp stop` asks the next one again, or the end comes again.
         return (event.kind, event.attempt, event.message)
     return (event.time, event.kind, event.message, event.rank)

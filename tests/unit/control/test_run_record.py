@@ -9,6 +9,7 @@ from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control.machine import Machine
 from raypp.control.protocol import BatchAnswer
 from raypp.control.report.reporter import ReportBuffer
+from raypp.control.run_events import stop_event
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.observe.json_lines import document
@@ -49,6 +50,18 @@ def test_what_a_rank_tells_again_is_kept_once_also_by_a_later_life(tmp_path: Pat
     reader = RunReader(store, "told")
     assert [row["step"] for row in reader.history()] == [1, 2, 3]
     assert [one.kind for one in reader.events()] == ["committed"]
+
+
+def test_a_stop_is_recorded_once_when_the_next_controller_is_asked_again(tmp_path: Path) -> None:
+    """The event was written, the machine that knows of the stop was not."""
+    store = DirectoryStore(tmp_path)
+    for writer in ("c-1", "c-2"):
+        record = _record(store, writer)
+        if writer == "c-2":
+            record.resume(Machine(), None)
+        record.event(stop_event(Requests(stop=True, save_before_stop=True), 1))
+        assert record.close()
+    assert [one.kind for one in RunReader(store, "told").events()] == ["stop_requested"]
 
 
 def test_steps_that_are_told_again_after_newer_ones_do_not_take_the_status_back(tmp_path: Path) -> None:
