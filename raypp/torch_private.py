@@ -360,7 +360,7 @@ def restart_group_names() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
-# Tests that run a step on a device without a kernel, in one process (tests/ranks).
+# A step on a device without kernels, in one process (`measure.fake_device`).
 
 DispatchMode = TorchDispatchMode
 """`utils._python_dispatch.TorchDispatchMode`: sees every operator while it is active. Since 2.4."""

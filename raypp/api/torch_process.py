@@ -25,8 +25,9 @@ from raypp.errors import (
 )
 from raypp.untrusted.text import visible_lines
 
-_QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-"""Turns off libraries' progress bars: standard error is shown only at the end."""
+_QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Turns off libraries' progress bars, because standard error is shown only at the end, and torch's
+warnings about its own internals."""
 _KINDS: dict[int, type[RayppError]] = {
     EXIT_USAGE: JobError,
     EXIT_UNREACHABLE: UnreachableError,

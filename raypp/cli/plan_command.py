@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,10 @@ from raypp.spec.job import Job
 from raypp.spec.limits import RANKS, RATE
 
 if TYPE_CHECKING:
+    from raypp.planning.memory import RankMemory
+    from raypp.planning.plan import Plan
     from raypp.planning.predict import Grounds
-    from raypp.spec.job import Job
+    from raypp.spec.load import JobFile
 
 
 class _Finite(click.FloatRange):
@@ -60,6 +62,9 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--search", is_flag=True, help="Rank meshes, cuts, schedules and microbatch counts for the same batch by step time."
 )
+@click.option(
+    "--exact", is_flag=True, help="Play a step of each pipeline rank on tensors without memory, and show its peak."
+)
 @click.option("--fit", is_flag=True, help="Find what must change for the job to fit into --device, fastest first.")
 @click.option(
     "--search-time",
@@ -80,6 +85,7 @@ def plan_command(
     costs: Path | None,
     measure: Path | None,
     search: bool,
+    exact: bool,
     fit: bool,
     search_time: float,
     as_json: bool,
@@ -94,6 +100,9 @@ def plan_command(
         fault = "--search" if search else "--costs" if costs else "--measure"
         fix = f"leave out {fault}: --fit compares precisions and microbatches with the data sheet of --device"
         raise JobError(f"--fit and {fault} do not go together", fix)
+    if exact and (fit or search):
+        fault = "--fit" if fit else "--search"
+        raise JobError(f"--exact and {fault} do not go together", "play the job with the settings that it finds")
     from raypp.api.checked_job import count_own_model
 
     file = load_checked_job(job, overrides)
@@ -111,12 +120,61 @@ def plan_command(
     from raypp.planning.plan import make_plan
 
     plan = make_plan(file.job, link_gbps=link_gbps, grounds=grounds)
+    played = _play(file, plan) if exact else []
     if as_json:
-        echo_json(plan.as_dict(), indent=2 if plan.world <= _INDENTED else None)
+        document = plan.as_dict() | ({"played": played} if exact else {})
+        echo_json(document, indent=2 if plan.world <= _INDENTED else None)
         return
     from raypp.cli.plan_view import plan_view
 
-    console.print(plan_view(file.job, plan, console.width))
+    console.print(plan_view(file.job, plan, console.width, played))
+
+
+def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
+    """Plays a step of one rank of each pipeline rank, once where the plan is the same.
+
+    Returns:
+        For each pipeline rank: `planned`, the bytes of its tensors by plan; `played`, those of the
+        played step at its peak; `at`, the action of the peak; `rest`, the plan's other bytes;
+        `total`, those and the played ones.
+
+    Raises:
+        JobError: The plan is for a CPU, or such a step cannot be played.
+        RunFailedError: The step failed.
+    """
+    from raypp.cli.console import Console
+    from raypp.spec.load import job_document
+
+    if plan.memory_device != "cuda":
+        fix = "leave out --exact, or plan for a GPU: --set resources.device=cuda"
+        raise JobError("--exact plays the step of a GPU, and this plan is for a CPU", fix)
+    ranks = {planned.coordinates.pp: planned.rank for planned in reversed(plan.ranks)}
+    answers: dict[RankMemory, dict[str, Any]] = {}
+    with Console(stderr=True).status("playing …") as status:
+        for pp, memory in enumerate(plan.memory):
+            if memory in answers:
+                continue
+            step = f"playing a step of pp{pp}, {len(answers) + 1} of {len(set(plan.memory))}"
+            request = {"job": job_document(file.job), "rank": ranks[pp]}
+
+            def show(report: Mapping[str, Any], step: str = step) -> None:
+                status.update(f"{step}: {report['action']} …")
+
+            try:
+                answers[memory] = ask("raypp.measure.played_step", request, f"the played step of pp{pp}", show)
+            except JobError as error:
+                raise JobError(map(file.locate, error.problems)) from error
+    return [
+        {
+            "pp": pp,
+            "planned": memory.total - memory.runtime,
+            "played": answers[memory]["peak"],
+            "at": answers[memory]["at"],
+            "rest": memory.runtime,
+            "total": answers[memory]["peak"] + memory.runtime,
+        }
+        for pp, memory in enumerate(plan.memory)
+    ]
 
 
 def _grounds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -25,16 +26,18 @@ from raypp.untrusted.text import shell_word
 MOST_RANKS = 16
 """Larger worlds are shown with one line per pipeline rank."""
 
+_PLAYED = "in {}, blocks not compiled; other: as planned"
 _UNITS = ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB"))
 
 
-def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
+def plan_view(job: Job, plan: Plan, width: int, played: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
     """Shows a whole plan, in sections.
 
     Args:
         job: The job.
         plan: Its plan.
         width: Width of the terminal, in columns.
+        played: What `--exact` found for each pipeline rank.
     """
     parts: list[RenderableType] = [_title(job, plan)]
     moment = f"in {_unit(plan)[1]}, on {plan.memory_device}, at the peak; every row full"
@@ -44,6 +47,7 @@ def plan_view(job: Job, plan: Plan, width: int) -> RenderableType:
         ("Bubble", "", _bubble(plan)),
         ("Precision", "", _precision(job, plan.memory_device)),
         ("Memory per rank", moment, _memory(plan)),
+        *([("Memory of a played step", _PLAYED.format(_unit(plan)[1]), _played(plan, played))] if played else ()),
         ("Host memory per node", "", _host(plan)),
         ("Links", "", _links(plan)),
         ("Predicted step time", "", _predictions(plan.predictions)),
@@ -138,6 +142,22 @@ def _memory(plan: Plan) -> RenderableType:
         cells = [Text(three_digits(row[name] / divisor), style="bold" if name == "total" else "") for name in shown]
         table.add_row(f"pp{pp}", *cells)
     return table
+
+
+def _played(plan: Plan, played: Sequence[Mapping[str, Any]]) -> RenderableType:
+    table = _table("", "planned", "played", "difference", "peak at", "other", "total", justify="right")
+    divisor, _ = _unit(plan)
+    for row in played:
+        planned, found, other, total = (row[name] for name in ("planned", "played", "rest", "total"))
+        sizes = [three_digits(size / divisor) for size in (planned, found, other, total)]
+        difference = f"{planned / found - 1:+.1%}"
+        table.add_row(f"pp{row['pp']}", *sizes[:2], difference, row["at"], sizes[2], Text(sizes[3], style="bold"))
+    have, need = plan.predictions[-1].device_memory, max(row["total"] for row in played)
+    if not have:
+        return table
+    fits = "fits" if need <= have else "does not fit"
+    text = f"{fits}: a rank needs {size_text(need)}, a {plan.predictions[-1].device} has {size_text(have)}"
+    return Group(table, Text(text, "" if need <= have else "red"))
 
 
 def _parts_of(memory: RankMemory) -> dict[str, int]:

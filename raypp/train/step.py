@@ -270,7 +270,7 @@ class StepRunner:
             if self.guard.is_finite(sums):
                 if self.outer is not None:
                     self.outer.count(tokens)
-                self._update(step, gradients, sums.grad_norm, tokens, rate)
+                self.update(step, gradients, sums.grad_norm, tokens, rate)
             else:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.guard.handle(step, sums, lambda: self._again(step, read, batches), self._tell)
@@ -318,7 +318,7 @@ class StepRunner:
         if self.built.runtime.mark is not None:
             self.built.runtime.mark(what)
 
-    def _update(self, step: int, gradients: list[torch.Tensor], norm: float, tokens: int, rate: float) -> None:
+    def update(self, step: int, gradients: list[torch.Tensor], norm: float, tokens: int, rate: float) -> None:
         """Scales the gradients, local shards `[...]` of this norm, and runs the optimizer."""
         if tokens:
             factor = coefficient(norm, tokens, self.job.train.clip_norm)

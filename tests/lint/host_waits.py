@@ -29,8 +29,8 @@ class Wait(NamedTuple):
 def host_waits(module: str, text: str) -> list[Wait]:
     """Returns the places of a file that wait, as far as its text shows.
 
-    It cannot see `int(tensor)`, `if tensor:` and copies by `.to`: the fake accelerator
-    (`tests/ranks/fake_accelerator.py`) does.
+    It cannot see `int(tensor)`, `if tensor:` and copies by `.to`:
+    `tests/ranks/test_no_host_sync.py` does.
     """
     return sorted(_within(ast.parse(text), module))
 

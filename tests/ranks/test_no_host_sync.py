@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import NAME, Event, NoWaiting, fake_rank, fake_tensors
 from harness import run_in_living
 from small_models import small_options
 from torch import Tensor
 from training import thinned
 
 from raypp.control.report.reporter import _Trail
-from raypp.data.loader import open_loader
+from raypp.measure.fake_device import Event, HostWaitsError, fake_runner, run_fake_step
 from raypp.models.moe import StackedExperts
-from raypp.models.stage import parameter_names
-from raypp.parallel.attention_choice import choose_attention
-from raypp.parallel.rank_groups import make_groups
 from raypp.parallel.shard import local_part
 from raypp.pipeline.agreement import StepPlan, padded_length
 from raypp.pipeline.collate import StageBatch
 from raypp.pipeline.device_clock import device_marks
-from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Requests
 from raypp.spec.load import parse_job
-from raypp.train.assemble import AssembledRank
-from raypp.train.build import build_stages
+from raypp.torch_private import DispatchMode, copy_to, read_scalar
 from raypp.train.evaluate import Evaluator
-from raypp.train.optimizer import build_optimizer
-from raypp.train.optimizer_offload import OffloadedOptimizer
-from raypp.train.own_seat import local_seat
-from raypp.train.reduce import GlobalSums, GradientReducer
-from raypp.train.step import ReadStep, StepRunner, Stopwatch
+from raypp.train.step import ReadStep, StepRunner
 
 pytestmark = pytest.mark.ranks
 
@@ -71,16 +62,40 @@ def of_family(kind: str, recompute: str = "none", **model: Any) -> dict[str, Any
     return {**document(2, {"fsdp": 2}, {}, activation_checkpointing=recompute), "model": options}
 
 
-class ReachedTheSums(Exception):
-    """The host is about to wait for the step's sums: the one wait that a step has."""
+class NoWaiting(DispatchMode):
+    """Raises on copies between host and device that wait, and says where any operator failed.
 
+    Attributes:
+        action: What is being run; set by the user.
+        reductions: The number of reduce-scatters that began in each action.
+    """
 
-class StopsAtTheSums(GradientReducer):
-    """Fake sums have no values, so a step ends where the host reads them."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.action = ""
+        self.reductions: Counter[str] = Counter()
 
-    def read(self, sums: Tensor) -> GlobalSums:
-        assert sums.device.type == NAME, "the sums left the device"
-        raise ReachedTheSums
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.reductions[self.action] += "reduce_scatter" in func.name()
+        if func is read_scalar and args[0].device.type == "cpu":
+            return 1  # such as an optimizer's step counter: nothing is read from the device
+        try:
+            if func is copy_to:
+                self._check(args[0].device, kwargs.get("device"), kwargs.get("non_blocking"))
+            if func is torch.ops.aten.copy_.default:
+                asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+                self._check(args[1].device, args[0].device, asynchronous)
+            return func(*args, **kwargs)
+        except Exception:
+            # In the recomputation of a backward, autograd's thread would end the process instead of
+            # raising this.
+            traceback.print_stack(file=sys.stderr)
+            raise
+
+    def _check(self, source: torch.device, to: torch.device | None, asynchronous: bool | None) -> None:
+        if to is not None and source.type != to.type and not asynchronous:
+            raise HostWaitsError(f"a copy from {source.type} to {to.type} waits for the device")
 
 
 Prepare = Callable[[StepRunner], None]
@@ -101,41 +116,20 @@ def run_step(
         waits.action = action
 
     job = parse_job(job_document).for_device("cpu")
-    with fake_rank(of_rank, job.mesh.world) as device:
-        seat = local_seat(of_rank, job.mesh.world, port, job, device=NAME)
-        groups = make_groups(seat.mesh_sizes, NAME, job.mesh.ep)
-        loader = open_loader(job, seat.replica, job.mesh.replicas)
-        microbatches = [tuple(microbatch.rows) for microbatch in loader.next_step()]
-        loader.close()
+    with fake_runner(job, of_rank, mark) as (runner, microbatches):
         assert any(len(row.documents) > 1 for rows in microbatches for row in rows), "no packed row"
         lengths = [padded_length(max(len(row.tokens) for row in rows), cp=job.mesh.cp) for rows in microbatches]
         read = ReadStep(microbatches, StepPlan(tuple(lengths), 100, Requests()))
-        with fake_tensors():
-            pipeline = resolve_pipeline(job)
-            built = build_stages(job, pipeline, groups, device, mark, draw=False)
-            optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
-            if job.train.optimizer.offload:
-                masters = job.train.precision == "bf16"
-                optimizer = OffloadedOptimizer(optimizer, built.modules, device, masters=masters)
-            reducer = StopsAtTheSums(built.modules, parameter_names(job.model))
-            kernel = choose_attention(job, device).kernel
-            # No store is needed: nothing meets anybody.
-            made = AssembledRank(
-                job, seat, device, pipeline, cast(Any, None), groups, built, optimizer, reducer, loader, kernel
-            )
-            runner = StepRunner(made)
-            batches = runner.batches(read, 1)
-            runner.batches = lambda read, step: batches  # type: ignore[method-assign]  # waiting is allowed there
-            prepare(runner)
-            with waits:
-                with pytest.raises(ReachedTheSums):
-                    runner.run(1, read, Stopwatch(device))
-                gradients = reducer.gradients()
-                runner._update(1, gradients, 2.0, 100, 1e-3)
-                evaluate(runner, read, batches)
-        parameters = [p for module in built.modules for p in module.parameters() if p.requires_grad]
-        kept = torch.device("cpu") if job.train.optimizer.offload else device
-        updated = sum(local_part(optimizer.state[parameter]["exp_avg"]).device == kept for parameter in parameters)
+        batches = runner.batches(read, 1)  # waiting is allowed here
+        prepare(runner)
+        with waits:
+            run_fake_step(runner, read, batches)
+            evaluate(runner, read, batches)
+        parameters = [p for module in runner.built.modules for p in module.parameters() if p.requires_grad]
+        kept = torch.device("cpu") if job.train.optimizer.offload else runner.device
+        updated = sum(
+            local_part(runner.optimizer.state[parameter]["exp_avg"]).device == kept for parameter in parameters
+        )
     return {"updated": updated, "reductions": dict(+waits.reductions)}
 
 

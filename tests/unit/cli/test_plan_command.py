@@ -85,6 +85,8 @@ def test_the_search_prints_settings_that_give_the_job_it_ranks(
         (["--links", "/nowhere/links.json"], 2, "does not exist"),
         (["--costs", "/nowhere/costs.json"], 2, "raypp plan JOB --measure"),
         (["--costs", "a.json", "--measure", "b.json"], 2, "use only one of them"),
+        (["--exact", "--search"], 2, "--exact and --search do not go together"),
+        (["--exact", "--set", "resources.device=cpu"], 2, "plan for a GPU: --set resources.device=cuda"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_a_way_out(

@@ -1,0 +1,37 @@
+"""Which steps `raypp plan --exact` refuses to play."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.errors import JobError
+from raypp.measure.played_step import step_peak
+from raypp.spec.load import parse_job
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"model": {"kind": "mixtral", "num_experts": 4, "experts_per_token": 2}, "mesh": {"fsdp": 2, "ep": 2}},
+            "mesh.ep",
+        ),
+        ({"train": {"compile": True}}, "train.compile"),
+        (
+            {
+                "mesh": {"pp": 2},
+                "pipeline": {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+                "train": {"activation_checkpointing": "selective"},
+            },
+            "train.activation_checkpointing",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_played_is_refused_with_a_way_out(sections: dict[str, Any], said: str) -> None:
+    job = parse_job({"name": "refused", "data": {"kind": "synthetic"}, **sections})
+    with pytest.raises(JobError) as refused:
+        step_peak(job, 0)
+    (problem,) = refused.value.problems
+    assert problem.key == said and problem.fix
