@@ -44,6 +44,7 @@ BENCHMARKS = (
     Benchmark("memory", 3, "peak memory by number of microbatches"),
     Benchmark("offload", 3, "a step's time and what is in host memory, with and without offloading"),
     Benchmark("loss_memory", 7, "peak memory and time of the loss, by whole logits and in chunks"),
+    Benchmark("kernel_counts", 1, "kernels and bytes of a layer's elementwise work, compiled or not; computed"),
     Benchmark("quantised_base", 3, "memory and speed of adapters on int8, nf4, bf16 and fp32 bases"),
     Benchmark("context_balance", 1, "how evenly context-parallel ranks share attention"),
     Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),
