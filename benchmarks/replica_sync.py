@@ -19,7 +19,8 @@ limit of the cable are those of `beside`.
 
 `--losses N` trains N steps on text instead, on this machine's loopback, with exact and int8 sums
 and with outer steps, with as many replicas as `--replicas` says and equal tokens, and compares the
-losses. That does not depend on the machine's load.
+losses. The last row is the control: one of the replicas alone, which sees its own tokens only. None
+of it depends on the machine's load.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ PROGRAMS: dict[str, list[str]] = {
 }
 NO_LIMIT = "beside, no limit"
 MICROBATCHES_OF_ALL = 4
-"""Microbatches of a step, of all replicas, in `--losses`."""
+"""Microbatches of a step, of all replicas, in `--losses`, unless `--microbatches` is given."""
 LAST = 20
 """The final loss is the mean over this many steps."""
 
@@ -118,15 +119,16 @@ def report(found: dict[float, list[dict[str, Figures]]]) -> None:
             print(f"| {share} | {program} | {seconds:.3f} | {ratios[0]} | {ratios[1]} | {size:.1f} |")
 
 
-def job_of(sync: dict[str, Any], replicas: int, steps: int, seed: int) -> dict[str, Any]:
+def job_of(sync: dict[str, Any], replicas: int, steps: int, seed: int, microbatches: int) -> dict[str, Any]:
     job = document({}, steps, seed)
     job["mesh"] = {"dp_replicate": replicas}
-    job["pipeline"]["microbatches"] = MICROBATCHES_OF_ALL // replicas
+    job["pipeline"]["microbatches"] = microbatches
     job["train"]["sync"] = sync
     return job
 
 
-def compare_losses(steps: int, every: int, replicas: Sequence[int], others: Sequence[str]) -> None:
+def compare_losses(options: argparse.Namespace) -> None:
+    steps, every, others = options.losses, options.every, options.sync
     counted = f"mean of the last {min(LAST, steps)} of {steps} steps"
     print(f"\n| replicas | train.sync | loss, {counted} | difference | held-out loss | difference |")
     print("|---|---|---|---|---|---|")
@@ -139,13 +141,17 @@ def compare_losses(steps: int, every: int, replicas: Sequence[int], others: Sequ
         syncs[f"outer, {every} steps, {form}, 2 fragments, {every // 10} steps ahead"] = one | spread_out
     if others:
         syncs = {"exact": {"kind": "exact"}, **{words: yaml.safe_load(words) for words in others}}
-    for number in replicas:
+    for number in options.replicas:
+        own = options.microbatches or MICROBATCHES_OF_ALL // number
+        rows = [(name, number, syncs[name], 0) for name in syncs]
+        if not others:
+            rows.append(("exact, another seed", number, syncs["exact"], 1))
+        rows.append(("one replica alone", 1, syncs["exact"], 0))
         exact: dict[str, Any] | None = None
-        for name, seed in (*((name, 0) for name in syncs), *([("exact", 1)] if not others else [])):
-            found = train(job_of(syncs[name], number, steps, seed), number, name)
+        for name, world, sync, seed in rows:
+            found = train(job_of(sync, world, steps, seed, own), world, name)
             exact = exact or found
             last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
-            name += ", another seed" if seed else ""
             held_out = f"{found['held_out']:.4f} | {found['held_out'] / exact['held_out'] - 1:+.1%}"
             print(f"| {number} | {name} | {last:.4f} | {last - base:+.4f} | {held_out} |", flush=True)
 
@@ -155,7 +161,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of each turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every program on every cable")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.5, 1.0], help="message ÷ forward of the cables")
-    parser.add_argument("--microbatches", type=int, default=MICROBATCHES, help="of each replica")
+    parser.add_argument("--microbatches", type=int, help=f"of each replica; {MICROBATCHES}, and {MICROBATCHES_OF_ALL} "
+                        "of all with --losses")  # fmt: skip
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="compare the losses of N steps instead")
     parser.add_argument("--every", type=int, default=50, help="with --losses: steps between outer steps")
@@ -166,8 +173,9 @@ def main() -> None:
     options = parser.parse_args()
     announce()
     if options.losses:
-        compare_losses(options.losses, options.every, options.replicas, options.sync)
+        compare_losses(options)
         return
+    options.microbatches = options.microbatches or MICROBATCHES
     cores = len(os.sched_getaffinity(0))
     if reason := why_not() or (f"{cores} cores for {HOSTS} hosts" if cores < HOSTS else None):
         print(f"skipped: {reason}")
