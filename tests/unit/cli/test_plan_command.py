@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from raypp.api.checked_job import plan
+from raypp.cli.console import Console
 from raypp.cli.main import run
+from raypp.cli.plan_view import plan_view
 from raypp.planning.costs import Costs, Part, write_costs
 from raypp.spec.load import load_job
 
@@ -62,6 +65,16 @@ def test_a_device_that_is_too_small_is_said(capsys: pytest.CaptureFixture[str]) 
     large = ["--set", "model.hidden_size=8192", "--set", "model.num_layers=80", "--set", "model.ffn_size=28672"]
     assert run(["plan", QUICKSTART, "--device", "rtx4090", *large]) == 0
     assert "does not fit: a rank needs" in capsys.readouterr().out
+
+
+def test_played_steps_are_shown_beside_the_plan_with_whether_they_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    job, gib = load_job(QUICKSTART).job, 2**30
+    row = {"pp": 0, "planned": 11 * gib, "played": 10 * gib, "at": "0B1", "rest": 2 * gib, "total": 12 * gib}
+    for total, said in ((12, "fits: a rank needs 12 GiB"), (30, "does not fit: a rank needs 30 GiB")):
+        rows = [{**row, "total": total * gib}]
+        Console(width=80).print(plan_view(job, plan(job, device="rtx4090"), 80, rows))
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "+10.0% 0B1" in printed and said in printed
 
 
 def test_the_search_prints_settings_that_give_the_job_it_ranks(
