@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from training import seat_of, thinned
 
 from raypp import ports
+from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, OWN_WEIGHT, RESIDUAL
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
@@ -365,6 +366,34 @@ def test_a_replica_waits_for_no_other_between_outer_steps(tmp_path: Path) -> Non
         one.end()
     (straight, state), (late, state_of_late) = reports
     assert straight == late and same(state, state_of_late)
+
+
+def slow_store(rank: int, world: int, port: int, *, done: Path) -> None:
+    """Lets the second replica's upload of step 4 end when the first has done step 7."""
+    upload, run = CheckpointSaver._upload, StepRunner.run
+
+    def slow(self: CheckpointSaver, step: int, *rest: Any) -> Any:
+        while rank == 1 and step == 4 and not done.exists():
+            time.sleep(0.005)
+        return upload(self, step, *rest)
+
+    def ahead(self: StepRunner, step: int, *rest: Any) -> Any:
+        report = run(self, step, *rest)
+        if rank == 0 and step == 7:
+            done.touch()
+        return report
+
+    CheckpointSaver._upload, StepRunner.run = slow, ahead  # type: ignore[method-assign,assignment]
+
+
+def test_a_slow_store_of_one_site_holds_up_no_step_before_the_next_save(tmp_path: Path) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(every=2, steps=8))
+    job["checkpoint"] = {"every_steps": 4, "memory_tier": False}
+    run = Lives(job, tmp_path / "store", [tmp_path] * 2, [0, 0], prepare=partial(slow_store, done=tmp_path / "done"))
+    told = run.attempt_once()
+    run.end()
+    assert not told.errors and told.steps == list(range(1, 9))
+    assert [event.step for event in told.of_kind("committed")] == [4, 8]
 
 
 # Restarts
