@@ -272,9 +272,9 @@ def _of_replica(number: int) -> str:
 
 
 def _apart(stages: Sequence[nn.Module]) -> tuple[int, int]:
-    """Returns which replica this is of those that train apart, and their number: else 0 of 1."""
+    """Returns which replica this is of those that train apart, and their number: else 0 of 0."""
     held = outer_state_of(stages[0]) if stages else None
-    return (0, 1) if held is None else (held.replica, held.replicas)
+    return (0, 0) if held is None else (held.replica, held.replicas)
 
 
 def _replicas_apart(saved: Collection[str]) -> int:
@@ -309,10 +309,10 @@ def _own_weights(stages: Sequence[nn.Module], saved: Collection[str]) -> Iterato
 def _apart_remark(saved: Collection[str], now: int) -> str:
     """Says what becomes of the state of replicas that trained apart, on so many that do."""
     momentum = any(full_name.endswith(f"/{OUTER_MOMENTUM}") for full_name in saved)
-    before = _replicas_apart(saved) if momentum else 1
-    if momentum and now == 1:
+    before = _replicas_apart(saved) if momentum else 0
+    if momentum and not now:
         return "replicas no longer train apart: the momentum of outer steps is dropped, the first's optimizer goes on"
-    if saved and now > 1 and not momentum:
+    if saved and now and not momentum:
         return "replicas train apart from here: each goes on with the optimizer's state, outer steps begin at rest"
     return (
         "" if before == now else f"of {before} replicas that trained apart, {now} go on: replica r as r modulo {before}"

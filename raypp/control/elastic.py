@@ -9,6 +9,7 @@ from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.placement import Placement
 from raypp.control.ray_nodes import all_nodes
 from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
+from raypp.control.seats import SITE
 from raypp.control.watchers import Turn
 from raypp.control.worker_group import WorkerGroup
 from raypp.mesh.shapes import Shape
@@ -74,14 +75,14 @@ class ElasticSizing:
         Another mesh needs other processes.
         """
         shape = self.shape(machine)
-        excluded = self._excluded(machine, placement)
+        excluded = self._excluded(machine, placement, shape.world)
         last = self._last or self.wanted
         if shape != last:
             self._record_event(reshape_event(last, shape, self._why, machine.attempt))
-        if shape != last or placement.world != shape.world or not excluded <= placement.excluded:
+        if shape != last or placement.world != shape.world or excluded != placement.excluded:
             workers.empty_bundles()
             placement.remove()
-        placement.world, placement.excluded = shape.world, placement.excluded | excluded
+        placement.world, placement.excluded = shape.world, excluded
         self._last, self._room_since = shape, None
 
     def check(self, turn: Turn) -> m.Reshape | None:
@@ -106,7 +107,7 @@ class ElasticSizing:
         waited = placement.waited_s()
         if attempt.phase is not AttemptPhase.PLACING or waited < max(self.options.grace_s, 2.0):
             return None
-        current, room = self.shape(machine), placement.room()
+        current, room = self.shape(machine), placement.room(self._excluded(machine, placement))
         best = self.best(room)
         if best is None and not self._reported_memory and best_for(self._job, room) is not None:
             self._reported_memory = True
@@ -132,8 +133,12 @@ class ElasticSizing:
         self._why = f"there is room for {best.world} ranks again"
         return m.Reshape(best, current.world)
 
-    def _excluded(self, machine: m.Machine, placement: Placement) -> frozenset[str]:
-        """Returns the nodes that were lost repeatedly, by id, when the run can do without them."""
+    def _excluded(self, machine: m.Machine, placement: Placement, world: int = 0) -> frozenset[str]:
+        """Returns the nodes to leave out, by id, when the run can do without them: those that were
+        lost repeatedly. Sites may come and go: with `recovery.site_timeout_s` it is instead those
+        of sites without room for a replica, when the others have room for `world` ranks."""
+        if self._job.recovery.site_timeout_s is not None:
+            return self._partial_sites(placement, world)
         bad = bad_nodes(machine.history)
         found = {node["NodeID"]: node["NodeManagerAddress"] for node in all_nodes() if node["Alive"]} if bad else {}
         found = {node: address for node, address in found.items() if address in bad}
@@ -144,3 +149,14 @@ class ElasticSizing:
             message = f"{address} was lost in {bad[address]} attempts and is excluded from now on"
             self._record_event(Event("node_left_out", message, attempt=machine.attempt, node=address))
         return frozenset(found)
+
+    def _partial_sites(self, placement: Placement, world: int) -> frozenset[str]:
+        site_of = {node["NodeID"]: node.get("Labels", {}).get(SITE, "") for node in all_nodes() if node["Alive"]}
+        replica = self.wanted.world // self.wanted.dp_replicate
+        found: set[str] = set()
+        for site in set(site_of.values()):
+            elsewhere = {node for node, other in site_of.items() if other != site}
+            if 0 < placement.room(frozenset(elsewhere)) < replica:
+                found |= site_of.keys() - elsewhere
+        room = placement.room(frozenset(found))
+        return frozenset(found) if room >= world and self.best(room) is not None else frozenset()

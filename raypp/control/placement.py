@@ -194,14 +194,14 @@ class Placement:
         """Returns how long the run has waited for the group."""
         return time.monotonic() - self._asked_at
 
-    def room(self, avoided: frozenset[str] = frozenset()) -> int:
+    def room(self, excluded: frozenset[str] = frozenset()) -> int:
         """Returns how many ranks there is room for now, counting what the run holds already.
 
         Args:
-            avoided: More nodes to leave out, by id.
+            excluded: Nodes to leave out, by id.
         """
         held = Counter(_living_nodes(self._table()).values()) + self.spares.per_node()
-        return count_places(self.bundle, held, self.excluded | avoided | self.lost_nodes.unreachable())
+        return count_places(self.bundle, held, excluded | self.lost_nodes.unreachable())
 
     def hopeless(self) -> str | None:
         """Returns why waiting longer makes no sense; None while it does."""

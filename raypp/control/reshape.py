@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raypp.mesh.shapes import Shape, best_shape
 from raypp.planning.check import check_plan
 from raypp.planning.peak import CERTAIN, peak_memory
@@ -29,6 +31,9 @@ def best_for(job: Job, room: int, gpu_bytes: int = 0) -> Shape | None:
     least, most = options.min_ranks, options.max_ranks
 
     def valid(shape: Shape) -> bool:
+        replica = replace(shape, dp_replicate=wanted.dp_replicate, microbatches=wanted.microbatches)
+        if replica != wanted and job.recovery.site_timeout_s is not None:
+            return False  # sites have whole replicas
         return not check_plan(reshaped(job, shape))
 
     too_large: list[Shape] = []

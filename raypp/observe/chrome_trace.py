@@ -30,10 +30,13 @@ WORDS = {
     "wait sends": "wait for sends",
     "gathering": "weights under way",
     "summing": "sums under way",
+    "exchanging": "exchange between replicas",
     "negotiate": "agree",
     "reduce": "sum of loss and norms",
 }
 _BESIDE = ("gathering", "summing")
+_EXCHANGES = 1000
+"""The row of exchanges between replicas that train apart."""
 _SAVES = ("committed", "save_failed")
 
 
@@ -106,6 +109,8 @@ def name_of(span: Span) -> str:
 
 def _rank(one: RankTrace, zero: float) -> Iterable[dict[str, Any]]:
     yield _row(one.rank + 1, 1, "actions")
+    if any(span.kind == "exchanging" for span in one.spans):
+        yield _row(one.rank + 1, _EXCHANGES, "exchange between replicas")
     ends: list[float] = []
     for span in sorted(one.spans, key=lambda span: (span.begin, -span.seconds)):
         lane = 1
@@ -117,6 +122,8 @@ def _rank(one: RankTrace, zero: float) -> Iterable[dict[str, Any]]:
                 yield _row(one.rank + 1, 2 + free, "under way")
             ends[free] = span.end
             lane = 2 + free
+        elif span.kind == "exchanging":
+            lane = _EXCHANGES
         where = {"step": span.step} | ({"stage": span.stage} if span.stage >= 0 else {})
         kind = WORDS.get(span.kind, "part")
         yield _complete(one.rank + 1, lane, name_of(span), kind, span.begin - zero, span.seconds, **where)

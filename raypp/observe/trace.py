@@ -44,6 +44,7 @@ class Span(NamedTuple):
             `wait B`: it waited for the message that a forward or backward needs. `gather`, `sum`:
             it began to gather weights or to sum gradients. `wait gather`, `wait sums`, `wait
             sends`: it waited for these. `gathering`, `summing`: they were under way, at most.
+            `exchanging`: replicas that train apart exchanged weights, in the step where it ended.
             `step`, or a part of a step (`StepReport.parts_s`).
         begin: Seconds since the trace began.
         seconds: Duration.

@@ -164,7 +164,7 @@ def _times_of(one: RankTrace) -> RankTimes:
                 found.compute -= span.seconds  # it is within a forward
             case "wait sums":
                 found.sums += span.seconds
-            case "gathering" | "summing":
+            case "gathering" | "summing" | "exchanging":
                 found.under_way += span.seconds
             case "step":
                 found.total += span.seconds

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import re
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -156,6 +158,10 @@ class OuterSync:
         group: The ranks of all replicas that hold the same shards; computes on CPUs, and is used
             for nothing else.
         changed: Called when weights have changed.
+
+    Attributes:
+        exchanges: When the last exchanges began and ended, by `time.perf_counter`. The caller may
+            take them.
     """
 
     def __init__(
@@ -169,6 +175,7 @@ class OuterSync:
     ) -> None:
         self._stages, self._options, self._group, self._changed = stages, options, group, changed
         self.replica, self.replicas = group.rank(), group.size()
+        self.exchanges: deque[tuple[float, float]] = deque(maxlen=64)
         self._steps, self._bits, self._begun = steps, options.bits, False
         self._fragments = [_Fragment([]) for _ in range(options.fragments)]
         self._tokens_of_all = [[0] * self.replicas for _ in range(options.fragments)]
@@ -240,6 +247,10 @@ class OuterSync:
         """Counts the tokens with a label on which this replica trained in a step."""
         for fragment in self._fragments:
             fragment.tokens += tokens
+
+    def acts_after(self, step: int) -> bool:
+        """Whether `run` has something to do after a step."""
+        return step == self._steps or bool(self._due(step) or self._due(step + self._options.overlap_steps))
 
     @torch.no_grad()
     def run(self, step: int, progress: Callable[[], None]) -> None:
@@ -324,6 +335,7 @@ class OuterSync:
             own: This replica's values of them, each `[...]`.
             tokens: How this replica counts.
         """
+        begin = time.perf_counter()
         counts = [count for (count,) in self._of_all([tokens])]
         if not any(counts):
             return
@@ -331,6 +343,7 @@ class OuterSync:
         for pieces in _gathered([weight.agreed.numel() for weight in weights]):
             sent = [own[i].view(-1)[part].cpu() for i, part in pieces]
             yield list(changes([(weights[i], i, part) for i, part in pieces], sent, counts))
+        self.exchanges.append((begin, time.perf_counter()))
 
     def _changes(self, pieces: Sequence[_Piece], own: Sequence[Tensor], tokens: Sequence[int]) -> Iterator[_Change]:
         """Yields the agreed weights minus their mean."""

@@ -143,7 +143,7 @@ def with_every_steps(job: Job, grounds: Grounds) -> Job:
     Raises:
         JobError: The rate between replicas is unknown.
     """
-    if job.outer is None or job.outer.every_steps != "auto":
+    if job.outer is None or job.outer.every_steps != "auto" or job.mesh.dp_replicate == 1:
         return job
     if job.outer.link_gbps is None and grounds.machines is None and grounds.link_gbps is None:
         what = "auto needs the rate of the link between replicas"

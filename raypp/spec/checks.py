@@ -137,6 +137,15 @@ def _elastic(job: Job) -> Iterator[Problem]:
     options, world = job.recovery.elastic_options, job.mesh.world
     if options is None:
         return
+    if job.recovery.site_timeout_s is not None:
+        key = "recovery.site_timeout_s"
+        if job.recovery.elastic:
+            what = "recovery.elastic decides already when the run goes on without lost nodes, and on which mesh"
+            yield Problem(key, what, "remove one of the two")
+        if job.outer is None or job.mesh.dp_replicate == 1:
+            what = "has no effect without replicas that train apart, of which some can go on without the others"
+            fix = "use train.sync.kind: outer and mesh.dp_replicate of 2 or more, or recovery.elastic"
+            yield Problem(key, what, fix)
     most = world if options.max_ranks is None else min(options.max_ranks, world)
     if options.min_ranks > most:
         what = f"{options.min_ranks} is more than the {most} ranks that the run may use"

@@ -468,6 +468,10 @@ class RecoverySection(Section):
     elastic: bool | ElasticOptions = False
     """Continue with fewer nodes when some are lost, and grow again when nodes return. The global
     batch and the data order do not change. true, or {min_ranks, max_ranks, grace_s}."""
+    site_timeout_s: float | None = Field(default=None, ge=0, le=limits.SECONDS)
+    """With train.sync: {kind: outer}: seconds to wait for a lost site before the run continues with
+    the replicas that are left, of the same shape. A site that returns takes part again from an
+    outer step on. The global batch and the data order do not change. null: wait for it."""
     standby: bool = True
     """Keep one idle worker per node with everything imported (about 0.4 GB). It takes the place of
     a killed rank."""
@@ -476,7 +480,10 @@ class RecoverySection(Section):
 
     @property
     def elastic_options(self) -> ElasticOptions | None:
-        """The options of `elastic`; None when it is off."""
+        """The options of `elastic`, or those that `site_timeout_s` stands for; None when both are
+        off."""
+        if self.site_timeout_s is not None:
+            return ElasticOptions(grace_s=self.site_timeout_s)
         if isinstance(self.elastic, ElasticOptions):
             return self.elastic
         return ElasticOptions() if self.elastic else None
@@ -588,8 +595,11 @@ class Job(Section):
 
     @property
     def outer(self) -> SyncOptions | None:
-        """How replicas that train apart agree again; None if they sum gradients."""
-        return self.train.sync if self.train.sync.kind == "outer" and self.mesh.dp_replicate > 1 else None
+        """How replicas that train apart agree again; None if they sum gradients.
+
+        One that is left of several takes outer steps alone.
+        """
+        return self.train.sync if self.train.sync.kind == "outer" else None
 
     @property
     def at_outer_steps(self) -> dict[str, int]:

@@ -137,7 +137,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     try:
         spikes = SpikeWatch(job.recovery.spike_factor)
         gathered = None
-        if rank.outer is not None and leads:
+        if rank.outer is not None and rank.outer.replicas > 1 and leads:
             gathered = ReplicaReports(rank.groups.mesh["dp_replicate"].get_group())
         run = Training(job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes, gathered)
         return train(run, restored, start)

@@ -277,7 +277,7 @@ class StepRunner:
                 self.optimizer.zero_grad(set_to_none=True)
             for one in self.built.replica_sums:
                 one.drop_residuals()
-        if self.outer is not None:
+        if self.outer is not None and self.outer.acts_after(step):
             with watch.part("outer"):
                 self.outer.run(step, lambda: self._mark("outer"))
         if self._injection is not None:

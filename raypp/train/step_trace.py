@@ -97,6 +97,7 @@ class _Recording:
         with self._trace.timed("clocks"):
             self._anchor = self._trace.clock.anchor()
             self._clock = compare_clocks(runner.seat)
+        self._take_exchanges()  # those before
         self._wall = time.time(), time.perf_counter()
         self._taken: list[tuple[int, Recorded]] = []
         self._runtime.trace = self._trace
@@ -106,8 +107,12 @@ class _Recording:
         parts = [Recorded(name, span.begin, span.end) for name, span in watch.spans]
         begin = parts[0].begin if parts else self._trace.clock.now()
         parts.append(Recorded("step", begin, self._trace.clock.now()))
-        self._taken += [(step, one) for one in (*self._trace.recorded, *parts)]
+        self._taken += [(step, one) for one in (*self._trace.recorded, *parts, *self._take_exchanges())]
         self._trace.recorded.clear()
+
+    def _take_exchanges(self) -> list[Recorded]:
+        exchanges = self._runner.outer.exchanges if self._runner.outer is not None else ()
+        return [Recorded("exchanging", *exchanges.popleft()) for _ in range(len(exchanges))]
 
     def stop(self) -> None:
         """Ends the recording."""

@@ -138,9 +138,6 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     """
     if lacking := missing_for_trackers(job, os.environ, here=True):
         raise JobError(lacking)
-    if job.outer is not None and job.outer.every_steps == "auto":
-        what, fix = "auto is decided by `raypp submit`", "set the number that `raypp plan` proposes"
-        raise JobError(Problem("train.sync.every_steps", what, fix))
     bf16, asked = has_bf16(seat), job
     job = asked.for_device(seat.device, bf16=bf16)
     try:
@@ -172,6 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         file = with_hf_sizes(load_job(options.job, options.set))
         problems = check_spec(file.job, file.directory)
+        if file.job.outer is not None and file.job.outer.every_steps == "auto":
+            what = "auto is decided by `raypp submit`; under torchrun nobody does"
+            fix = "add --set train.sync.every_steps=N, with the number that `raypp plan` says"
+            problems.append(Problem("train.sync.every_steps", what, fix))
         if problems:
             raise JobError([file.locate(problem) for problem in problems])
         return _run(file.job, seat_from_environment(file.job))

@@ -291,10 +291,10 @@ class Lives:
             process.kill()
             self._bury(rank)
 
-    def final_state(self) -> dict[str, torch.Tensor]:
-        """Returns every tensor of the last checkpoint."""
+    def final_state(self, step: int | None = None) -> dict[str, torch.Tensor]:
+        """Returns every tensor of the checkpoint of a step, by default the last."""
         name, steps = self.document["name"], self.document["train"]["steps"]
-        commit = read_commit(self.store, name, steps)
+        commit = read_commit(self.store, name, steps if step is None else step)
         root = Path(self.document["checkpoint"]["url"])
         return {key: value for one in commit.objects for key, value in load_file(root / one.key).items()}
 

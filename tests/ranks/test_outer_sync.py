@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from training import seat_of, thinned
 
 from raypp import ports
+from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, OWN_WEIGHT, RESIDUAL
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
@@ -367,12 +368,40 @@ def test_a_replica_waits_for_no_other_between_outer_steps(tmp_path: Path) -> Non
     assert straight == late and same(state, state_of_late)
 
 
+def slow_store(rank: int, world: int, port: int, *, done: Path) -> None:
+    """Lets the second replica's upload of step 4 end when the first has done step 7."""
+    upload, run = CheckpointSaver._upload, StepRunner.run
+
+    def slow(self: CheckpointSaver, step: int, *rest: Any) -> Any:
+        while rank == 1 and step == 4 and not done.exists():
+            time.sleep(0.005)
+        return upload(self, step, *rest)
+
+    def ahead(self: StepRunner, step: int, *rest: Any) -> Any:
+        report = run(self, step, *rest)
+        if rank == 0 and step == 7:
+            done.touch()
+        return report
+
+    CheckpointSaver._upload, StepRunner.run = slow, ahead  # type: ignore[method-assign,assignment]
+
+
+def test_a_slow_store_of_one_site_holds_up_no_step_before_the_next_save(tmp_path: Path) -> None:
+    job = document(dp_replicate=2, microbatches=2, train=outer(every=2, steps=8))
+    job["checkpoint"] = {"every_steps": 4, "memory_tier": False}
+    run = Lives(job, tmp_path / "store", [tmp_path] * 2, [0, 0], prepare=partial(slow_store, done=tmp_path / "done"))
+    told = run.attempt_once()
+    run.end()
+    assert not told.errors and told.steps == list(range(1, 9))
+    assert [event.step for event in told.of_kind("committed")] == [4, 8]
+
+
 # Restarts
 
 
-def lives(root: Path, store: str, sync: dict[str, Any], **mesh: int) -> Lives:
+def lives(root: Path, store: str, sync: dict[str, Any], steps: int = 8, **mesh: int) -> Lives:
     """A run with saves and evaluations after every fourth step."""
-    made = document(microbatches=4 // mesh.get("dp_replicate", 2), train=outer(steps=8, **sync), **mesh)
+    made = document(microbatches=4 // mesh.get("dp_replicate", 2), train=outer(steps=steps, **sync), **mesh)
     made["train"]["eval_every_steps"], made["data"]["eval"] = 4, {"fraction": 0.05}
     made["mesh"] = {"dp_replicate": 2, **mesh}
     made["checkpoint"] = {"every_steps": 4, "memory_tier": False, "keep": 9}
@@ -414,7 +443,7 @@ def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_
     resumed = go_on(lives(tmp_path, "killed", sync, pp=2), expected)
     assert [resumed.losses[step] for step in range(5, 9)] == [told.losses[step] for step in range(5, 9)]
     assert evaluated(resumed) == evaluated(told)
-    alone = go_on(lives(tmp_path, "alone", {}, dp_replicate=1))
+    alone = go_on(lives(tmp_path, "alone", sync, dp_replicate=1))
     assert evaluated(alone)[4] == evaluated(told)[4], "what was evaluated is not what was saved"
 
 
@@ -427,6 +456,55 @@ def go_on(other: Lives, expected: Weights | None = None) -> Told:
     assert expected is None or same(other.final_state(), expected)
     other.end()
     return told
+
+
+FATES = [Fate((1,), after=6, memory=False, commit=4), Fate((0,), after=9, memory=False, commit=8), None]
+
+
+def live(root: Path, store: str, sync: dict[str, Any], attempt: int, **mesh: int) -> Lives:
+    """Trains 12 steps with two replicas, of which the second is lost after step 4 and returns after
+    step 8. Returns an attempt of three, ended."""
+    run = lives(root, store, sync, 12, **{"dp_replicate": (2, 1, 2)[attempt], **mesh})
+    run.attempt = attempt
+    told = run.attempt_once(FATES[attempt])
+    assert FATES[attempt] is not None or not told.errors
+    assert [event.step for event in told.of_kind("resumed")] == ([4 * attempt] if attempt else [])
+    words = [event.message for event in told.of_kind("sync")]
+    assert all("replicas that trained apart" in one for one in words) and len(words) == bool(attempt)
+    assert told.steps == list(range(4 * attempt + 1, told.steps[-1] + 1))
+    run.end()
+    return run
+
+
+@pytest.mark.parametrize("name", thinned(SYNCS, ["beside"], ["whole"]))
+def test_a_run_that_loses_and_regains_a_replica_has_the_same_bits_each_time_and_on_another_mesh(
+    tmp_path: Path, name: str
+) -> None:
+    for attempt in range(3):
+        once = live(tmp_path, "once", SYNCS[name], attempt)
+        twice = live(tmp_path, "twice", SYNCS[name], attempt, **({"pp": 2} if attempt else {}))
+    assert same(once.final_state(), twice.final_state())
+
+
+def test_the_replica_that_is_left_takes_outer_steps_alone_with_the_momentum_of_all(tmp_path: Path) -> None:
+    sync = {"every": 4}
+    before = live(tmp_path, "run", sync, 0).final_state(4)
+    shutil.copytree(tmp_path / "run", tmp_path / "plain")
+    after = live(tmp_path, "run", sync, 1).final_state(8)
+    plain = lives(tmp_path, "plain", sync, 12, dp_replicate=1)
+    plain.document["train"]["sync"], plain.attempt = {"kind": "exact"}, 1
+    plain.attempt_once(FATES[1])
+    plain.end()
+    trained = plain.final_state(8)
+    for name, old in before.items():
+        if name.startswith("optim/"):
+            continue
+        momentum, change = f"optim/{name}/{OUTER_MOMENTUM}", old.double() - trained[name].double()
+        moved = (0.9 * before[momentum].double() + change).float()
+        assert before[momentum].any() and torch.equal(after[momentum], moved)
+        assert torch.equal(after[name], (old - 0.7 * (change + 0.9 * moved.double())).float())
+    kept = {name: value for name, value in trained.items() if name.startswith("optim/")}
+    assert kept and all(torch.equal(value, after[name]) for name, value in kept.items())
 
 
 def evaluated(told: Told) -> dict[int | None, float]:

@@ -48,7 +48,8 @@ def live(rank: int, world: int, port: int, job: dict[str, Any], trace: int, node
     seat = replace(local_seat(rank, world, port, parsed), node_rank=nodes[rank])
     told = Asking(trace if rank == 0 else 0)
     run_rank(parsed, seat, told)
-    return {"losses": [report.loss for report in told.reports], "kinds": told.kinds()}
+    parts = [report.parts_s for report in told.reports]
+    return {"losses": [report.loss for report in told.reports], "parts": parts, "kinds": told.kinds()}
 
 
 def job_in(folder: Path, **mesh: int) -> dict[str, Any]:
@@ -120,3 +121,19 @@ def test_a_trace_shows_gathers_and_sums_and_ends_with_the_run(tmp_path: Path) ->
         assert {"gather", "wait gather", "gathering", "sum", "wait sums", "summing"} <= kinds
     assert [one.clock_error_s > 0 for one in trace] == [False, False, True, True]
     assert trace[2].clock_error_s == trace[3].clock_error_s
+
+
+def test_a_trace_shows_exchanges_of_replicas_that_train_apart_on_a_row_of_their_own(tmp_path: Path) -> None:
+    job = job_in(tmp_path, dp_replicate=2, pp=1)
+    job["train"]["sync"] = {"kind": "outer", "every_steps": FIRST, "overlap_steps": 1}
+    ranks = run_ranks(2, live, job, 50, [0, 1])
+    assert ["outer" in parts for parts in ranks[0]["parts"]] == [False, True, True, False, True, True]
+    trace = trace_of(tmp_path, FIRST, 2)
+    for one in trace:
+        exchanges = [span for span in one.spans if span.kind == "exchanging"]
+        beside, last = exchanges[-2:]  # that of step 3 may have ended before the trace
+        assert beside.step in (5, 6) and last.step == 6 and beside.end <= last.begin
+    shown = chrome_trace(trace, analyse(trace))
+    assert chrome_faults(shown, trace[1].clock_error_s) == []
+    rows = [(one["pid"], one["tid"]) for one in shown["traceEvents"] if one["name"] == "exchange between replicas"]
+    assert len(set(rows)) == 2 and not {(1, 1), (2, 1)} & set(rows)

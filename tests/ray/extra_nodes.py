@@ -43,6 +43,7 @@ class Node:
 
     address: str
     process: subprocess.Popen[bytes]
+    labels: str = ""
     node_id: str = ""
 
     def kill(self) -> None:
@@ -74,14 +75,18 @@ class ExtraNodes:
             self._wait(lambda: not (self._alive().keys() & ended), "the end of the nodes")
         self._directory.cleanup()
 
-    def add(self, *hosts: int) -> list[Node]:
-        """Starts nodes with the addresses 127.0.0.HOST and waits until the cluster lists them."""
+    def add(self, *hosts: int, labels: str = "") -> list[Node]:
+        """Starts nodes with the addresses 127.0.0.HOST and waits until the cluster lists them.
+
+        Args:
+            labels: As for `ray start`.
+        """
         started = []
         for host in hosts:  # one at a time: nodes that start together take each other's ports
             before: set[str] = set()
             self._wait(lambda before=before: before.update(self._alive()) or True, "an answer of the dashboard")
             with one_at_a_time():
-                node = Node(f"127.0.0.{host}", self._start(f"127.0.0.{host}"))
+                node = Node(f"127.0.0.{host}", self._start(f"127.0.0.{host}", labels), labels)
                 self._nodes.append(node)
                 started.append(node)
                 self._wait(lambda node=node, before=before: self._has_come(node, before), f"the node {node.address}")
@@ -93,10 +98,10 @@ class ExtraNodes:
                 node.node_id = name
                 return True
         if node.process.poll() is not None:  # Ray gives a node 30 s to start, and a loaded machine may need longer
-            node.process = self._start(node.address)
+            node.process = self._start(node.address, node.labels)
         return False
 
-    def _start(self, address: str) -> subprocess.Popen[bytes]:
+    def _start(self, address: str, labels: str) -> subprocess.Popen[bytes]:
         embedded = self._cluster.embedded
         assert embedded is not None
         directory = Path(self._directory.name) / address.rpartition(".")[2]
@@ -106,6 +111,7 @@ class ExtraNodes:
             *("start", "--block", "--disable-usage-stats", f"--address={embedded.gcs}"),
             f"--node-ip-address={address}",
             f"--num-cpus={CPUS}",
+            *([f"--labels={labels}"] if labels else []),
             "--object-store-memory=100000000",
             f"--temp-dir={directory}",  # nodes that share the head's directory would also share its unpacked packages
             "--dashboard-agent-listen-port=0",

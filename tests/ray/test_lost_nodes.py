@@ -197,3 +197,44 @@ def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
     assert [(step, tokens) for step, _, tokens in told] == [(step, tokens) for step, _, tokens in expected]
     assert [loss for _, loss, _ in told] == pytest.approx([loss for _, loss, _ in expected], rel=1e-5)
     run.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_real_ranks_go_on_without_a_lost_site_and_take_it_back_at_an_outer_step(
+    nodes: ExtraNodes, start_run: StartRun
+) -> None:
+    (_,), (lost,) = nodes.add(71, labels="site=a"), nodes.add(72, labels="site=b")
+    run = _start(
+        start_run,
+        "sites",
+        rank_function=None,
+        steps=200,
+        every=4,
+        mesh={"pp": 2, "dp_replicate": 2},
+        model={"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64},
+        data={"kind": "synthetic", "seq_len": 32, "num_documents": 200},
+        pipeline={"microbatches": 2},
+        train={"steps": 200, "sync": {"kind": "outer", "every_steps": 4}},
+        recovery={"site_timeout_s": 3},
+        resources={"env": {"OMP_NUM_THREADS": "1"}},
+    )
+    run.wait(lambda: "committed" in run.kinds(), "a commit")
+    lost.kill()
+    run.wait(lambda: run.kinds().count("reshaped") == 1, "the run without the site")
+    alone = _event(run, "reshaped")
+    assert (alone.details["to"]["dp_replicate"], alone.details["to"]["pp"]) == (1, 2)
+    run.wait(lambda: _committed_in(run, alone.attempt), "a commit of the site that is left")
+    assert _places(run) == {"127.0.0.71"}
+    with held_back(run.pids()):  # or a fast machine ends the run before the site has come back
+        nodes.add(72, labels="site=b")
+        run.wait(lambda: run.kinds().count("reshaped") == 2, "both sites")
+    status = run.wait_end()
+    assert (status["state"], status["step"], _mesh(run)) == ("SUCCEEDED", 200, {"pp": 2, "dp_replicate": 2})
+    assert _places(run) == {"127.0.0.71", "127.0.0.72"}
+    resumed = [event.step for event in run.reader.events() if event.kind == "resumed"]
+    assert len(resumed) == 2 and all(step and step % 4 == 0 for step in resumed)
+    words = [event.message for event in run.reader.events() if event.kind == "sync"]
+    assert ["of 2 replicas" in words[0], "of 1 replicas" in words[-1]] == [True, True]
+    assert [row["step"] for row in run.reader.history()] == list(range(1, 201))
+    run.assert_nothing_left()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from raypp.control import elastic
 from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.elastic import ElasticSizing
 from raypp.control.machine import Machine, RunPhase
@@ -24,7 +25,7 @@ from raypp.spec.load import load_job, parse_job
 REPOSITORY = Path(__file__).parents[3]
 
 
-def job_of(elastic: Any = True, **sections: Any) -> Job:
+def job_of(elastic_options: Any = True, **sections: Any) -> Job:
     return parse_job(
         {
             "name": "a",
@@ -32,7 +33,7 @@ def job_of(elastic: Any = True, **sections: Any) -> Job:
             "pipeline": {"microbatches": 4, "layers_per_stage": [3, 1]},
             "model": {"num_layers": 4},
             "data": {"kind": "synthetic"},
-            "recovery": {"elastic": elastic},
+            "recovery": {"elastic": elastic_options},
             **sections,
         }
     )
@@ -54,12 +55,12 @@ def test_the_mesh_follows_the_room_and_every_step_takes_the_same_rows(room: int,
 
 
 def test_without_elastic_there_is_the_jobs_mesh_or_none() -> None:
-    sizing = ElasticSizing(job_of(elastic=False), lambda event: None)
+    sizing = ElasticSizing(job_of(False), lambda event: None)
     assert sizing.best(3) is None and sizing.best(4) == sizing.wanted
 
 
 def test_the_job_says_how_small_and_how_large() -> None:
-    sizing = ElasticSizing(job_of(elastic={"min_ranks": 2, "max_ranks": 3}), lambda event: None)
+    sizing = ElasticSizing(job_of({"min_ranks": 2, "max_ranks": 3}), lambda event: None)
     assert sizing.best(1) is None
     assert sizing.largest().world == 2
 
@@ -81,7 +82,7 @@ class _Room(Placement):
     def waited_s(self) -> float:
         return 60.0
 
-    def room(self, avoided: frozenset[str] = frozenset()) -> int:
+    def room(self, excluded: frozenset[str] = frozenset()) -> int:
         return 3
 
 
@@ -100,6 +101,45 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
     assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
     why = "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20 GiB)"
     assert all(event.message == why for event in told)
+
+
+SITES: Any = {"train": {"sync": {"kind": "outer"}}, "recovery": {"site_timeout_s": 9}}
+
+
+@pytest.mark.parametrize(("room", "replicas"), [(6, 3), (5, 2), (3, 1), (1, None)])
+def test_sites_have_whole_replicas_of_the_jobs_shape(room: int, replicas: int | None) -> None:
+    job = job_of(mesh={"fsdp": 2, "dp_replicate": 3}, pipeline={"microbatches": 4}, **SITES)
+    best = ElasticSizing(job, lambda event: None).best(room)
+    assert (best and (best.dp_replicate, best.fsdp)) == (replicas and (replicas, 2))
+    assert best is None or best.microbatches_per_step == 24
+
+
+class _Nodes(Placement):
+    """A group with room for a rank on each node."""
+
+    def room(self, excluded: frozenset[str] = frozenset()) -> int:
+        return len({one["NodeID"] for one in elastic.all_nodes() if one["Alive"]} - excluded)
+
+
+@pytest.mark.parametrize(
+    ("alive", "replicas", "excluded"),
+    [
+        ("a1 a2 b1 b2", 2, ""),
+        ("a1 a2 b1", 1, "b1"),
+        ("a1 a2 b1", 2, ""),  # at the start, the other of b is waited for
+        ("b1 a2 b2 c1", 1, "a2 c1"),
+        ("a1 b1", 1, ""),
+    ],
+)
+def test_a_replica_is_not_spread_over_what_is_left_of_sites(
+    monkeypatch: pytest.MonkeyPatch, alive: str, replicas: int, excluded: str
+) -> None:
+    nodes = [{"NodeID": name, "Labels": {"site": name[0]}, "Alive": True} for name in alive.split()]
+    monkeypatch.setattr(elastic, "all_nodes", lambda: nodes)
+    lost = tuple(RankFailure(0, "", node, 1, FailureKind("node_lost"), "") for node in alive.split())
+    machine = Machine(shape=None, history=(AttemptEnd(1, lost, None), AttemptEnd(2, lost, None)))
+    sizing = ElasticSizing(job_of(**SITES), lambda event: None)
+    assert sizing._excluded(machine, _Nodes("r", 4, {}), 2 * replicas) == frozenset(excluded.split())
 
 
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:

@@ -130,7 +130,7 @@ def test_a_run_grows_when_there_has_been_room_for_seconds(clock: StandInClock, m
     machine = Machine(phase=RunPhase.RUNNING, shape=sizing.best(2))
     found = asked()
     room = 4
-    monkeypatch.setattr(Asked, "room", lambda self, avoided=frozenset(): room)
+    monkeypatch.setattr(Asked, "room", lambda self, excluded=frozenset(): room)
 
     def grows() -> bool:
         clock.advance(1.1)

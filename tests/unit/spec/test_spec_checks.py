@@ -142,6 +142,24 @@ def test_a_smallest_size_above_the_largest_is_told() -> None:
     assert "recovery.elastic.min_ranks" not in found(mesh={"pp": 4}, recovery={"elastic": elastic | {"max_ranks": 3}})
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"train": {}}, "has no effect without replicas that train apart"),
+        ({"mesh": {"pp": 2}}, "has no effect without replicas that train apart"),
+        ({"recovery": {"site_timeout_s": 9, "elastic": True}}, "remove one of the two"),
+    ],
+)
+def test_a_time_after_which_sites_are_left_out_needs_sites_and_rules_alone(change: dict[str, Any], told: str) -> None:
+    job = {
+        "mesh": {"pp": 2, "dp_replicate": 2},
+        "train": {"sync": {"kind": "outer"}},
+        "recovery": {"site_timeout_s": 9},
+    }
+    assert told in found(**{**job, **change})["recovery.site_timeout_s"]
+    assert "recovery.site_timeout_s" not in found(**job)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "muon"])
 def test_8_bits_are_refused_where_the_optimizer_cannot_keep_them(kind: str) -> None:
     ((key, told),) = found(train={"optimizer": {"kind": kind, "state": "8bit"}}).items()
