@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from raypp.clusters.known_runs import cluster_name
 from raypp.observe.json_lines import LogLine
@@ -144,57 +144,6 @@ class BatchAnswer:
     incarnation: str = ""
     durable: int = 0
     age_s: float = 0.0
-
-
-class Heartbeat(NamedTuple):
-    """Phase and idle time of one rank, as in a `ReportBatch`.
-
-    Attributes:
-        age_s: Seconds since the rank sent it.
-    """
-
-    rank: int
-    phase: str
-    idle_s: float
-    age_s: float
-    inside: str = ""
-    reached: int = 0
-
-
-@dataclass(frozen=True)
-class RelayReport:
-    """What a relay forwards in one call.
-
-    Attributes:
-        attempt: Attempt of the heartbeats.
-        heartbeats: The newest one of each rank that has sent one since the last relay report.
-        batches: Batches with steps, events or log lines; their phase and idle time are in
-            `heartbeats`.
-        unwritten: By rank: the last batch with steps or events that is not known to be in the
-            store.
-    """
-
-    attempt: int
-    heartbeats: tuple[Heartbeat, ...] = ()
-    batches: tuple[ReportBatch, ...] = ()
-    unwritten: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RelayAnswer:
-    """The controller's answer to a relay report.
-
-    Attributes:
-        incarnation: As in a `BatchAnswer`.
-        attempt: The attempt whose ranks this is for.
-        requests: As in a `BatchAnswer`, but only a stop: rank 0 gets other requests directly.
-        durable: As in a `BatchAnswer`, by rank, for those in `RelayReport.unwritten`.
-    """
-
-    incarnation: str = ""
-    attempt: int = 0
-    requests: Requests = field(default_factory=Requests)
-    durable: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
