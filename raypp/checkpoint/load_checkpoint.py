@@ -69,8 +69,6 @@ def load_checkpoint(
     Not a collective. Replaces everything, or nothing if it raises.
 
     Args:
-        store: Opened at the job's checkpoint.url.
-        run: The run's name.
         step: The step to load; None for the newest committed one.
         stages: This rank's stages; the names of their parameters are global.
         optimizer: The optimizer over their parameters; None to load weights only.
@@ -235,7 +233,6 @@ def _fill_optimizer(
     """Replaces the optimizer's state of these stages' parameters.
 
     Args:
-        optimizer: The optimizer.
         stages: This rank's stages; their parameters have global names.
         entries: Parameter `[...]`, key of its state, and the value: a tensor of any shape.
         python: By name of a state tensor, the type of a value that was a plain number ("int",

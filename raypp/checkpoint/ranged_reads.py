@@ -159,7 +159,6 @@ def fetch_ranges(files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[
     What is in memory is checked there and not copied.
 
     Args:
-        files: The objects.
         ranges: For each object key, ranges `[begin, end)` of its data section, none empty.
 
     Raises:
@@ -259,8 +258,6 @@ def verify_checkpoint(
     """Checks one checkpoint.
 
     Args:
-        store: Opened at the job's checkpoint.url.
-        run: The run's name.
         step: A committed step.
         every_byte: Reads all objects again and compares their SHA-256; otherwise compares sizes.
         progress: Called with the number of bytes read since its last call, from several threads.

@@ -61,10 +61,6 @@ class TensorInfo:
 class SavedTensors:
     """The tensors of one checkpoint.
 
-    Args:
-        store: Opened at the job's checkpoint.url.
-        commit: The checkpoint's COMMIT.
-
     Raises:
         CheckpointError: An object, which the message names, is missing, torn or corrupt.
     """

@@ -43,13 +43,9 @@ def upload_snapshot(
     """Writes a snapshot's first object, which is durable when this returns.
 
     Args:
-        store: The store to write to.
-        key: The object's key.
         snapshot: The snapshot; must not be released before this returns.
         rank: The rank whose state it is.
-        about: Further fields of the file's header.
         pause: Called with the seconds before the next try; returns True to give up.
-        pace: Rate limit; None for no limit.
 
     Raises:
         StoreError: The last try failed.

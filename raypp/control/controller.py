@@ -73,7 +73,6 @@ class Controller:
         """Requests a checkpoint of the current step and waits for its commit.
 
         Args:
-            patience_s: How long to wait.
             pending: As in an earlier answer: waits for that checkpoint, and requests none.
 
         Returns:

@@ -52,11 +52,7 @@ class Worker:
     placement groups.
 
     Args:
-        run: The run's name.
-        cluster_name: What the cluster calls the run.
         label: The coordinates planned for it, or `standby`.
-        environment: What `rank_environment` returns.
-        controller: Handle of the run's controller.
         orphan_timeout_s: The job's `recovery.orphan_timeout_s`.
         rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when
             there is one, interrupts it.

@@ -89,9 +89,6 @@ class CopyReceiver:
 
     Args:
         address: The address of this node to listen on.
-        secret: The attempt's secret.
-        world: Number of ranks.
-        place: Returns the slot for a copy.
         tell: Called once, with the first connection that was refused.
     """
 
@@ -154,9 +151,7 @@ class CopySender:
     """Sends this rank's snapshots to its partner, one at a time, and retries after an error.
 
     Args:
-        rank: This rank.
         partner: Address and port of the partner's receiver.
-        secret: The attempt's secret.
         pace: The rate limit shared with the uploads.
     """
 
@@ -307,9 +302,6 @@ def parse_facts(data: bytes, step: int, owner: int, who: str) -> tuple[dict[str,
 
     Args:
         data: The JSON of the control block, a line feed, and the tail.
-        step: The step that was asked for.
-        owner: The rank whose snapshot was asked for.
-        who: Names the sender in errors.
 
     Raises:
         CheckpointError: They are torn, or of another snapshot.

@@ -125,9 +125,6 @@ class Relay:
     its controller.
 
     Args:
-        run: The run's name.
-        controller: Handle of the run's controller.
-        orphan_timeout_s: As of the run's workers.
         ask_interval_s: Seconds between two checks of a controller that has not answered.
         heartbeat_s: Seconds between two reports that carry heartbeats only.
     """
@@ -176,9 +173,6 @@ class Relays:
     same.
 
     Args:
-        run: The run's name.
-        controller: Handle of its controller.
-        orphan_timeout_s: As of the run's workers.
         from_ranks: Smaller runs have no relays.
     """
 
