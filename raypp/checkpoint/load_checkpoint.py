@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, Piece, fetch_ranges, open_files, overlaps
+from raypp.checkpoint.ranged_reads import CheckpointFile, ObjectInMemory, Piece, fetch_ranges, open_files, overlaps
 from raypp.checkpoint.state import (
     DTYPES,
     OPTIMIZER,
@@ -136,14 +136,14 @@ class Load:
             self._residuals = residual_slices(stages, known)
             targets.update(self._residuals.targets)
         self._pieces = _plan(targets, self._saved, origin)
-        self._data: FetchedRanges | None = None
+        self._data: dict[str, ObjectInMemory] | None = None
         self.ranges: dict[str, list[tuple[int, int]]] = {}
         for _, piece in self._pieces:
             self.ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
 
     @property
     def bytes_read(self) -> int:
-        return 0 if self._data is None else self._data.bytes_read
+        return sum(held.size for held in (self._data or {}).values())
 
     def fetch(self) -> None:
         """Reads and checks the ranges.
@@ -212,9 +212,9 @@ def _filling(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]])
 
 
 @torch.no_grad()
-def _copy(pieces: Sequence[tuple[Slice, Piece]], data: FetchedRanges) -> None:
+def _copy(pieces: Sequence[tuple[Slice, Piece]], data: Mapping[str, ObjectInMemory]) -> None:
     for target, piece in pieces:
-        raw = data.view(piece.file.record.key, *piece.bytes)
+        raw = data[piece.file.record.key].view(*piece.bytes)
         source = torch.frombuffer(raw, dtype=DTYPES[piece.entry.dtype]).view(piece.shape)
         goal = target.tensor
         for dim, (begin, end) in enumerate(piece.box):
