@@ -80,7 +80,7 @@ def _standing(run: str, mesh: Mesh, rank: int) -> WorkerStatus:
     address = f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}"
     facts = NodeFacts(f"{node:056x}", address, f"node-{node}", 10_000 + rank, "eth0", rank % DEVICES_PER_NODE)
     seat = Seat(run, 1, rank, mesh.world, mesh.coordinates(rank), mesh.sizes, node_rank=node, node=address)
-    return WorkerStatus(WorkerInfo(facts, 29500), rank, seat, ended=False)
+    return WorkerStatus(WorkerInfo(facts, 29500), rank, seat)
 
 
 class StandIn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raypp.clusters.known_runs import cluster_name
@@ -28,7 +28,6 @@ class RunRequest:
         run: The run's name.
         job: The resolved job, as plain JSON.
         submission_id: The Ray job that started the run.
-        environment: Settings for all processes of the run; nothing secret.
         gpu_bytes: Memory of the cluster's smallest GPU; 0 if unknown.
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
@@ -40,7 +39,6 @@ class RunRequest:
     run: str
     job: dict[str, Any]
     submission_id: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
     gpu_bytes: int = 0
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
@@ -93,14 +91,12 @@ class WorkerStatus:
     Attributes:
         bundle: The bundle whose resources it uses; None before its first seat.
         seat: Its current or last seat.
-        ended: Whether the rank in that seat has ended.
         standby: It was started as a standby and reserves no resources.
     """
 
     info: WorkerInfo
     bundle: int | None
     seat: Seat | None
-    ended: bool
     standby: bool = False
 
 

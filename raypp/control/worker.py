@@ -113,7 +113,7 @@ class Worker:
 
     def status(self) -> WorkerStatus:
         """Returns what a restarted controller needs to take this worker over."""
-        return WorkerStatus(self.info(), self._bundle, self._seat, self._end is not None, self._standby)
+        return WorkerStatus(self.info(), self._bundle, self._seat, self._standby)
 
     def begin(self, job: dict[str, Any], seat: Seat, bundle: int, relay: Any = None) -> None:
         """Takes a seat and starts the rank in its own thread; `outcome` returns how it ends.
