@@ -14,11 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
-import ray
 
 from raypp.control import process_evidence
 from raypp.control.classify import end_untold, failure_of
-from raypp.control.cleanup import exit_if_ended
 from raypp.control.credentials import load_private_environment
 from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
@@ -92,12 +90,7 @@ class Worker:
         process_evidence.prepare()
         on_sigterm(self._report_preemption)
         self._orphan_watch = OrphanWatch(
-            self._find_controller,
-            orphan_timeout_s,
-            self._exit_as_orphan,
-            ask_interval_s,
-            self._last_answer,
-            exit_if_ended,
+            controller, orphan_timeout_s, self._exit_as_orphan, ask_interval_s, self._last_answer
         )
         # Importing torch takes longer than everything else before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
@@ -298,9 +291,6 @@ class Worker:
         message = f"{seat.label} (rank {seat.rank}) on {seat.node} received SIGTERM: saving a checkpoint before it ends"
         reporter.event(Event("preemption_notice", message, attempt=seat.attempt, rank=seat.rank, node=seat.node))
         return True
-
-    def _find_controller(self) -> None:
-        ray.get(self._controller.alive.remote(), timeout=10)
 
     def _last_answer(self) -> float:
         return 0.0 if self._reporter is None else self._reporter.answered

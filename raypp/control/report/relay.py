@@ -24,7 +24,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor, exit_if_ended
+from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor
 from raypp.control.orphan import OrphanWatch, ask_interval_s
 from raypp.control.protocol import NAMESPACE, RELAYS_FROM_RANKS, BatchAnswer, ReportBatch
 from raypp.control.report.reporter import HEARTBEAT_S
@@ -138,7 +138,7 @@ class Relay:
         self._queue = queue = RelayQueue(self._send, heartbeat_s=heartbeat_s)
         self._task: asyncio.Task[None] | None = None
         self._orphan_watch = OrphanWatch(
-            self._find_controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered, exit_if_ended
+            controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered
         )
 
     def __repr__(self) -> str:
@@ -157,9 +157,6 @@ class Relay:
     async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
         answers: Sequence[BatchAnswer] = await self._controller.relayed.remote(batches)
         return answers
-
-    def _find_controller(self) -> None:
-        ray.get(self._controller.alive.remote(), timeout=10)
 
     def _exit(self) -> None:
         threading.Timer(10.0, os._exit, (0,)).start()  # when Ray does not answer either, it restarts nothing
