@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,6 @@ from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
 from raypp.control.protocol import (
     BatchAnswer,
-    RelayAnswer,
-    RelayReport,
     ReportBatch,
     RunRequest,
     WorkerInfo,
@@ -82,7 +80,7 @@ def _standing(run: str, mesh: Mesh, rank: int) -> WorkerStatus:
     address = f"10.{node >> 16}.{node >> 8 & 255}.{node & 255}"
     facts = NodeFacts(f"{node:056x}", address, f"node-{node}", 10_000 + rank, "eth0", rank % DEVICES_PER_NODE)
     seat = Seat(run, 1, rank, mesh.world, mesh.coordinates(rank), mesh.sizes, node_rank=node, node=address)
-    return WorkerStatus(WorkerInfo(facts, 29500), rank, seat, ended=False)
+    return WorkerStatus(WorkerInfo(facts, 29500), rank, seat)
 
 
 class StandIn:
@@ -137,9 +135,9 @@ class HeldController(Controller):
         self._calls += 1
         return super().report(batch)
 
-    def relay(self, report: RelayReport) -> RelayAnswer:
+    def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
         self._calls += 1
-        return super().relay(report)
+        return super().relayed(batches)
 
     def alive(self) -> None:
         self._calls += 1
@@ -242,9 +240,9 @@ class Gathered:
             task.cancel()
         return told
 
-    async def _up(self, report: RelayReport) -> RelayAnswer:
-        word: RelayAnswer = await self._controller.relay.remote(report)
-        return word
+    async def _up(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
+        answers: Sequence[BatchAnswer] = await self._controller.relayed.remote(batches)
+        return answers
 
     async def _directly(self, batch: ReportBatch) -> BatchAnswer:
         answer: BatchAnswer = await self._controller.report.remote(batch)

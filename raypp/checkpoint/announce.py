@@ -85,7 +85,6 @@ class Announcements(Protocol):
         """Waits for the messages of these ranks about a step.
 
         Args:
-            step: The step.
             ranks: Ranks whose messages to wait for.
             timeout_s: Longest wait for a rank that makes no progress.
             stopped: Polled during the wait; True ends it.
@@ -175,15 +174,7 @@ class StoreAnnouncements:
 
 
 class ProgressTeller:
-    """Publishes in a thread of its own how far a rank's part of a step is, from time to time.
-
-    Args:
-        announcements: Where to publish it.
-        step: The step.
-        rank: The rank.
-        value: Returns the progress.
-        every_s: Seconds between two values.
-    """
+    """Publishes in a thread of its own how far a rank's part of a step is, from time to time."""
 
     def __init__(
         self, announcements: Announcements, step: int, rank: int, value: Callable[[], int], every_s: float

@@ -67,7 +67,6 @@ def check_steps(newest: int, steps: int) -> list[Problem]:
     """Returns a problem if a run's newest checkpoint is of a later step than its job has.
 
     Args:
-        newest: The step of the newest checkpoint.
         steps: `train.steps` of the job to resume with.
     """
     if newest <= steps:
@@ -80,9 +79,6 @@ def recorded_precision(old_job: Mapping[str, Any]) -> str | None:
     """Returns what `train.precision: auto` means for a run that resumes, on whatever device.
 
     Another precision would change what its weights are rounded to, and the base of its adapters.
-
-    Args:
-        old_job: The resolved job of the run.
 
     Returns:
         The precision that the run has; None if its job names none.
@@ -104,7 +100,6 @@ def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
 
     Args:
         old_job: The resolved job that reached the step, or the `job` of a commit.
-        new: The job to resume with.
         step: The step of the checkpoint.
     """
     try:

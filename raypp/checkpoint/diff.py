@@ -65,8 +65,6 @@ def diff_checkpoints(
     """Compares all tensors and checks every byte it reads against its checksum.
 
     Args:
-        a: The first checkpoint's tensors.
-        b: The second checkpoint's tensors.
         optimizer: Also compares the optimizer's state.
         progress: Called with the number of bytes compared (of one side) since its last call.
 

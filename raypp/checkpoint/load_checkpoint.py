@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.ranged_reads import CheckpointFile, FetchedRanges, Piece, fetch_ranges, open_files, overlaps
+from raypp.checkpoint.ranged_reads import CheckpointFile, ObjectInMemory, Piece, fetch_ranges, open_files, overlaps
 from raypp.checkpoint.state import (
     DTYPES,
     OPTIMIZER,
@@ -69,8 +69,6 @@ def load_checkpoint(
     Not a collective. Replaces everything, or nothing if it raises.
 
     Args:
-        store: Opened at the job's checkpoint.url.
-        run: The run's name.
         step: The step to load; None for the newest committed one.
         stages: This rank's stages; the names of their parameters are global.
         optimizer: The optimizer over their parameters; None to load weights only.
@@ -138,14 +136,14 @@ class Load:
             self._residuals = residual_slices(stages, known)
             targets.update(self._residuals.targets)
         self._pieces = _plan(targets, self._saved, origin)
-        self._data: FetchedRanges | None = None
+        self._data: dict[str, ObjectInMemory] | None = None
         self.ranges: dict[str, list[tuple[int, int]]] = {}
         for _, piece in self._pieces:
             self.ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
 
     @property
     def bytes_read(self) -> int:
-        return 0 if self._data is None else self._data.bytes_read
+        return sum(held.size for held in (self._data or {}).values())
 
     def fetch(self) -> None:
         """Reads and checks the ranges.
@@ -214,9 +212,9 @@ def _filling(target: Slice, parts: Sequence[tuple[CheckpointFile, TensorEntry]])
 
 
 @torch.no_grad()
-def _copy(pieces: Sequence[tuple[Slice, Piece]], data: FetchedRanges) -> None:
+def _copy(pieces: Sequence[tuple[Slice, Piece]], data: Mapping[str, ObjectInMemory]) -> None:
     for target, piece in pieces:
-        raw = data.view(piece.file.record.key, *piece.bytes)
+        raw = data[piece.file.record.key].view(*piece.bytes)
         source = torch.frombuffer(raw, dtype=DTYPES[piece.entry.dtype]).view(piece.shape)
         goal = target.tensor
         for dim, (begin, end) in enumerate(piece.box):
@@ -235,7 +233,6 @@ def _fill_optimizer(
     """Replaces the optimizer's state of these stages' parameters.
 
     Args:
-        optimizer: The optimizer.
         stages: This rank's stages; their parameters have global names.
         entries: Parameter `[...]`, key of its state, and the value: a tensor of any shape.
         python: By name of a state tensor, the type of a value that was a plain number ("int",

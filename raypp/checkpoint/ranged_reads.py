@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit
 from raypp.checkpoint.layout import ADVICE
@@ -24,15 +24,6 @@ _ADVICE = f"{ADVICE}; `raypp checkpoints list` shows them"
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-class Source(Protocol):
-    """Where an object's bytes are: an `ObjectStore`, or host memory (`ObjectInMemory`)."""
-
-    def get(self, key: str, begin: int, end: int) -> bytes | memoryview:
-        """Returns bytes `[begin, end)` of an object, header included; raises NotFound or
-        StoreError."""
-        ...
 
 
 class ObjectInMemory:
@@ -52,6 +43,11 @@ class ObjectInMemory:
                 return data[begin - first : end - first]
         raise KeyError(f"bytes {begin} to {end} are not in memory")
 
+    @property
+    def size(self) -> int:
+        """Bytes of all pieces."""
+        return sum(len(data) for _, data in self.pieces)
+
 
 @dataclass(frozen=True)
 class CheckpointFile:
@@ -59,7 +55,7 @@ class CheckpointFile:
 
     record: ObjectRecord
     header: FileHeader
-    source: Source | ObjectInMemory
+    source: ObjectStore | ObjectInMemory
 
     def blocks(self, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the ranges of the data section that whole blocks take to cover these ranges."""
@@ -104,29 +100,6 @@ def overlaps(box: Box, parts: Iterable[tuple[CheckpointFile, TensorEntry]]) -> l
     return list(pieces.values())
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive blocks of one object, in memory."""
-
-    begin: int
-    data: memoryview
-
-
-class FetchedRanges:
-    """The bytes that `fetch_ranges` read, by object and byte range of the data section."""
-
-    def __init__(self, runs: Mapping[str, Sequence[_Run]]) -> None:
-        self._runs = runs
-        self.bytes_read = sum(len(run.data) for found in runs.values() for run in found)
-
-    def view(self, key: str, begin: int, end: int) -> memoryview:
-        """Returns bytes `[begin, end)` of an object's data section; they must have been fetched."""
-        for run in self._runs[key]:
-            if run.begin <= begin and end <= run.begin + len(run.data):
-                return run.data[begin - run.begin : end - run.begin]
-        raise KeyError(f"bytes {begin} to {end} of {key} were not fetched")
-
-
 def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
     """Reads and checks the header of every object of a checkpoint.
 
@@ -153,39 +126,37 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
         return list(pool.map(read, commit.objects))
 
 
-def fetch_ranges(files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[tuple[int, int]]]) -> FetchedRanges:
+def fetch_ranges(
+    files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[tuple[int, int]]]
+) -> dict[str, ObjectInMemory]:
     """Reads ranges of the data sections concurrently, and checks every block they touch.
 
-    What is in memory is checked there and not copied.
+    What is in memory is checked there and not copied. Returns the objects by their keys.
 
     Args:
-        files: The objects.
         ranges: For each object key, ranges `[begin, end)` of its data section, none empty.
 
     Raises:
         CheckpointError: An object, which the message names, is missing, torn or corrupt.
     """
     by_key = {file.record.key: file for file in files}
-    runs: dict[str, list[_Run]] = {}
-    reads: list[tuple[CheckpointFile, _Run, int, int]] = []
+    found = {key: ObjectInMemory() for key in ranges}
+    reads: list[tuple[CheckpointFile, int, memoryview, int, int]] = []
     for key, wanted in ranges.items():
         file = by_key[key]
         block_bytes, source = file.header.block_bytes, file.source
         at_once = max(1, _READ_BYTES // block_bytes)
         for begin, end in file.blocks(wanted):
-            if isinstance(source, ObjectInMemory):
-                run = _Run(begin, source.view(begin, end))
-            else:
-                run = _Run(begin, memoryview(bytearray(end - begin)))
-            runs.setdefault(key, []).append(run)
+            data = source.view(begin, end) if isinstance(source, ObjectInMemory) else memoryview(bytearray(end - begin))
+            found[key].pieces.append((begin, data))
             first, last = begin // block_bytes, -(-end // block_bytes)
-            reads.extend((file, run, block, min(block + at_once, last)) for block in range(first, last, at_once))
+            reads.extend((file, begin, data, at, min(at + at_once, last)) for at in range(first, last, at_once))
 
-    def read(job: tuple[CheckpointFile, _Run, int, int]) -> None:
-        file, run, first, last = job
+    def read(job: tuple[CheckpointFile, int, memoryview, int, int]) -> None:
+        file, start, into, first, last = job
         key, header = file.record.key, file.header
         size = header.block_bytes
-        begin, end = first * size, min(last * size, run.begin + len(run.data))
+        begin, end = first * size, min(last * size, start + len(into))
 
         def check(raw: bytes | memoryview) -> memoryview:
             data = memoryview(raw)
@@ -194,10 +165,11 @@ def fetch_ranges(files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[
             return data
 
         if isinstance(file.source, ObjectInMemory):
-            check(run.data[begin - run.begin : end - run.begin])
+            check(into[begin - start : end - start])
             return
-        data = _get_checked(file.source, key, header.size + begin, header.size + end, check)
-        run.data[begin - run.begin : end - run.begin] = data
+        into[begin - start : end - start] = _get_checked(
+            file.source, key, header.size + begin, header.size + end, check
+        )
 
     stored = []
     for one in reads:
@@ -208,7 +180,7 @@ def fetch_ranges(files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[
     with ThreadPoolExecutor(_READERS) as pool:
         for _ in pool.map(read, stored):
             pass
-    return FetchedRanges(runs)
+    return found
 
 
 def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:
@@ -223,7 +195,7 @@ def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tup
     return runs
 
 
-def _get_checked(source: Source, key: str, begin: int, end: int, check: Callable[[bytes | memoryview], T]) -> T:
+def _get_checked(source: ObjectStore, key: str, begin: int, end: int, check: Callable[[bytes | memoryview], T]) -> T:
     """Reads and checks a range; reads it again before it reports a damage.
 
     The bytes may have been damaged in transit, and every rejected checkpoint costs steps.
@@ -238,7 +210,7 @@ def _get_checked(source: Source, key: str, begin: int, end: int, check: Callable
     raise AssertionError("unreachable")
 
 
-def _get(source: Source, key: str, begin: int, end: int) -> bytes | memoryview:
+def _get(source: ObjectStore, key: str, begin: int, end: int) -> bytes | memoryview:
     try:
         data = source.get(key, begin, end)
     except NotFound:
@@ -259,8 +231,6 @@ def verify_checkpoint(
     """Checks one checkpoint.
 
     Args:
-        store: Opened at the job's checkpoint.url.
-        run: The run's name.
         step: A committed step.
         every_byte: Reads all objects again and compares their SHA-256; otherwise compares sizes.
         progress: Called with the number of bytes read since its last call, from several threads.

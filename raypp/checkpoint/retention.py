@@ -50,8 +50,6 @@ def prune(
     to keep are damaged, an older one stays.
 
     Args:
-        store: Opened at the job's checkpoint.url.
-        run: The run's name.
         keep: Number of checkpoints to keep, at least 1.
         keep_every: Checkpoints whose step is a multiple of it are never removed; 0 for none.
         newest: The step that the caller just committed; None for the highest committed step.
@@ -61,7 +59,6 @@ def prune(
         attempt: The caller's attempt, with `newest`. Without it, uncommitted objects of the newest
             claimed attempt stay, whatever their step: it may have fallen back below the newest
             commit, and be saving there.
-        dry_run: Only reports what would be removed.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
@@ -172,8 +169,6 @@ def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, 
     """Finds the data of a run that no attempt will ever commit.
 
     Args:
-        store: Opened at the job's checkpoint.url.
-        run: The run's name.
         attempt: The live attempt; None for the newest claimed one.
         just_begun: The live attempt has only just begun. Objects of the attempt right before it,
             above the newest commit, are then left alone: that attempt may have checked for newer

@@ -61,11 +61,8 @@ class CheckpointSaver:
     Every rank of the attempt creates one, and calls `save` at the same steps.
 
     Args:
-        store: Opened at the job's checkpoint.url.
-        run: The run's name.
         job_doc: The resolved job; COMMIT contains its sections model, data, mesh, pipeline and
             train.
-        seat: This rank's seat.
         announcements: Messages between ranks, outside the process groups of the training.
         reporter: Receives the events committed, save_failed, save_waited, save_skipped,
             prune_failed.
@@ -130,8 +127,6 @@ class CheckpointSaver:
 
         Args:
             step: Number of completed optimizer steps; higher than at the last call.
-            stages: This rank's stages.
-            optimizer: The optimizer over their parameters.
             extra: Plain JSON, the same on every rank: `data_position`, and what else to restore.
             pin: Returns a snapshot of the step in memory, to upload it and then to release it; None
                 if there is none: a buffer of the saver's own then takes the copy.

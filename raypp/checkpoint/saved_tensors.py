@@ -61,10 +61,6 @@ class TensorInfo:
 class SavedTensors:
     """The tensors of one checkpoint.
 
-    Args:
-        store: Opened at the job's checkpoint.url.
-        commit: The checkpoint's COMMIT.
-
     Raises:
         CheckpointError: An object, which the message names, is missing, torn or corrupt.
     """
@@ -108,7 +104,7 @@ class SavedTensors:
             ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
         data = fetch_ranges(self._files, ranges)
         for piece in pieces:
-            values = np.frombuffer(data.view(piece.file.record.key, *piece.bytes), out.dtype).reshape(piece.shape)
+            values = np.frombuffer(data[piece.file.record.key].view(*piece.bytes), out.dtype).reshape(piece.shape)
             place = (slice(begin - start, end - start) for (begin, end), (start, _) in zip(piece.box, box, strict=True))
             out[tuple(place)] = values
         return out

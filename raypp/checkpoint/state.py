@@ -145,7 +145,6 @@ def optimizer_slices(
 
     Args:
         stages: Modules whose parameters have global names.
-        optimizer: The optimizer over their parameters.
         saved: Global shape and dtype of every `optim/…` tensor of the checkpoint.
 
     Returns:

@@ -203,7 +203,6 @@ class HeaderWriter:
 
         Args:
             blocks: The digests of the blocks of the data section, concatenated.
-            about: Further fields.
 
         Raises:
             CheckpointError: The header is larger than any reader accepts.
@@ -316,7 +315,6 @@ def cover_once(boxes: Sequence[Box], whole: Box) -> bool:
 
     Args:
         boxes: Parts of `whole`, none empty.
-        whole: The box to cover.
     """
     if sum(volume(box) for box in boxes) != volume(whole):
         return False

@@ -105,9 +105,6 @@ def remove_snapshots(life: str) -> None:
 
     A node that does not answer in time keeps them until the next job that starts there, or until it
     is shut down.
-
-    Args:
-        life: From `life_of`.
     """
     nodes = [node["NodeID"] for node in all_nodes() if node["Alive"]]
     task: Any = ray.remote(num_cpus=0, max_retries=0)(remove_local_snapshots)

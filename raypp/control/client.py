@@ -99,8 +99,6 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     """Returns the device of `check_resources`, for the nodes of a cluster.
 
     Args:
-        job: The job.
-        nodes: The live nodes.
         embedded: Whether `raypp local up` started the cluster.
         training: Whether the job is trained. If not, its memory is not checked.
     """
@@ -422,7 +420,6 @@ def no_such_controller(run: str, state: str) -> JobError:
     """Returns the error of a command for a run that has ended.
 
     Args:
-        run: The run's name.
         state: Its state in words.
     """
     fix = f"`raypp submit JOB --resume --set name={shell_word(run)}` resumes it"

@@ -8,13 +8,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from raypp.checkpoint.run_spec import RunEnd
 from raypp.control.credentials import load_private_environment
-from raypp.control.protocol import BatchAnswer, RelayAnswer, RelayReport, ReportBatch, RunRequest
+from raypp.control.protocol import BatchAnswer, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
@@ -54,9 +55,9 @@ class Controller:
         """Takes a worker's reports."""
         return self._leader.intake.report(batch)
 
-    def relay(self, report: RelayReport) -> RelayAnswer:
-        """Takes the reports of many workers, sent by a relay."""
-        return self._leader.intake.relay_report(report)
+    def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
+        """Takes the reports of many workers, forwarded by a relay."""
+        return self._leader.intake.relayed(batches)
 
     def alive(self) -> None:
         """Answers: an idle worker or relay checks whether the controller is there."""
@@ -72,7 +73,6 @@ class Controller:
         """Requests a checkpoint of the current step and waits for its commit.
 
         Args:
-            patience_s: How long to wait.
             pending: As in an earlier answer: waits for that checkpoint, and requests none.
 
         Returns:

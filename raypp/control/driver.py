@@ -81,7 +81,6 @@ def command(name: str, run: str, url: str, patience_s: float = 120.0) -> dict[st
 
     Args:
         name: save | save-STEP-ATTEMPT | stop | stop-now | facts | timeline-N, for N steps.
-        run: The run's name.
         url: Of its store, in the store's own form.
         patience_s: Of all tries together.
 

@@ -27,14 +27,12 @@ from raypp.control.credentials import load_private_environment
 from raypp.control.fork_client import FOLDER, LOCK, SOCKET
 from raypp.control.process_log import say
 from raypp.control.protocol import REQUEST_FILE, RunRequest, rank_environment
-from raypp.errors import JobError
 from raypp.quick_import import quick_import
-from raypp.untrusted.documents import Bounds, parse_as
 
 _IDLE_S = 20.0
 _LOOK_S = 1.0
 _REQUEST_S = 5.0
-_BOUNDS = Bounds(size=1 << 20)
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ def _serve(listener: socket.socket) -> ForkRequest | None:
                 if _of_ray(request.environment) != of_ray:
                     _close(streams)
                     raise ValueError("the request of another job or raylet")
-            except (OSError, JobError, ValueError) as error:
+            except (OSError, TypeError, ValueError) as error:
                 say(f"refused a request: {error}")
                 continue
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until the worker is counted
@@ -189,27 +187,17 @@ def _receive(connection: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     whether a server listens.
 
     Raises:
-        OSError, JobError, ValueError: It is not a valid request, or arrives too slowly. No stream
-            stays open.
+        OSError, TypeError, ValueError: It is not a request, or arrives too slowly. No stream stays
+            open.
     """
     connection.settimeout(_REQUEST_S)
     head, streams, _, _ = socket.recv_fds(connection, 4, 3)
     if not head:
         return None
     try:
-        size = int.from_bytes(head, "big")
-        if len(head) != 4 or len(streams) != 3 or not 0 < size <= _BOUNDS.size:
-            raise ValueError(f"{len(head)} bytes of a size, {size}; {len(streams)} streams")
-        data = b""
-        while len(data) < size:
-            block = connection.recv(size - len(data))
-            if not block:
-                raise ValueError(f"{len(data)} of {size} bytes")
-            data += block
-        request = parse_as(ForkRequest, data, "the request of a worker", _BOUNDS, JobError)
-        if not request.arguments:
-            raise ValueError("no script")
-        return request, streams
+        with connection.makefile("rb") as sent:
+            data = sent.read(min(int.from_bytes(head, "big"), _MOST_BYTES))
+        return ForkRequest(**json.loads(data)), streams
     except BaseException:
         _close(streams)
         raise

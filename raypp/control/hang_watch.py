@@ -70,13 +70,11 @@ class HangWatch:
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
 
     def add_heartbeat(
-        self, rank: int, phase: str, idle_s: float, sent: float, inside: str = "", reached: int = 0
+        self, rank: int, phase: str, idle_s: float, now: float, inside: str = "", reached: int = 0
     ) -> None:
-        """Records what a rank reported at `sent`, unless a newer heartbeat is known."""
-        if sent < self._heartbeats[rank].at:
-            return
-        idle_s -= sum(max(0.0, min(end, sent) - max(begin, sent - idle_s)) for begin, end in self._gaps)
-        self._heartbeats[rank] = _LastHeartbeat(sent, phase, idle_s, inside, reached)
+        """Records what a rank reports."""
+        idle_s -= sum(max(0.0, min(end, now) - max(begin, now - idle_s)) for begin, end in self._gaps)
+        self._heartbeats[rank] = _LastHeartbeat(now, phase, idle_s, inside, reached)
 
     def listen(self, now: float) -> None:
         """Leaves out a long time in which no reports were taken; some are about to be."""

@@ -69,7 +69,6 @@ def use_on_cluster(
     A caller that closes the iterator ends the job on the cluster.
 
     Args:
-        cluster: The cluster.
         what: `generate` or `eval`, for names.
         source: The model; every rank reads its part of the weights itself.
         job: Its mesh and `resources` say how many ranks run on which devices.

@@ -19,10 +19,6 @@ class InferenceWorker:
     """One process of an evaluation or a generation. Ray calls its methods in their own threads.
 
     It belongs to the Ray job that made it and ends with it.
-
-    Args:
-        name: Its process title.
-        environment: What `rank_environment` returns.
     """
 
     def __init__(self, name: str, environment: Mapping[str, str]) -> None:

@@ -55,8 +55,6 @@ class Leader:
     and `outcome`.
 
     Args:
-        request: The run.
-        handle: The controller actor.
         restarted: An earlier process of that actor was killed.
     """
 
@@ -180,13 +178,7 @@ class Leader:
         return JobError(Problem("checkpoint.url", what, fix))
 
     def _take_over(self, left: m.Machine, last: int, newest: int | None) -> None:
-        """Goes on from the machine that a killed process left.
-
-        Args:
-            left: The machine.
-            last: The last attempt that was claimed.
-            newest: The newest committed step.
-        """
+        """Goes on from the machine that a killed process left."""
         self._ask_store(lambda: self.record.resume(left, newest))
         self.machine = left
         steps, over = self._job.train.steps, left.phase is m.RunPhase.DONE

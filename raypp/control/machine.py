@@ -251,8 +251,6 @@ def step(machine: Machine, event: MachineEvent, policy: Policy = _DEFAULT) -> St
     change nothing.
 
     Args:
-        machine: The state.
-        event: What happened.
         policy: Decides whether the run continues after an attempt failed.
     """
     if isinstance(event, TakenOver):

@@ -48,8 +48,6 @@ class MachineLog:
     """Writes the machine of one submission.
 
     Args:
-        store: The run's store.
-        run: The run's name.
         writer: A name that no other controller process has.
     """
 

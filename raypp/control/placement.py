@@ -145,7 +145,6 @@ class Placement:
         """Returns the placement of a job.
 
         Args:
-            job: The job.
             name: What the cluster calls the run.
             world: Ranks of its mesh now.
             device: cpu or cuda.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from raypp.clusters.known_runs import cluster_name
 from raypp.observe.json_lines import LogLine
@@ -28,7 +28,6 @@ class RunRequest:
         run: The run's name.
         job: The resolved job, as plain JSON.
         submission_id: The Ray job that started the run.
-        environment: Settings for all processes of the run; nothing secret.
         gpu_bytes: Memory of the cluster's smallest GPU; 0 if unknown.
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
@@ -40,7 +39,6 @@ class RunRequest:
     run: str
     job: dict[str, Any]
     submission_id: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
     gpu_bytes: int = 0
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
@@ -93,14 +91,12 @@ class WorkerStatus:
     Attributes:
         bundle: The bundle whose resources it uses; None before its first seat.
         seat: Its current or last seat.
-        ended: Whether the rank in that seat has ended.
         standby: It was started as a standby and reserves no resources.
     """
 
     info: WorkerInfo
     bundle: int | None
     seat: Seat | None
-    ended: bool
     standby: bool = False
 
 
@@ -144,57 +140,6 @@ class BatchAnswer:
     incarnation: str = ""
     durable: int = 0
     age_s: float = 0.0
-
-
-class Heartbeat(NamedTuple):
-    """Phase and idle time of one rank, as in a `ReportBatch`.
-
-    Attributes:
-        age_s: Seconds since the rank sent it.
-    """
-
-    rank: int
-    phase: str
-    idle_s: float
-    age_s: float
-    inside: str = ""
-    reached: int = 0
-
-
-@dataclass(frozen=True)
-class RelayReport:
-    """What a relay forwards in one call.
-
-    Attributes:
-        attempt: Attempt of the heartbeats.
-        heartbeats: The newest one of each rank that has sent one since the last relay report.
-        batches: Batches with steps, events or log lines; their phase and idle time are in
-            `heartbeats`.
-        unwritten: By rank: the last batch with steps or events that is not known to be in the
-            store.
-    """
-
-    attempt: int
-    heartbeats: tuple[Heartbeat, ...] = ()
-    batches: tuple[ReportBatch, ...] = ()
-    unwritten: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RelayAnswer:
-    """The controller's answer to a relay report.
-
-    Attributes:
-        incarnation: As in a `BatchAnswer`.
-        attempt: The attempt whose ranks this is for.
-        requests: As in a `BatchAnswer`, but only a stop: rank 0 gets other requests directly.
-        durable: As in a `BatchAnswer`, by rank, for those in `RelayReport.unwritten`.
-    """
-
-    incarnation: str = ""
-    attempt: int = 0
-    requests: Requests = field(default_factory=Requests)
-    durable: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ class RankEnds:
     """Awaits the ends of an attempt's ranks.
 
     Args:
-        attempt: The attempt's number.
         on_unwritten: Called with the reports that an ended rank could not send itself.
     """
 

@@ -41,7 +41,6 @@ def count_places(bundle: Mapping[str, float], held: Counter[str], excluded: Coll
 
     Args:
         held: Bundles the run holds on each node.
-        excluded: Nodes that must not be used.
     """
     free: dict[str, dict[str, float]] = ray_state.available_resources_per_node()  # type: ignore[no-untyped-call]
     count = 0

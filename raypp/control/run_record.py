@@ -94,7 +94,6 @@ class RunRecord:
 
         Args:
             machine: That of the earlier process.
-            committed_step: The newest commit.
         """
         reader = RunReader(self._store, self._job.name)
         events, reports, earlier = reader.events(), reader.reports(), self._earlier_status(reader, machine)

@@ -85,7 +85,6 @@ def planned_ranks(mesh: Mesh, nodes: list[str], known: list[dict[str, Any]], *, 
     """Returns the ranks of a placement in order, seated by their nodes; none has a process yet.
 
     Args:
-        mesh: The mesh.
         nodes: The node of each bundle.
         known: The cluster's nodes, as Ray lists them.
         apart: Replicas train apart (`train.sync: {kind: outer}`).

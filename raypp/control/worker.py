@@ -14,11 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
-import ray
 
 from raypp.control import process_evidence
 from raypp.control.classify import end_untold, failure_of
-from raypp.control.cleanup import exit_if_ended
 from raypp.control.credentials import load_private_environment
 from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
@@ -52,11 +50,7 @@ class Worker:
     placement groups.
 
     Args:
-        run: The run's name.
-        cluster_name: What the cluster calls the run.
         label: The coordinates planned for it, or `standby`.
-        environment: What `rank_environment` returns.
-        controller: Handle of the run's controller.
         orphan_timeout_s: The job's `recovery.orphan_timeout_s`.
         rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when
             there is one, interrupts it.
@@ -96,12 +90,7 @@ class Worker:
         process_evidence.prepare()
         on_sigterm(self._report_preemption)
         self._orphan_watch = OrphanWatch(
-            self._find_controller,
-            orphan_timeout_s,
-            self._exit_as_orphan,
-            ask_interval_s,
-            self._last_answer,
-            exit_if_ended,
+            controller, orphan_timeout_s, self._exit_as_orphan, ask_interval_s, self._last_answer
         )
         # Importing torch takes longer than everything else before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
@@ -117,7 +106,7 @@ class Worker:
 
     def status(self) -> WorkerStatus:
         """Returns what a restarted controller needs to take this worker over."""
-        return WorkerStatus(self.info(), self._bundle, self._seat, self._end is not None, self._standby)
+        return WorkerStatus(self.info(), self._bundle, self._seat, self._standby)
 
     def begin(self, job: dict[str, Any], seat: Seat, bundle: int, relay: Any = None) -> None:
         """Takes a seat and starts the rank in its own thread; `outcome` returns how it ends.
@@ -302,9 +291,6 @@ class Worker:
         message = f"{seat.label} (rank {seat.rank}) on {seat.node} received SIGTERM: saving a checkpoint before it ends"
         reporter.event(Event("preemption_notice", message, attempt=seat.attempt, rank=seat.rank, node=seat.node))
         return True
-
-    def _find_controller(self) -> None:
-        ray.get(self._controller.alive.remote(), timeout=10)
 
     def _last_answer(self) -> float:
         return 0.0 if self._reporter is None else self._reporter.answered

@@ -66,7 +66,6 @@ class WorkerGroup:
     placement group still holds.
 
     Args:
-        controller: Handle the workers report to.
         device: cpu or cuda.
     """
 

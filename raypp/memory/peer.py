@@ -17,12 +17,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from raypp.crc32 import crc32
 from raypp.errors import CheckpointError
-from raypp.memory.files import CONTROL_BYTES, LARGEST_DATA, LARGEST_STEP, LARGEST_TAIL, Control, decode_control, keeper
+from raypp.memory.files import CONTROL_BYTES, Control, decode_control, keeper
 from raypp.memory.slot import Slot, checksum
 from raypp.retry import Backoff
 from raypp.storage.rate_limit import LOW_PRIORITY, Abandoned, Pace
@@ -42,7 +41,9 @@ _BUFFER_BYTES = 128 << 10
 """Send buffer of the socket: small compared with a piece, so that the measured duration of a piece
 is that of the network, not of a copy into the buffer."""
 _SLOWEST_BYTES_PER_S = 64 << 10
-_ANSWER = struct.Struct("<Q?")
+_LENGTH, _ANSWER = struct.Struct("<I"), struct.Struct("<Q?")
+"""A copy begins with the length of its control block and ends with an answer: its step, and whether
+it arrived whole."""
 
 Place = Callable[[int, int], Slot]
 """(rank whose copy arrives, bytes) -> a slot that may be overwritten; raises OSError if there is no
@@ -88,9 +89,6 @@ class CopyReceiver:
 
     Args:
         address: The address of this node to listen on.
-        secret: The attempt's secret.
-        world: Number of ranks.
-        place: Returns the slot for a copy.
         tell: Called once, with the first connection that was refused.
     """
 
@@ -132,28 +130,28 @@ class CopyReceiver:
         if not first:
             raise ConnectionResetError("the peer closed the connection")
         who = f"rank {owner}"
-        frame = parse_frame(first + receive(connection, FRAME_BYTES - 1, _IO_S), who)
-        control = parse_control(receive(connection, frame.control_size, _IO_S), frame, owner, who)
-        tail = receive(connection, frame.tail_size, _IO_S + frame.tail_size / _SLOWEST_BYTES_PER_S)
+        (length,) = _LENGTH.unpack(first + receive(connection, _LENGTH.size - 1, _IO_S))
+        if length > CONTROL_BYTES:
+            raise CheckpointError(f"{who} announces a control block of {length} bytes")
+        control = parse_control(receive(connection, length, _IO_S), who, rank=owner)
+        tail = receive(connection, control["tail_size"], _IO_S + control["tail_size"] / _SLOWEST_BYTES_PER_S)
         control["keeper"] = keeper()
-        slot = self._place(owner, frame.size)
+        slot = self._place(owner, control["data_size"])
         slot.begin(slot.name, control)
-        data = slot.memory(frame.size)
+        data = slot.memory(control["data_size"])
         connection.settimeout(_IO_S)
         _receive_into(connection, data.numpy().data)
         fine = checksum(data) == control["data_crc"] and crc32(tail) == control["tail_crc"]
         if fine:
             slot.complete(control, tail)
-        connection.sendall(_ANSWER.pack(frame.step, fine))
+        connection.sendall(_ANSWER.pack(control["step"], fine))
 
 
 class CopySender:
     """Sends this rank's snapshots to its partner, one at a time, and retries after an error.
 
     Args:
-        rank: This rank.
         partner: Address and port of the partner's receiver.
-        secret: The attempt's secret.
         pace: The rate limit shared with the uploads.
     """
 
@@ -228,10 +226,9 @@ class CopySender:
             raise ValueError("the snapshot to send is incomplete")
         if self._socket is None:
             self._socket = self._connect()
-        step, size = int(control["step"]), int(control["data_size"])
-        text = json.dumps(control).encode()
-        self._socket.sendall(Frame(step, size, len(text), len(tail)).to_bytes() + text + tail)
-        self._send_pieces(self._socket, slot.memory(size).numpy().data)
+        step, text = int(control["step"]), json.dumps(control).encode()
+        self._socket.sendall(_LENGTH.pack(len(text)) + text + tail)
+        self._send_pieces(self._socket, slot.memory(control["data_size"]).numpy().data)
         answered, fine = _ANSWER.unpack(receive(self._socket, _ANSWER.size, _IO_S))
         if answered != step or not fine:
             raise ValueError(f"the copy of step {step} arrived damaged")
@@ -279,61 +276,12 @@ def _receive_into(connection: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-_FRAME = struct.Struct("<QQII")
-FRAME_BYTES = _FRAME.size
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Begins a copy.
-
-    Attributes:
-        step: The snapshot's step.
-        size: Bytes of data.
-        control_size: Bytes of the control block.
-        tail_size: Bytes of the tail.
-    """
-
-    step: int
-    size: int
-    control_size: int
-    tail_size: int
-
-    def to_bytes(self) -> bytes:
-        return _FRAME.pack(self.step, self.size, self.control_size, self.tail_size)
-
-
-def parse_frame(data: bytes, who: str) -> Frame:
-    """Reads `FRAME_BYTES` bytes.
+def parse_control(text: bytes, who: str, **expected: int) -> dict[str, Any]:
+    """Reads the control block of a complete snapshot, with these values.
 
     Raises:
-        CheckpointError: A number is too large; names `who`.
+        CheckpointError: It is another one, or none; names the sender, `who`.
     """
-    frame = Frame(*_FRAME.unpack(data))
-    limits = (LARGEST_STEP, LARGEST_DATA, CONTROL_BYTES, LARGEST_TAIL)
-    values = (frame.step, frame.size, frame.control_size, frame.tail_size)
-    if any(value > limit for value, limit in zip(values, limits, strict=True)):
-        raise CheckpointError(f"{who} sent a frame that says {frame}: too large")
-    return frame
-
-
-def parse_control(text: bytes, frame: Frame, owner: int, who: str) -> dict[str, Any]:
-    """Reads the control block that follows a frame.
-
-    Args:
-        text: The JSON.
-        frame: The frame.
-        owner: The rank whose snapshot it must be.
-        who: Names the sender in errors.
-
-    Raises:
-        CheckpointError: It is not a control block, or does not agree with the frame.
-    """
-    expected = {"rank": owner, "step": frame.step, "data_size": frame.size, "tail_size": frame.tail_size}
-    return _control(text, expected, who)
-
-
-def _control(text: bytes, expected: dict[str, int], who: str) -> dict[str, Any]:
     try:
         control = decode_control(text)
     except ValueError as error:
@@ -354,15 +302,12 @@ def parse_facts(data: bytes, step: int, owner: int, who: str) -> tuple[dict[str,
 
     Args:
         data: The JSON of the control block, a line feed, and the tail.
-        step: The step that was asked for.
-        owner: The rank whose snapshot was asked for.
-        who: Names the sender in errors.
 
     Raises:
         CheckpointError: They are torn, or of another snapshot.
     """
     text, _, tail = data.partition(b"\n")
-    control = _control(text, {"rank": owner, "step": step, "tail_size": len(tail)}, who)
+    control = parse_control(text, who, rank=owner, step=step, tail_size=len(tail))
     if crc32(tail) != control["tail_crc"]:
         raise CheckpointError(f"the tail from {who} arrived damaged")
     return control, tail

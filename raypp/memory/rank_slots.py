@@ -46,12 +46,7 @@ class RunLife:
 
 
 class RankSlots:
-    """Allocates, names, writes and removes the files. `MemoryTier` decides when.
-
-    Args:
-        life: The run's identity, the same on every rank.
-        seat: This rank's seat.
-    """
+    """Allocates, names, writes and removes the files. `MemoryTier` decides when."""
 
     def __init__(self, life: RunLife, seat: Seat) -> None:
         self.life, self.seat, self.directory = life, seat, memory_directory()

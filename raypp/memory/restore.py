@@ -198,10 +198,7 @@ def load_from_memory(
     Collective over the world. Replaces the weights and optimizer state of every rank or of none.
 
     Args:
-        tier: This rank's memory tier.
         newest_commit: Step of the newest commit, the same on every rank; -1 if there is none.
-        stages: This rank's stages.
-        optimizer: The optimizer over their parameters.
     """
     seat, address = tier.seat, tier.listen()
     damaged: set[Path] = set()
@@ -252,8 +249,6 @@ class _Try:
     """One try to restore certain snapshots. All ranks make the same calls.
 
     Args:
-        tier: This rank's memory tier.
-        best: The snapshots.
         here: Those on this node.
         nodes: The node of every rank.
         damaged: Files that are not to be used; more are added.

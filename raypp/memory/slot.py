@@ -41,13 +41,7 @@ _CHECK_BYTES = 8 << 20
 
 
 class Slot:
-    """A locked file that this process writes, and its mapped memory. Locked until `close`.
-
-    Args:
-        path: Path of the file.
-        name: The parsed file name.
-        descriptor: File descriptor, open and locked.
-    """
+    """A locked file that this process writes, and its mapped memory. Locked until `close`."""
 
     def __init__(self, path: Path, name: SlotName, descriptor: int) -> None:
         self.path = path
@@ -120,7 +114,6 @@ class Slot:
         Args:
             snapshot: Its copy must be done.
             step: Number of completed optimizer steps.
-            about: Further fields of the control block.
             extra: The trainer's own JSON.
         """
         data, objects, tail, crc, end = snapshot.data(), [], b"", 0, 0
@@ -190,7 +183,6 @@ class StoredSlot:
     """A complete snapshot as its readers see it, here or received from another node.
 
     Args:
-        control: The control block.
         tail: Headers and the trainer's JSON.
         data: The data sections; None if they are not here.
 

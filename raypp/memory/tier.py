@@ -100,12 +100,9 @@ class MemoryTier:
     and `step_begins` once per step.
 
     Args:
-        life: The run's identity, the same on every rank.
-        seat: This rank's seat.
         every: checkpoint.memory_every_steps.
         reporter: Receives the events memory_tier, memory_tier_reduced, memory_tier_off and
             refused_connection.
-        pace: Rate limit of copies to the partner.
         sites: The site of every rank, where links between sites are slow.
     """
 
@@ -176,7 +173,6 @@ class MemoryTier:
             restored: The snapshot that was restored; it is kept until a newer one is complete. None
                 if the attempt did not restore from memory.
             optimizer: Its update waits for a copy of the state in progress.
-            committed: The newest commit.
             kept: Attempt and step of the snapshots that were restored, if no rank passes its own:
                 they stay, and the first snapshot follows at once.
         """

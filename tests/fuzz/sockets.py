@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 
-from raypp.memory.peer import FRAME_BYTES, Frame, parse_control, parse_facts, parse_frame
+from raypp.memory.peer import parse_control, parse_facts
 from raypp.train.preflight import parse_place
 from raypp.untrusted.sockets import GREETING_BYTES, checked_greeting, greeting, greeting_fits
 from tests.fuzz import target
@@ -39,15 +39,9 @@ def hello(data: bytes) -> None:
             assert heard == greeting(SECRET, number, RANDOM, theirs)
 
 
-@target(Frame(7, DATA_BYTES, len(CONTROL), len(TAIL)).to_bytes() + CONTROL)
-def copy(data: bytes) -> None:
-    frame = parse_frame(data[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0"), "rank 1")
-    parse_control(data[FRAME_BYTES : FRAME_BYTES + frame.control_size], frame, 1, "rank 1")
-
-
 @target(CONTROL)
 def control(data: bytes) -> None:
-    parse_control(data, Frame(7, DATA_BYTES, len(data), len(TAIL)), 1, "rank 1")
+    parse_control(data, "rank 1", rank=1)
 
 
 @target(CONTROL + b"\n" + TAIL)

@@ -1,17 +1,16 @@
-"""Takes the reports of ranks and relays in any thread, answers them, and queues them for the
-leader."""
+"""Takes the reports of ranks in any thread, answers them, and queues them for the leader."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from raypp.control.protocol import BatchAnswer, RelayAnswer, RelayReport, ReportBatch
+from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.records import Requests
 
-Item = ReportBatch | RelayReport | Requests
+Item = ReportBatch | Requests
 
 
 class ReportIntake:
@@ -30,7 +29,7 @@ class ReportIntake:
         self.trace_wanted = 0
         """Rank 0 is asked to trace so many steps with the next answer."""
         self.relay_reports = 0
-        """How many relay reports have been processed."""
+        """How many times relays have reported."""
         self._queue: queue.Queue[Item] = queue.Queue()
         self._attempt = 0
         self._processed: dict[int, int] = {}
@@ -54,14 +53,10 @@ class ReportIntake:
         requests = Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
         return BatchAnswer(requests, self.incarnation, durable)
 
-    def relay_report(self, report: RelayReport) -> RelayAnswer:
-        """Takes the report of a relay."""
-        self._queue.put(report)
-        attempt, stop = self._attempt, self.stop  # in this order: a new attempt withdraws the last one's stop first
-        known = self._durable if attempt == report.attempt else {}
-        durable = {rank: known[rank] for rank in report.unwritten if rank in known}
-        requests = Requests() if stop is None else Requests(stop=True, save_before_stop=stop.save_before_stop)
-        return RelayAnswer(self.incarnation, attempt, requests, durable)
+    def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
+        """Takes the batches that a relay forwards."""
+        self.relay_reports += 1
+        return [self.report(batch) for batch in batches]
 
     def request_stop(self, save: bool) -> None:
         """Takes the operator's stop request."""
@@ -98,8 +93,8 @@ class ReportIntake:
         self._attempt = 0
 
     def is_new(self, batch: ReportBatch) -> bool:
-        """Returns whether a batch comes for the first time: it may come directly and through a slow
-        relay."""
+        """Returns whether a batch is newer than all of its rank: it may come directly and through a
+        slow relay."""
         if batch.number <= self._processed.get(batch.rank, 0):
             return False
         self._processed[batch.rank] = batch.number

@@ -1,4 +1,4 @@
-"""Processes the queued reports of ranks and relays: heartbeats, steps, events and log lines."""
+"""Processes the queued reports of ranks: heartbeats, steps, events and log lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine import Committed
-from raypp.control.protocol import Heartbeat, RelayReport, ReportBatch
+from raypp.control.protocol import ReportBatch
 from raypp.control.report.intake import ReportIntake
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
@@ -44,51 +44,30 @@ class ReportProcessing:
         for item in self._intake.items(wait_s):
             if isinstance(item, Requests):
                 yield item
-            elif isinstance(item, RelayReport):
-                yield from self._relay_report(attempt, item)
-            elif attempt is not None and item.attempt == attempt.number:
-                heartbeat = Heartbeat(item.rank, item.phase, item.idle_s, 0.0, item.inside, item.reached)
-                self._heartbeat(attempt, heartbeat, time.monotonic())
+            elif attempt is not None and item.attempt == attempt.number and self._intake.is_new(item):
                 yield from self._batch(attempt, item)
 
-    def _relay_report(self, attempt: Attempt | None, report: RelayReport) -> Iterator[Finding]:
-        now = time.monotonic()
-        self._intake.relay_reports += 1
-        if attempt is None:
-            return
-        if report.attempt == attempt.number:
-            for heartbeat in report.heartbeats:
-                self._heartbeat(attempt, heartbeat, now)
-        for batch in report.batches:
-            if batch.attempt == attempt.number:
-                yield from self._batch(attempt, batch)
-
-    def _heartbeat(self, attempt: Attempt, heartbeat: Heartbeat, now: float) -> None:
-        rank = attempt.ranks[heartbeat.rank] if attempt.ranks else None
-        if rank is not None and rank.state not in ENDED:
-            rank.state = heartbeat.phase.partition(" ")[0]
-        if self.watch is not None:
-            sent = now - heartbeat.age_s
-            phase, idle_s, inside, reached = heartbeat.phase, heartbeat.idle_s, heartbeat.inside, heartbeat.reached
-            self.watch.add_heartbeat(heartbeat.rank, phase, idle_s, sent, inside, reached)
-
     def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Finding]:
-        if not self._intake.is_new(batch):
-            return
+        rank = attempt.ranks[batch.rank] if attempt.ranks else None
+        if rank is not None and rank.state not in ENDED:
+            rank.state = batch.phase.partition(" ")[0]
+        if self.watch is not None:
+            now = time.monotonic()
+            self.watch.add_heartbeat(batch.rank, batch.phase, batch.idle_s, now, batch.inside, batch.reached)
         for line in batch.logs:
             self._record.log(line)
         for report in batch.steps:
             if self.watch is not None:
                 self.watch.add_step(report.step_s)
             if self._record.add_step(report, batch.attempt):
-                for rank in attempt.ranks:
-                    rank.step = report.step
+                for one in attempt.ranks:
+                    one.step = report.step
             self.stepped = True
         for event in batch.events:
             self._record.event(event)
             if event.kind == "committed" and event.step is not None:
                 yield Committed(event.step)
-            elif event.kind == "preemption_notice" and attempt.ranks:
-                self.preempted = attempt.ranks[batch.rank]
+            elif event.kind == "preemption_notice" and rank is not None:
+                self.preempted = rank
         if batch.steps or batch.events:
             self._intake.recorded(batch, self._record.taken)

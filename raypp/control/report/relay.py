@@ -1,10 +1,11 @@
 """Relays: one process per node that forwards the reports of its ranks in few calls.
 
 An actor call costs the controller the same whatever it carries. A relay therefore takes the batches
-of its node's ranks and forwards them in one relay report. A batch with steps, events or log lines
-is answered when the controller has taken it; a mere heartbeat is answered at once, with the
-controller's last answer. A relay holds nothing that exists nowhere else: when it dies, the ranks
-whose batches it held get no answer and send the same batches to the controller.
+of its node's ranks and forwards them in one call. A batch with steps, events or log lines is
+answered when the controller has taken it; a mere heartbeat is answered at once, with the
+controller's last answer to that rank, and replaces one that waits. A relay holds nothing that
+exists nowhere else: when it dies, the ranks whose batches it held get no answer and send the same
+batches to the controller.
 """
 
 from __future__ import annotations
@@ -23,19 +24,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor, exit_if_ended
+from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor
 from raypp.control.orphan import OrphanWatch, ask_interval_s
-from raypp.control.protocol import (
-    NAMESPACE,
-    RELAYS_FROM_RANKS,
-    BatchAnswer,
-    Heartbeat,
-    RelayAnswer,
-    RelayReport,
-    ReportBatch,
-)
+from raypp.control.protocol import NAMESPACE, RELAYS_FROM_RANKS, BatchAnswer, ReportBatch
 from raypp.control.report.reporter import HEARTBEAT_S
-from raypp.records import Requests
 
 log = logging.getLogger(__name__)
 
@@ -46,38 +38,17 @@ _LONGEST_PACE_S = 2.5  # with a rank's own second, below the 5 s after which a h
 _CONTROLLER_TIMEOUT_S = 5.0
 _FRESH_S = 5.0  # an older answer of the controller is not passed on
 
-Send = Callable[[RelayReport], Awaitable[RelayAnswer]]
-
-
-@dataclass
-class _Waiting:
-    """What the next relay report carries.
-
-    Attributes:
-        attempt: Attempt of the heartbeats.
-        heartbeats: By rank, with the time each arrived.
-        callers: Resolved when the report has been delivered.
-    """
-
-    attempt: int = 0
-    heartbeats: dict[int, tuple[float, Heartbeat]] = field(default_factory=dict)
-    batches: list[ReportBatch] = field(default_factory=list)
-    callers: list[asyncio.Future[None]] = field(default_factory=list)
-
-    def restore_heartbeats(self, other: _Waiting) -> None:
-        """Takes back heartbeats that could not be sent, unless there are newer ones."""
-        if other.attempt == self.attempt:
-            self.heartbeats = other.heartbeats | self.heartbeats
+Send = Callable[[tuple[ReportBatch, ...]], Awaitable[Sequence[BatchAnswer]]]
 
 
 class RelayQueue:
     """The work of a relay without Ray. All of it runs in one event loop.
 
     Args:
-        send: Sends a relay report to the controller.
-        timeout_s: For the controller's answer.
+        send: Sends batches to the controller, and returns its answer to each.
+        timeout_s: For the controller's answers.
         flush_s: See `FLUSH_S`.
-        heartbeat_s: Seconds between two reports that carry heartbeats only.
+        heartbeat_s: Seconds between two calls that carry heartbeats only.
     """
 
     def __init__(
@@ -89,9 +60,11 @@ class RelayQueue:
     ) -> None:
         self._send = send
         self._timeout_s, self._flush_s, self._heartbeat_s = timeout_s, flush_s, heartbeat_s
-        self._waiting = _Waiting()
-        self._unwritten: dict[int, int] = {}
-        self._answer = RelayAnswer()
+        self._waiting: list[tuple[float, ReportBatch]] = []
+        """Batches, with the time each arrived."""
+        self._callers: list[asyncio.Future[None]] = []
+        self._answers: dict[tuple[int, int], BatchAnswer] = {}
+        """The controller's last answer, by attempt and rank."""
         self._urgent = asyncio.Event()
         self.answered = time.monotonic() - _FRESH_S - 1.0
         """When the controller last answered (`time.monotonic`)."""
@@ -102,22 +75,18 @@ class RelayQueue:
         Raises:
             ConnectionError: The controller is not known to have taken the batch.
         """
-        has_content = bool(batch.steps or batch.events or batch.logs)
-        self._add_heartbeat(batch)
-        if has_content or time.monotonic() - self.answered > _FRESH_S:
+        seat = batch.attempt, batch.rank
+        self._waiting = [one for one in self._waiting if has_content(one[1]) or (one[1].attempt, one[1].rank) != seat]
+        self._waiting.append((time.monotonic(), batch))
+        if has_content(batch) or seat not in self._answers or time.monotonic() - self.answered > _FRESH_S:
             delivered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if has_content:
-                self._waiting.batches.append(batch)
-            self._waiting.callers.append(delivered)
+            self._callers.append(delivered)
             self._urgent.set()
             await delivered
-        answer, age_s = self._answer, time.monotonic() - self.answered
-        if answer.attempt != batch.attempt:  # requests to the ranks of another attempt are not for this one
-            return BatchAnswer(Requests(), answer.incarnation, 0, age_s)
-        return BatchAnswer(answer.requests, answer.incarnation, answer.durable.get(batch.rank, 0), age_s)
+        return replace(self._answers[seat], age_s=time.monotonic() - self.answered)
 
     async def forward_reports(self) -> None:
-        """Sends relay reports, forever."""
+        """Sends what the ranks report, forever."""
         sent = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
@@ -125,47 +94,30 @@ class RelayQueue:
             await asyncio.sleep(sent + self._flush_s - time.monotonic())
             self._urgent.clear()
             sent = time.monotonic()
-            if self._waiting.heartbeats or self._waiting.callers:
+            if self._waiting:
                 await self._forward()
 
     async def _forward(self) -> None:
-        waiting, self._waiting = self._waiting, _Waiting(self._waiting.attempt)
+        waiting, self._waiting, callers, self._callers = self._waiting, [], self._callers, []
         now = time.monotonic()
-        heartbeats = tuple(one._replace(age_s=now - at) for at, one in waiting.heartbeats.values())
-        report = RelayReport(waiting.attempt, heartbeats, tuple(waiting.batches), dict(self._unwritten))
+        batches = tuple(replace(batch, idle_s=batch.idle_s + now - at) for at, batch in waiting)
         try:
-            answer = await asyncio.wait_for(self._send(report), self._timeout_s)
+            answers = await asyncio.wait_for(self._send(batches), self._timeout_s)
         except Exception:  # noqa: BLE001  dead, frozen or cut off
-            self._waiting.restore_heartbeats(waiting)
-            for caller in waiting.callers:
+            for caller in callers:
                 if not caller.done():
                     caller.set_exception(ConnectionError("the controller does not answer"))
             return
-        self._remember(answer)
-        for caller in waiting.callers:
+        self.answered = time.monotonic()
+        self._answers |= {(one.attempt, one.rank): answer for one, answer in zip(batches, answers, strict=True)}
+        for caller in callers:
             if not caller.done():
                 caller.set_result(None)
 
-    def _add_heartbeat(self, batch: ReportBatch) -> None:
-        waiting = self._waiting
-        if batch.attempt > waiting.attempt:
-            waiting.attempt = batch.attempt
-            waiting.heartbeats.clear()
-            self._unwritten.clear()
-        if batch.attempt == waiting.attempt:
-            heartbeat = Heartbeat(batch.rank, batch.phase, batch.idle_s, 0.0, batch.inside, batch.reached)
-            waiting.heartbeats[batch.rank] = (time.monotonic(), heartbeat)
-            if batch.steps or batch.events:
-                self._unwritten[batch.rank] = batch.number
 
-    def _remember(self, answer: RelayAnswer) -> None:
-        self.answered = time.monotonic()
-        before = self._answer
-        same = (answer.incarnation, answer.attempt) == (before.incarnation, before.attempt)
-        self._answer = replace(answer, durable={**(before.durable if same else {}), **answer.durable})
-        for rank, number in answer.durable.items():
-            if answer.attempt == self._waiting.attempt and number >= self._unwritten.get(rank, number + 1):
-                del self._unwritten[rank]
+def has_content(batch: ReportBatch) -> bool:
+    """Returns whether a batch is more than a heartbeat."""
+    return bool(batch.steps or batch.events or batch.logs)
 
 
 class Relay:
@@ -173,9 +125,6 @@ class Relay:
     its controller.
 
     Args:
-        run: The run's name.
-        controller: Handle of the run's controller.
-        orphan_timeout_s: As of the run's workers.
         ask_interval_s: Seconds between two checks of a controller that has not answered.
         heartbeat_s: Seconds between two reports that carry heartbeats only.
     """
@@ -189,7 +138,7 @@ class Relay:
         self._queue = queue = RelayQueue(self._send, heartbeat_s=heartbeat_s)
         self._task: asyncio.Task[None] | None = None
         self._orphan_watch = OrphanWatch(
-            self._find_controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered, exit_if_ended
+            controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered
         )
 
     def __repr__(self) -> str:
@@ -205,12 +154,9 @@ class Relay:
         """Never returns; the call fails when this process ends."""
         await asyncio.Event().wait()
 
-    async def _send(self, report: RelayReport) -> RelayAnswer:
-        answer: RelayAnswer = await self._controller.relay.remote(report)
-        return answer
-
-    def _find_controller(self) -> None:
-        ray.get(self._controller.alive.remote(), timeout=10)
+    async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
+        answers: Sequence[BatchAnswer] = await self._controller.relayed.remote(batches)
+        return answers
 
     def _exit(self) -> None:
         threading.Timer(10.0, os._exit, (0,)).start()  # when Ray does not answer either, it restarts nothing
@@ -224,9 +170,6 @@ class Relays:
     same.
 
     Args:
-        run: The run's name.
-        controller: Handle of its controller.
-        orphan_timeout_s: As of the run's workers.
         from_ranks: Smaller runs have no relays.
     """
 

@@ -49,7 +49,6 @@ class ControllerReporter:
     to call a worker that computes.
 
     Args:
-        controller: Handle of the controller actor.
         tails: This process' output, read from where the last seat's reporter stopped.
         relay: Handle of the relay that forwards this rank's reports; None in a run without relays.
     """
@@ -410,7 +409,6 @@ def report_route(controller: Any, relay: Any, rank: int, direct_pace_s: float, t
 
     Args:
         relay: Handle of the rank's relay; None in a run without relays.
-        timeout_s: For the controller's answer.
     """
 
     def direct(batch: ReportBatch) -> BatchAnswer:

@@ -56,7 +56,7 @@ class Heir(Leader):
             node = "12"[number // 2]
             seat = Seat(RUN, 1, number, 4, mesh.coordinates(number), mesh.sizes)
             info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000)
-            self.found.append((Actor(), WorkerStatus(info, number, seat, False, False)))
+            self.found.append((Actor(), WorkerStatus(info, number, seat)))
         self.ended_by_name = 0
 
     def _new_attempt(self, number: int) -> StandIns:
@@ -311,7 +311,7 @@ def test_standbys_are_kept_one_per_node_and_others_without_a_seat_are_ended(
     monkeypatch.setattr(leader_module, "end_actor", ended.append)
     heir = Heir(left, 0, 1, 2, 3)
     info = heir.found[0][1].info
-    others = [(Actor(), WorkerStatus(info, None, None, False, standby)) for standby in (True, True, False)]
+    others = [(Actor(), WorkerStatus(info, None, None, standby)) for standby in (True, True, False)]
     heir.found += others
     monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.found)
     heir._begin()

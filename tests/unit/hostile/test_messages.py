@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from raypp.checkpoint.tensor_file import encode_header
 from raypp.errors import CheckpointError, RayppError, UnreachableError
-from raypp.memory.files import LARGEST_DATA, SlotName, keeper
-from raypp.memory.peer import FRAME_BYTES, CopyReceiver, CopySender, Frame, parse_control, parse_facts, parse_frame
+from raypp.memory.files import LARGEST_DATA, LARGEST_STEP, LARGEST_TAIL, SlotName, keeper
+from raypp.memory.peer import CopyReceiver, CopySender, parse_control, parse_facts
 from raypp.memory.slot import Slot
 from raypp.train.preflight import Place, parse_place
 from raypp.untrusted import sockets
@@ -48,23 +48,19 @@ JSON = st.recursive(
 )
 
 
-def frame(**changes: int) -> Frame:
-    text = len(json.dumps(CONTROL))
-    return Frame(**{"step": 7, "size": len(DATA), "control_size": text, "tail_size": len(TAIL), **changes})
-
-
-def message(control: bytes | dict[str, Any] = CONTROL, **changes: int) -> bytes:
-    """Returns the bytes of a copy with a given control block and frame."""
+def message(control: bytes | dict[str, Any] = CONTROL, length: int | None = None) -> bytes:
+    """Returns the bytes of a copy with a given control block, and perhaps another length of it."""
     text = control if isinstance(control, bytes) else json.dumps(control).encode()
-    return frame(**{"control_size": len(text), **changes}).to_bytes() + text + TAIL + DATA
+    return struct.pack("<I", len(text) if length is None else length) + text + TAIL + DATA
 
 
 HOSTILE = {
-    "a step of 2^64": message(step=2**64 - 1),
-    "data of 2^63 bytes": message(size=2**63),
-    "data of 16 TB": message({**CONTROL, "data_size": 1 << 44}, size=1 << 44),
-    "a control block of 4 GB": message(control_size=2**32 - 1),
-    "a tail of 4 GB": message(tail_size=2**32 - 1),
+    "a step of 13 digits": message({**CONTROL, "step": LARGEST_STEP + 1}),
+    "data of 2^63 bytes": message({**CONTROL, "data_size": 2**63}),
+    "data of 16 TB": message({**CONTROL, "data_size": LARGEST_DATA}),
+    "a control block of 4 GB": message(length=2**32 - 1),
+    "a tail of 4 GB": message({**CONTROL, "tail_size": 2**32 - 1}),
+    "a tail that does not come": message({**CONTROL, "tail_size": LARGEST_TAIL}),
     "deep json": message(b"[" * 4000),
     "no json": message(b"\xff" * 100),
     "a list": message(b"[1, 2]"),
@@ -129,7 +125,7 @@ def test_a_rank_that_does_not_exist_places_nothing(receiver: tuple[CopyReceiver,
 @pytest.mark.parametrize("answer", [b"\xff" * 9, b"\0" * 9, b"x", b"", struct.pack("<Q?", 6, True)])
 def test_a_partner_that_answers_nonsense_has_no_copy(answer: bytes, tmp_path: Path) -> None:
     def serve(link: Any, _number: int) -> None:
-        sockets.receive(link, FRAME_BYTES, 10)
+        sockets.receive(link, 4, 10)
         link.sendall(answer)
         link.recv(1 << 20)
 
@@ -145,21 +141,12 @@ def test_a_partner_that_answers_nonsense_has_no_copy(answer: bytes, tmp_path: Pa
     slot.close(delete=True)
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
-@given(st.binary(min_size=FRAME_BYTES, max_size=FRAME_BYTES))
-def test_any_frame_is_within_limits_or_refused(data: bytes) -> None:
-    try:
-        assert parse_frame(data, "rank 1").size <= LARGEST_DATA
-    except CheckpointError as error:
-        assert "rank 1" in str(error)
-
-
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(CONTROL)), JSON, st.booleans())
 def test_any_control_block_is_right_or_refused(key: str, value: Any, more: bool) -> None:
     document = {**CONTROL, key: value} | ({"more": value} if more else {})
     text = json.dumps(document).encode()
-    _refused_or(CheckpointError, lambda: parse_control(text, frame(), 1, "rank 1"), "rank 1")
+    _refused_or(CheckpointError, lambda: parse_control(text, "rank 1", rank=1), "rank 1")
     facts = text + b"\n" + TAIL
     _refused_or(CheckpointError, lambda: parse_facts(facts, 7, 1, "rank 1"), "rank 1")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypp.control import hang_watch
 from raypp.control.cleanup import is_relay
-from raypp.control.protocol import BatchAnswer, RelayAnswer, RelayReport, ReportBatch
+from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report.relay import RelayQueue, Relays, relay_pace_s
 from raypp.control.report.reporter import HEARTBEAT_S, ReportBuffer, ReportRoute
 from raypp.records import Coordinates, Event, Requests, Seat
@@ -22,23 +21,21 @@ SEAT = Seat("run", 2, 1, 2, Coordinates(pp=1), Coordinates(2, 1, 1, 1))
 
 
 class Controller:
-    """Takes relay reports as the controller does, and can be away."""
+    """Answers the batches of relays as the controller does, and can be away."""
 
     def __init__(self) -> None:
-        self.relay_reports: list[RelayReport] = []
-        self.answer = RelayAnswer("first", 2, Requests())
+        self.calls: list[tuple[ReportBatch, ...]] = []
+        self.answer = BatchAnswer(Requests(), "first")
         self.away = False
 
-    async def relay(self, report: RelayReport) -> RelayAnswer:
+    async def relayed(self, batches: tuple[ReportBatch, ...]) -> list[BatchAnswer]:
         if self.away:
             raise ConnectionError("away")
-        self.relay_reports.append(report)
-        durable = {rank: number for rank, number in self.answer.durable.items() if rank in report.unwritten}
-        return replace(self.answer, durable=durable)
+        self.calls.append(batches)
+        return [self.answer] * len(batches)
 
     def events(self) -> list[tuple[int, str]]:
-        batches = [batch for report in self.relay_reports for batch in report.batches]
-        return [(batch.rank, event.message) for batch in batches for event in batch.events]
+        return [(batch.rank, event.message) for call in self.calls for batch in call for event in batch.events]
 
 
 def batch(rank: int, number: int = 1, *texts: str, attempt: int = 2, idle_s: float = 0.0) -> ReportBatch:
@@ -53,7 +50,7 @@ def with_relay(
 
     async def both() -> None:
         controller = Controller()
-        relay = RelayQueue(controller.relay, timeout_s=0.2, flush_s=0.02, heartbeat_s=heartbeat_s)
+        relay = RelayQueue(controller.relayed, timeout_s=0.2, flush_s=0.02, heartbeat_s=heartbeat_s)
         working = asyncio.create_task(relay.forward_reports())
         try:
             await asyncio.wait_for(scenario(relay, controller), 20)
@@ -63,80 +60,82 @@ def with_relay(
     asyncio.run(both())
 
 
-def test_simultaneous_batches_travel_in_few_relay_reports_and_all_are_answered() -> None:
+def test_simultaneous_batches_travel_in_few_calls_and_all_are_answered() -> None:
     async def scenario(relay: RelayQueue, controller: Controller) -> None:
         answers = await asyncio.gather(*(relay.report(batch(rank, 1, f"e{rank}")) for rank in range(32)))
         assert [answer.incarnation for answer in answers] == ["first"] * 32
         assert sorted(controller.events()) == [(rank, f"e{rank}") for rank in range(32)]
-        assert len(controller.relay_reports) <= 2
-        heartbeats = [one.rank for report in controller.relay_reports for one in report.heartbeats]
-        assert sorted(heartbeats) == list(range(32))
+        assert len(controller.calls) <= 2
 
     with_relay(scenario)
 
 
-def test_heartbeats_are_answered_at_once_and_forwarded_together_with_their_age() -> None:
+def test_heartbeats_are_answered_at_once_and_the_newest_of_each_rank_is_forwarded_with_its_age() -> None:
     async def scenario(relay: RelayQueue, controller: Controller) -> None:
-        await relay.report(batch(0, 1))  # the first answer has to come from the controller
-        before = len(controller.relay_reports)
+        await asyncio.gather(*(relay.report(batch(rank, 1)) for rank in range(20)))
+        before = len(controller.calls)
         for number in (2, 3):
             for rank in range(20):
-                await relay.report(batch(rank, number, idle_s=float(rank)))
-        assert len(controller.relay_reports) == before, "a heartbeat waited for the controller"
-        while len(controller.relay_reports) == before:
+                await relay.report(batch(rank, number, idle_s=5.0))
+        assert len(controller.calls) == before, "a heartbeat waited for the controller"
+        while len(controller.calls) == before:
             await asyncio.sleep(0.01)
-        (report,) = controller.relay_reports[before:]
-        assert [(heartbeat.rank, heartbeat.phase, heartbeat.idle_s) for heartbeat in report.heartbeats] == [
-            (rank, "step 3", float(rank)) for rank in range(20)
-        ]
-        assert report.batches == ()
-        ages = [heartbeat.age_s for heartbeat in report.heartbeats]
-        assert ages == sorted(ages, reverse=True) and ages[-1] >= 0, "who reported first is the oldest"
+        (call,) = controller.calls[before:]
+        assert [(one.rank, one.number, one.phase) for one in call] == [(rank, 3, "step 3") for rank in range(20)]
+        idle = [one.idle_s for one in call]
+        assert idle == sorted(idle, reverse=True) and idle[-1] >= 5.0, "who reported first is idle for longest"
 
     with_relay(scenario, heartbeat_s=0.3)
+
+
+def test_a_heartbeat_overtakes_no_batch_of_its_rank() -> None:
+    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+        await relay.report(batch(0, 1))
+        waits = asyncio.create_task(relay.report(batch(0, 2, "e")))
+        await asyncio.sleep(0)
+        await relay.report(batch(0, 3))
+        await waits
+        assert [one.number for one in controller.calls[-1]] == [2, 3]
+
+    with_relay(scenario)
 
 
 def test_the_operators_wish_and_what_is_in_the_store_come_back_to_each_rank() -> None:
     async def scenario(relay: RelayQueue, controller: Controller) -> None:
         answers = await asyncio.gather(*(relay.report(batch(rank, 4, "e")) for rank in (0, 1)))
         assert [answer.durable for answer in answers] == [0, 0]
-        controller.answer = RelayAnswer("first", 2, Requests(stop=True, save_before_stop=True), {0: 4, 1: 4})
-        await relay.report(batch(2, 1, "another"))
-        for rank in (0, 1):
-            answer = await relay.report(batch(rank, 5))
-            assert (answer.durable, answer.requests.stop, answer.requests.save_before_stop) == (4, True, True)
-        await relay.report(batch(3, 1, "last"))
-        assert set(controller.relay_reports[-1].unwritten) == {2, 3}, "what is written is asked for no more"
+        controller.answer = BatchAnswer(Requests(stop=True, save_before_stop=True), "first", 4)
+        while (answer := await relay.report(batch(0, 5))).durable == 0:
+            await asyncio.sleep(0.01)
+        assert (answer.durable, answer.requests.stop, answer.requests.save_before_stop) == (4, True, True)
 
-    with_relay(scenario)
+    with_relay(scenario, heartbeat_s=0.05)
 
 
 def test_what_one_attempt_is_asked_to_do_is_not_asked_of_the_next() -> None:
     async def scenario(relay: RelayQueue, controller: Controller) -> None:
-        controller.answer = RelayAnswer("first", 2, Requests(stop=True), {0: 9})
+        controller.answer = BatchAnswer(Requests(stop=True), "first", 9)
         assert (await relay.report(batch(0, 9, "e"))).requests.stop
+        controller.answer = BatchAnswer(Requests(), "first")
         answer = await relay.report(batch(0, 1, attempt=3))
         assert (answer.requests.stop, answer.durable) == (False, 0)
-        controller.answer = RelayAnswer("first", 3, Requests())
-        await relay.report(batch(1, 1, "e", attempt=3))
-        assert controller.relay_reports[-1].attempt == 3
-        assert [heartbeat.rank for heartbeat in controller.relay_reports[-1].heartbeats] == [0, 1]
+        assert (controller.calls[-1][-1].attempt, controller.calls[-1][-1].rank) == (3, 0)
 
     with_relay(scenario)
 
 
-def test_when_nobody_takes_a_batch_the_rank_hears_so_and_signs_of_life_are_kept() -> None:
+def test_when_nobody_takes_a_batch_the_rank_hears_so() -> None:
     async def scenario(relay: RelayQueue, controller: Controller) -> None:
         await relay.report(batch(0, 1, "a"))
+        await relay.report(batch(1, 1))
         controller.away = True
-        await relay.report(batch(1, 1))  # the controller's word is not old yet
+        await relay.report(batch(1, 2))  # the controller's word is not old yet
         with pytest.raises(ConnectionError):
             await relay.report(batch(0, 2, "b"))
         controller.away = False
-        controller.answer = RelayAnswer("second", 2)
+        controller.answer = BatchAnswer(Requests(), "second")
         answer = await relay.report(batch(0, 3, "b"))
         assert answer.incarnation == "second" and controller.events() == [(0, "a"), (0, "b")]
-        assert {heartbeat.rank for heartbeat in controller.relay_reports[-1].heartbeats} == {0, 1}
 
     with_relay(scenario)
 

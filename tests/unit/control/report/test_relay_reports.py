@@ -1,5 +1,5 @@
-"""What the controller does with the relay_reports of relays. It leads an attempt that has ranks,
-but no processes."""
+"""What the controller does with the batches that relays forward. It leads an attempt that has
+ranks, but no processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stand_in_clock import StandInClock
 
 from raypp.control.hang_watch import HangWatch
 from raypp.control.leader import Leader
-from raypp.control.protocol import Heartbeat, RelayReport, ReportBatch, RunRequest
+from raypp.control.protocol import ReportBatch, RunRequest
 from raypp.control.report import processing
 from raypp.control.seats import Rank
 from raypp.observe.json_lines import LogLine
@@ -46,59 +46,53 @@ def _written(leader: Leader) -> list[str]:
 
 
 def test_a_batch_that_comes_by_a_relay_and_directly_is_written_once(leader: Leader) -> None:
-    leader.intake.relay_report(RelayReport(3, (), (_news(1, 7, "a"), _news(2, 1, "b"))))
+    leader.intake.relayed([_news(1, 7, "a"), _news(2, 1, "b")])
     leader.intake.report(_news(1, 7, "a"))
     leader.intake.report(_news(1, 8, "c"))
-    leader.intake.relay_report(RelayReport(3, (), (_news(1, 8, "c"), _news(1, 7, "a"), _news(2, 2, "d"))))
+    leader.intake.relayed([_news(1, 8, "c"), _news(1, 7, "a"), _news(2, 2, "d")])
     assert _written(leader) == ["a", "b", "c", "d"]
     assert leader.record.taken == 4
 
 
-def test_heartbeats_count_from_when_they_were_sent_and_older_ones_change_nothing(
-    leader: Leader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_heartbeats_change_nothing(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StandInClock()
     clock.advance(time.monotonic() + 100)
     monkeypatch.setattr(processing, "time", clock)
     assert leader._reports.watch is not None and leader._attempt is not None
     leader._reports.watch._listened_at = clock.now  # no pause
     leader.intake.report(ReportBatch(3, 1, 5, "step 9", 0.5))
-    leader.intake.relay_report(RelayReport(3, (Heartbeat(0, "step 2F1", 1.0, 10.0), Heartbeat(1, "step 8", 0.0, 4.0))))
+    leader.intake.relayed([ReportBatch(3, 0, 4, "step 2F1", 11.0), ReportBatch(3, 1, 4, "step 8", 0.0)])
     leader._process_reports(wait_s=0.0)
     signs = leader._reports.watch._heartbeats
-    assert (signs[0].phase, signs[0].idle_s, signs[0].at) == ("step 2F1", 1.0, clock.now - 10.0)
+    assert (signs[0].phase, signs[0].idle_s, signs[0].at) == ("step 2F1", 11.0, clock.now)
     assert (signs[1].phase, signs[1].at) == ("step 9", clock.now)
     assert [rank.state for rank in leader._attempt.ranks[:3]] == ["step", "step", "starting"]
 
 
 def test_the_answer_names_the_written_batches_and_passes_on_the_stop_request(leader: Leader) -> None:
     leader.intake.report(_news(2, 4, "b"))
-    leader.intake.relay_report(RelayReport(3, (), (_news(1, 7, "a"),)))
+    leader.intake.relayed([_news(1, 7, "a")])
     _written(leader)
     leader.record.close()
     leader.intake.acknowledge(leader.record.durable)
-    assert leader.intake.relay_report(RelayReport(3, unwritten={1: 7, 3: 2})).durable == {1: 7}
-    assert leader.intake.relay_report(RelayReport(2, unwritten={1: 7})).durable == {}, (
-        "another attempt's batches are not known"
-    )
+    beats = [ReportBatch(3, 1, 8, "step 1"), ReportBatch(3, 3, 1, "step 1"), ReportBatch(2, 1, 8, "step 1")]
+    assert [answer.durable for answer in leader.intake.relayed(beats)] == [7, 0, 0]
     leader.intake.save_wanted, leader.intake.stop = True, Requests(stop=True, save_before_stop=True)
-    word = leader.intake.relay_report(RelayReport(3))
-    assert (word.incarnation, word.attempt) == (leader.intake.incarnation, 3)
-    assert word.requests == Requests(stop=True, save_before_stop=True)
+    (answer,) = leader.intake.relayed([ReportBatch(3, 1, 9, "step 1")])
+    assert answer.incarnation == leader.intake.incarnation
+    assert answer.requests == Requests(stop=True, save_before_stop=True)
     assert leader.intake.report(ReportBatch(3, 0, 1, "step 1")).requests.save, "the save was asked of a relay"
 
 
 def test_a_trace_is_asked_of_rank_0_once(leader: Leader) -> None:
     leader.intake.trace_wanted = 3
-    assert leader.intake.relay_report(RelayReport(3)).requests == Requests()
     asked = [leader.intake.report(ReportBatch(3, rank, number, "step 1")).requests.trace for rank, number in
              ((1, 1), (0, 1), (0, 2))]  # fmt: skip
     assert asked == [0, 3, 0]
 
 
 def test_news_of_another_attempt_is_left_alone(leader: Leader) -> None:
-    leader.intake.relay_report(RelayReport(3, (), (_news(1, 1, "old", attempt=2), _news(1, 1, "new"))))
-    leader.intake.relay_report(RelayReport(2, (Heartbeat(2, "step 5", 0.0, 0.0),)))
+    leader.intake.relayed([_news(1, 1, "old", attempt=2), _news(1, 1, "new"), ReportBatch(2, 2, 1, "step 5")])
     assert _written(leader) == ["new"]
     assert leader._attempt is not None and leader._attempt.ranks[2].state == "starting"
 
