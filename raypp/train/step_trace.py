@@ -111,8 +111,9 @@ class _Recording:
         self._trace.recorded.clear()
 
     def _take_exchanges(self) -> list[Recorded]:
-        exchanges = self._runner.outer.exchanges if self._runner.outer is not None else ()
-        return [Recorded("exchanging", *exchanges.popleft()) for _ in range(len(exchanges))]
+        if (outer := self._runner.outer) is None:
+            return []
+        return [Recorded("exchanging", *outer.exchanges.popleft()) for _ in range(len(outer.exchanges))]
 
     def stop(self) -> None:
         """Ends the recording."""
