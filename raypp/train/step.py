@@ -267,7 +267,9 @@ class StepRunner:
             tokens = read.plan.tokens_apart(self.outer.replicas)[self.outer.replica]
         self._mark("update")
         with watch.part("optimizer"):
-            if self.guard.is_finite(sums):
+            finite = self.guard.is_finite(sums)
+            skipped = not finite or not tokens
+            if finite:
                 if self.outer is not None:
                     self.outer.count(tokens)
                 self.update(step, gradients, sums.grad_norm, tokens, rate)
@@ -279,6 +281,8 @@ class StepRunner:
                 one.drop_residuals()
         if self.outer is not None and self.outer.acts_after(step):
             with watch.part("outer"):
+                if skipped:
+                    self.optimizer.step()  # updates nothing, but waits for copies of the weights
                 self.outer.run(step, lambda: self._mark("outer"))
         if self._injection is not None:
             self._injection.updated(self.built.modules)

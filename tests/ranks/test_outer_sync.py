@@ -565,6 +565,44 @@ def test_a_failure_ends_an_exchange_beside_the_compute(
     assert told.left == []
 
 
+class WithoutLabels(Cropped):
+    """A loader whose second step has no labels."""
+
+    steps = 0
+
+    def next_step(self) -> list[Microbatch]:
+        self.steps += 1
+        return super().next_step()
+
+    def _cropped(self, row: Row) -> Row:
+        return replace(row, labels=np.full_like(row.labels, -100)) if self.steps == 2 else row
+
+
+def train_with_hook(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[list[bool]]:
+    """Returns for each step whether each call of the update's hook saw the weights that the step
+    began with."""
+    seen: list[list[bool]] = []
+
+    def before(_step: int, runner: StepRunner) -> None:
+        begun = weights_of(runner)
+        if not seen:
+            runner.optimizer.register_step_pre_hook(
+                lambda *_: seen[-1].append(same_weights(begins[-1], weights_of(runner)))
+            )
+        begins.append({name: weight.clone() for name, weight in begun.items()})
+        seen.append([])
+
+    begins: list[Weights] = []
+    train(rank, world, port, job, steps, lambda loader, replica: WithoutLabels(loader) if replica else loader, before)
+    return seen
+
+
+def test_an_outer_step_after_a_skipped_update_waits_for_copies_too() -> None:
+    """A save or snapshot under way ends before the weights change: it has a hook on the update."""
+    job = document(dp_replicate=2, microbatches=2, train=outer(steps=3, every=1))
+    assert run_ranks(2, train_with_hook, job, 3) == [[[True]] * 3] * 2
+
+
 def draws_others_on_one(rank: int, world: int, port: int) -> None:
     """Lets rank 1 begin with other weights."""
     draw = resume.draw_weights
