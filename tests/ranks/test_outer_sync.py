@@ -471,7 +471,7 @@ def live(root: Path, store: str, sync: dict[str, Any], attempt: int, **mesh: int
     assert [event.step for event in told.of_kind("resumed")] == ([4 * attempt] if attempt else [])
     words = [event.message for event in told.of_kind("sync")]
     assert all("replicas that trained apart" in one for one in words) and len(words) == bool(attempt)
-    assert told.steps == list(range(4 * attempt + 1, told.steps[-1] + 1))
+    assert told.steps == list(range(1, told.steps[-1] + 1)), "a checkpoint's reports of earlier steps come again"
     run.end()
     return run
 
