@@ -19,17 +19,21 @@ limit of the cable are those of `beside`.
 
 `--losses N` trains N steps on text instead, on this machine's loopback, with exact and int8 sums
 and with outer steps, with as many replicas as `--replicas` says and equal tokens, and compares the
-losses. The last row is the control: one of the replicas alone, which sees its own tokens only. None
-of it depends on the machine's load.
+losses. The last row is the control: one of the replicas alone, which sees its own tokens only. With
+`--part-after K`, all but that begin with K steps with exact sums. None of it depends on the
+machine's load.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -148,12 +152,20 @@ def compare_losses(options: argparse.Namespace) -> None:
             rows.append(("exact, another seed", number, syncs["exact"], 1))
         rows.append(("one replica alone", 1, syncs["exact"], 0))
         exact: dict[str, Any] | None = None
-        for name, world, sync, seed in rows:
-            found = train(job_of(sync, world, steps, seed, own), world, name)
-            exact = exact or found
-            last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
-            held_out = f"{found['held_out']:.4f} | {found['held_out'] / exact['held_out'] - 1:+.1%}"
-            print(f"| {number} | {name} | {last:.4f} | {last - base:+.4f} | {held_out} |", flush=True)
+        with TemporaryDirectory() as folder:
+            for row, (name, world, sync, seed) in enumerate(rows):
+                job, store = job_of(sync, world, steps, seed, own), None
+                if options.part_after and world == number and not seed:
+                    job["checkpoint"]["every_steps"], store = options.part_after, Path(folder, str(row))
+                    if row:
+                        shutil.copytree(Path(folder, "0"), store)
+                        for step in range(2 * options.part_after, steps + 1, options.part_after):
+                            shutil.rmtree(store / job["name"] / f"step-{step:08d}")
+                found = train(job, world, name, store)
+                exact = exact or found
+                last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
+                held_out = f"{found['held_out']:.4f} | {found['held_out'] / exact['held_out'] - 1:+.1%}"
+                print(f"| {number} | {name} | {last:.4f} | {last - base:+.4f} | {held_out} |", flush=True)
 
 
 def main() -> None:
@@ -168,9 +180,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="with --losses: steps between outer steps")
     parser.add_argument("--replicas", nargs="*", type=int, default=[2, 4], help="with --losses: numbers of replicas")
     parser.add_argument(
+        "--part-after", type=int, default=0, metavar="K", help="with --losses: first train K steps with exact sums"
+    )
+    parser.add_argument(
         "--sync", action="append", default=[], help="with --losses: only exact sums and this train.sync"
     )
     options = parser.parse_args()
+    if options.part_after and options.losses % options.part_after:
+        parser.error("--part-after must divide the steps of --losses")
     announce()
     if options.losses:
         compare_losses(options)

@@ -82,11 +82,14 @@ def rank(number: int, world: int, port: int, job: dict[str, Any], out: str) -> N
         Path(out).write_text(json.dumps(losses.figures))
 
 
-def train(job: dict[str, Any], world: int, name: str) -> dict[str, Any]:
-    """Runs one training on so many CPU ranks; returns its losses, bytes and held-out loss."""
+def train(job: dict[str, Any], world: int, name: str, store: Path | None = None) -> dict[str, Any]:
+    """Runs one training on so many CPU ranks; returns its losses, bytes and held-out loss.
+
+    With a `store`, its checkpoints stay there, and the training goes on from the newest.
+    """
     context, port = multiprocessing.get_context("spawn"), free_port()
     with TemporaryDirectory() as folder:
-        job = {**job, "checkpoint": {**job["checkpoint"], "url": f"{folder}/store"}}
+        job = {**job, "checkpoint": {**job["checkpoint"], "url": str(store or f"{folder}/store")}}
         out = f"{folder}/out"
         ranks = [
             context.Process(target=rank, args=(number, world, port, job, out), daemon=True) for number in range(world)
