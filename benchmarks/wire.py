@@ -128,16 +128,17 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(found: dict[str, dict[str, Any]]) -> str:
-    """Returns an SVG of all losses by step, and of their differences to the uncompressed run."""
+    """Returns an SVG of all losses by step, and of their differences to the first run."""
     width, height, gap = 640, 220, 46
-    exact = found["as computed (fp32)"]["loss"]
+    first = next(iter(found))
+    exact = found[first]["loss"]
     curves = {name: figures["loss"] for name, figures in found.items()}
     differences = {name: [a - b for a, b in zip(c, exact, strict=True)] for name, c in curves.items()}
     most = max(1e-6, *(abs(value) for curve in differences.values() for value in curve))
     parts = []
     for index, (title, lines, low, high) in enumerate(
         (("loss", curves, min(map(min, curves.values())), max(exact)),
-         ("loss - uncompressed", differences, -most, most))
+         (f"loss - {first}", differences, -most, most))
     ):  # fmt: skip
         top = 30 + index * (height + gap)
         parts.append(f'<text x="50" y="{top - 8}">{title}</text><rect x="50" y="{top}" width="{width}" '
