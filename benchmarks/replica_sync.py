@@ -166,7 +166,8 @@ def compare_losses(options: argparse.Namespace) -> None:
                             shutil.rmtree(store / job["name"] / f"step-{step:08d}")
                 found = train(job, world, name, store)
                 exact = exact or found
-                curves[name] = found
+                if world == number:
+                    curves[name] = found
                 last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
                 held_out = f"{found['held_out']:.4f} | {found['held_out'] / exact['held_out'] - 1:+.1%}"
                 print(f"| {number} | {name} | {last:.4f} | {last - base:+.4f} | {held_out} |", flush=True)

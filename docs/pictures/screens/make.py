@@ -106,7 +106,7 @@ class Studio:
         self._page.wait_text("raypp-quickstart", "RUNNING")
         self._save(self._page, "ray-jobs")
         self._page.open(f"{dashboard}/#/actors")
-        self._page.wait_text("raypp/quickstart/pp1-fsdp1", "ALIVE")
+        self._page.wait_text("raypp/quickstart.", "/pp1-fsdp1", "ALIVE")
         time.sleep(3)  # CPU and memory come later
         self._save(self._page, "ray-actors", height=1000)
         self._page.send_headers({})
@@ -141,8 +141,8 @@ class Studio:
         written = watch.written
         lines = screen(written[: written.rindex(b"\x1b[H")])  # the last frame may be incomplete
         self._terminal_picture("watch", "raypp status quickstart --watch", lines)
-        watch.press("q")
-        watch.wait()
+        watch.process.send_signal(signal.SIGINT)
+        watch.process.wait(60)
 
     def _terminal_picture(self, command: str, title: str, lines: list[str]) -> None:
         name = f"terminal-{command}"

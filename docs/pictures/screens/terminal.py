@@ -68,9 +68,6 @@ class Terminal:
         assert code == 0, self.written.decode(errors="replace")
         return screen(self.written)
 
-    def press(self, key: str) -> None:
-        os.write(self._own, key.encode())
-
     def _read(self) -> None:
         try:
             while data := os.read(self._own, 1 << 16):
