@@ -424,7 +424,7 @@ class CheckpointSection(Section):
     may take up to four times as long. 0: no limit for saves, a quarter of the link for copies."""
     memory_tier: bool = True
     """Keep the newest snapshots in host memory (/dev/shm), with a copy on another node if there is
-    one. After a failure the run resumes from them. Takes 2 × the rank's state on one node, 6 × on
+    one. After a failure the run resumes from them. Takes 3 × the rank's state on one node, 6 × on
     several. When memory is short, the run logs it and trains without snapshots."""
     memory_every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=limits.COUNT)] = "auto"
     """Steps between snapshots in memory. auto: 1 while a snapshot costs less than 2 % of the step

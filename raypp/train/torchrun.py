@@ -43,6 +43,13 @@ from raypp.untrusted.text import VisibleFormatter, visible_lines
 log = logging.getLogger(__name__)
 
 _ATTEMPT = "raypp/attempt"
+_CONTROLLER_KEYS = {
+    "recovery": {
+        "policy", "max_restarts", "hang_timeout_s", "elastic", "site_timeout_s", "standby", "orphan_timeout_s",
+    },
+    "resources": {"cpus_per_rank", "spares", "env"},
+}  # fmt: skip
+"""Keys of a job that only the controller acts on."""
 
 
 class ConsoleReporter:
@@ -175,13 +182,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problems.append(Problem("train.sync.every_steps", what, fix))
         if problems:
             raise JobError([file.locate(problem) for problem in problems])
-        return _run(file.job, seat_from_environment(file.job))
+        seat = seat_from_environment(file.job)
+        if seat.rank == 0 and (ignored := for_a_controller(file.job)):
+            log.warning("without effect under torchrun, which starts and restarts the ranks: %s", ", ".join(ignored))
+        return _run(file.job, seat)
     except RayppError as error:
         if options.debug:
             raise
         if os.environ.get("RANK", "0") == "0" or not isinstance(error, JobError):
             print(visible_lines(error), file=sys.stderr)  # noqa: T201
         return error.exit_code
+
+
+def for_a_controller(job: Job) -> list[str]:
+    """Returns the keys of the job file that are for a controller, which is not there."""
+    return [
+        f"{name}.{key}"
+        for name, keys in _CONTROLLER_KEYS.items()
+        for key in sorted(keys & getattr(job, name).model_fields_set)
+    ]
 
 
 def _run(job: Job, seat: Seat) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raypp.train.torchrun import main
+from raypp.spec.load import load_job
+from raypp.train.torchrun import for_a_controller, main
 
 JOB = """
 name: a
@@ -25,3 +26,10 @@ def test_steps_between_outer_steps_are_a_number(tmp_path: Path, capsys: pytest.C
     told = capsys.readouterr().err
     assert "job.yaml:7" in told and "auto is decided by `raypp submit`" in told
     assert "--set train.sync.every_steps=N" in told
+
+
+def test_keys_that_only_a_controller_acts_on_are_named(tmp_path: Path) -> None:
+    recovery = "recovery: {site_timeout_s: 30, on_nonfinite: stop}\nresources: {device: cpu, spares: 1}\n"
+    (tmp_path / "job.yaml").write_text(JOB + recovery)
+    job = load_job(f"{tmp_path}/job.yaml", ()).job
+    assert for_a_controller(job) == ["recovery.site_timeout_s", "resources.spares"]
