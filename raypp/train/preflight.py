@@ -15,6 +15,7 @@ import errno
 import json
 import logging
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +43,9 @@ _MEET_S = 300.0
 _PAYLOAD_S = 60.0
 """Longest time of a payload in one direction."""
 _SHOWN_IN_FULL = 3
+_CLOCK = struct.Struct("!d")
+_SKEW_S = 2.0
+"""Clocks that differ by more are worth a word."""
 _STRANGER = "another process answers at this address"
 _Text = Annotated[str, Len(0, 512)]
 _PLACE_BOUNDS = Bounds(8192, 32)
@@ -64,6 +68,7 @@ class LinkReport:
         interface: Name of the interface on `node`.
         seconds: Round trip of one small message.
         mbps: Rate of the transfer, both directions in turn; a rough number.
+        skew_s: The peer's clock minus the node's, in seconds, accurate to half a round trip.
     """
 
     node: str
@@ -71,6 +76,7 @@ class LinkReport:
     interface: str
     seconds: float
     mbps: float
+    skew_s: float = 0.0
 
     def __str__(self) -> str:
         rate = f"{self.mbps:.0f} Mbit/s" if self.mbps < 10_000 else f"{self.mbps / 1000:.0f} Gbit/s"
@@ -144,6 +150,7 @@ def check_links(
     store: Rendezvous,
     patience_s: float = _MEET_S,
     tell: Callable[[str], None] = log.warning,
+    clock: Callable[[], float] = time.time,
 ) -> list[LinkReport]:
     """Tests this node's links. Every node's first rank calls it once per attempt.
 
@@ -155,6 +162,7 @@ def check_links(
         store: The store the ranks meet at; uses the keys `preflight/N` and `preflight/N/done`.
         patience_s: How long to wait for the other nodes.
         tell: Called once, with the first connection that was refused.
+        clock: Returns this node's time in seconds since 1970.
 
     Returns:
         The links to all nodes with a higher number.
@@ -167,7 +175,7 @@ def check_links(
         return []
     identity = f"{seat.run}/{seat.attempt}/{seat.node_rank}"
     payload = _PAYLOAD if count <= _MANY_NODES else _SMALL_PAYLOAD
-    answer = partial(_answer, identity=identity, payload=payload)
+    answer = partial(_answer, identity=identity, payload=payload, clock=clock)
     address = chosen.interface.address
     with Listener(address, bytes.fromhex(seat.secret), answer, "preflight", tell) as listener:
         mine = Place(seat.node, address, listener.port, chosen.interface.name, chosen.why, identity)
@@ -176,7 +184,7 @@ def check_links(
             number: _place(store, number, seat, patience_s) for number in range(count) if number != seat.node_rank
         }
         later = sorted(number for number in places if number > seat.node_rank)
-        reports = [_measure(seat, chosen, places[number], payload) for number in later]
+        reports = [_measure(seat, chosen, places[number], payload, clock) for number in later]
         store.set(f"preflight/{seat.node_rank}/done", "")
         # Nodes with a lower number still have to connect to this listener.
         for number in sorted(set(places) - set(later)):
@@ -202,7 +210,7 @@ def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
     return Backoff(patience_s, first_s=0.002, longest_s=0.1, factor=1.5).wait(lambda: store.check([key]))
 
 
-def _measure(seat: Seat, chosen: Chosen, place: Place, payload: int) -> LinkReport:
+def _measure(seat: Seat, chosen: Chosen, place: Place, payload: int, clock: Callable[[], float]) -> LinkReport:
     try:
         with connect(place.address, place.port, bytes.fromhex(seat.secret), timeout_s=_CONNECT_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -212,6 +220,7 @@ def _measure(seat: Seat, chosen: Chosen, place: Place, payload: int) -> LinkRepo
             seconds = time.perf_counter() - start
             if answer != _hello(place.identity):
                 raise _link_error(seat, chosen, place, _STRANGER)
+            skew_s = _CLOCK.unpack(receive(link, _CLOCK.size, _CONNECT_S))[0] - (clock() - seconds / 2)
             start = time.perf_counter()
             link.sendall(bytes(payload))
             receive(link, payload, _PAYLOAD_S)
@@ -220,7 +229,8 @@ def _measure(seat: Seat, chosen: Chosen, place: Place, payload: int) -> LinkRepo
         raise _link_error(seat, chosen, place, _STRANGER) from None
     except OSError as error:
         raise _link_error(seat, chosen, place, _reason(error)) from None
-    return LinkReport(seat.node, place.node, chosen.interface.name, seconds, 2 * payload * 8 / taken / 1e6)
+    mbps = 2 * payload * 8 / taken / 1e6
+    return LinkReport(seat.node, place.node, chosen.interface.name, seconds, mbps, skew_s)
 
 
 def _link_error(seat: Seat, chosen: Chosen, place: Place, why: str) -> UnreachableError:
@@ -244,19 +254,29 @@ def _link_error(seat: Seat, chosen: Chosen, place: Place, why: str) -> Unreachab
 
 
 def links_in_words(chosen: Chosen, reports: Sequence[LinkReport]) -> str:
-    """Describes all links of a node in one line: up to three in full, else the slowest."""
-    head = f"interface {chosen.interface} ({chosen.why})"
+    """Describes all links of a node in one line: up to three in full, else the slowest; and the
+    clocks that differ most."""
     if len(reports) <= _SHOWN_IN_FULL:
-        return f"{head}; links {'; '.join(map(str, reports))}"
-    slowest = min(reports, key=lambda report: report.mbps)
-    return f"{head}; {len(reports)} links work, the slowest: {slowest}"
+        links = f"links {'; '.join(map(str, reports))}"
+    else:
+        links = f"{len(reports)} links work, the slowest: {min(reports, key=lambda report: report.mbps)}"
+    worst = max(reports, key=lambda report: abs(report.skew_s))
+    if abs(worst.skew_s) > _SKEW_S:
+        side = "ahead of" if worst.skew_s > 0 else "behind"
+        links += (
+            f"; the clock of {worst.peer} is {abs(worst.skew_s):.1f} s {side} that of {worst.node}: run an NTP client "
+            "on every node (stores refuse requests from a clock that is 15 minutes off)"
+        )
+    return f"interface {chosen.interface} ({chosen.why}); {links}"
 
 
-def _answer(link: socket.socket, _number: int, identity: str, payload: int) -> None:
-    """Sends this node's identity to a node that connected, and echoes its payload."""
+def _answer(
+    link: socket.socket, _number: int, identity: str, payload: int, clock: Callable[[], float] = time.time
+) -> None:
+    """Sends this node's identity and time to a node that connected, and echoes its payload."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     receive(link, _HELLO, _CONNECT_S)
-    link.sendall(_hello(identity))
+    link.sendall(_hello(identity) + _CLOCK.pack(clock()))
     echo = receive(link, payload, _PAYLOAD_S)
     link.settimeout(_PAYLOAD_S)
     link.sendall(echo)

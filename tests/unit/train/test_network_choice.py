@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -99,13 +100,18 @@ def _chosen(address: str, why: str = "on the route to …") -> Chosen:
     return Chosen(Interface("lo", address, 0, True), why)
 
 
-def _together(places: list[tuple[Seat, Chosen]], patience_s: float = 20.0) -> list[Any]:
+def _together(
+    places: list[tuple[Seat, Chosen]], patience_s: float = 20.0, ahead_s: dict[int, float] | None = None
+) -> list[Any]:
+    """Returns what the check of each node says; `ahead_s`: nodes whose clocks are wrong."""
     store, outcomes = DictStore(), [None] * len(places)
 
     def one(index: int) -> None:
         seat, chosen = places[index]
         try:
-            outcomes[index] = check_links(seat, chosen, store, patience_s)  # type: ignore[call-overload]
+            outcomes[index] = check_links(  # type: ignore[call-overload]
+                seat, chosen, store, patience_s, clock=lambda: time.time() + (ahead_s or {}).get(index, 0.0)
+            )
         except UnreachableError as error:
             outcomes[index] = error  # type: ignore[call-overload]
 
@@ -127,6 +133,19 @@ def test_three_nodes_try_every_link_once() -> None:
         ("127.0.0.2", "127.0.0.3"),
     ]
     assert all(report.mbps > 0 < report.seconds for report in (*first, *second))
+
+
+def test_clocks_that_differ_are_named() -> None:
+    nodes = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+    seats = [(replace(SEAT, node=node, node_rank=i, nodes=nodes), _chosen(node)) for i, node in enumerate(nodes)]
+    first, second, _ = _together(seats, ahead_s={1: -1000.0})
+    assert "the clock of 127.0.0.2 is 1000.0 s behind that of 127.0.0.1: run an NTP" in links_in_words(
+        _chosen("127.0.0.1"), first
+    )
+    assert "the clock of 127.0.0.3 is 1000.0 s ahead of that of 127.0.0.2" in links_in_words(
+        _chosen("127.0.0.2"), second
+    )
+    assert "clock" not in links_in_words(_chosen("127.0.0.1"), _together(seats)[0])
 
 
 def test_an_interface_on_which_nobody_answers_is_named_with_the_pair_and_what_to_set(
