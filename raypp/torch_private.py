@@ -45,6 +45,7 @@ __all__ = [
     "flash_attention_for_cpu",
     "flash_attention_for_cpu_backward",
     "flash_attention_forward",
+    "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
     "fsdp_shards",
@@ -325,6 +326,9 @@ Since 2.8.
 
 foreach_norm = torch._foreach_norm
 """Returns the norms of many tensors `[...]` at once, each norm `[]`. Since 2.4."""
+
+foreach_copy_ = torch._foreach_copy_
+"""Copies many tensors `[...]` to others at once, which may have another dtype. Since 2.1."""
 
 foreach_mul_ = torch._foreach_mul_
 """Multiplies many tensors `[...]` in place at once. Since 2.4."""

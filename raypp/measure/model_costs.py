@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.copy_costs import COPIES, copying_seconds
@@ -37,6 +36,7 @@ from raypp.measure.parity import one_process_job
 from raypp.models.loss import Targets, token_loss_sum
 from raypp.models.stage import build_stage, computes_loss, initialise
 from raypp.parallel.apply import compute_dtype, prepare_stage
+from raypp.parallel.compute_copies import computing
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
 from raypp.parallel.wide_gradients import fill_wide_gradients
@@ -163,15 +163,16 @@ class Meter:
             ways.append(partial(_halves, self._stages[0]))
         taken: list[list[tuple[float, float]]] = [[] for _ in ways]
         own = passed = 0.0
-        for turn in range(rounds + 1):
-            for way, found in zip(ways, taken, strict=True):
-                for batch in self._batches if turn else self._batches[:1]:  # the first turn allocates
-                    one, other, wall = way(batch, self._job, self._device)
-                    if turn:
-                        found.append((one, other))
-                        own, passed = own + one + other, passed + wall
-                for stage in self._stages:
-                    stage.zero_grad()
+        with computing(self._stages):
+            for turn in range(rounds + 1):
+                for way, found in zip(ways, taken, strict=True):
+                    for batch in self._batches if turn else self._batches[:1]:  # the first turn allocates
+                        one, other, wall = way(batch, self._job, self._device)
+                        if turn:
+                            found.append((one, other))
+                            own, passed = own + one + other, passed + wall
+                    for stage in self._stages:
+                        stage.zero_grad()
         stretched = max(1.0, passed / own)
         return [
             (
@@ -199,8 +200,7 @@ def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
 
 def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, last: int) -> nn.Module:
     stage = build_stage(job.model, range(_LAYERS), first=bool(first), last=bool(last))
-    mesh = groups.mesh["fsdp"] if job.train.dtypes.copies_weights else None
-    stage = prepare_stage(stage, job, mesh, device, groups).module
+    stage = prepare_stage(stage, job, None, device, groups).module
     initialise(stage, job.model, job.train.seed, write_whole)
     return stage
 
@@ -226,18 +226,11 @@ def _halves(stage: nn.Module, batch: StageBatch, job: Job, device: torch.device)
     output = stage(given, **batch.stage_arguments())
     gradient = torch.ones_like(output)
     fill_wide_gradients([stage])
-    if isinstance(stage, FSDPModule):  # as between the microbatches of a step: keep weights, accumulate
-        stage.set_reshard_after_backward(False)
-        stage.set_requires_gradient_sync(False)
     clock = _Clock(device)
     for_weights = backward_for_input(stage, output, gradient, given)
     clock.lap()
     for_weights()
-    laps = clock.laps()
-    if isinstance(stage, FSDPModule):
-        stage.set_reshard_after_backward(True)
-        stage.set_requires_gradient_sync(True)
-    return laps
+    return clock.laps()
 
 
 def _activations(batch: StageBatch, job: Job, device: torch.device) -> Tensor:

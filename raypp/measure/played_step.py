@@ -13,6 +13,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from raypp.measure.fake_device import NAME, fake_runner, run_fake_step
 from raypp.models import experts
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.layers import RMSNorm
+from raypp.parallel.compute_copies import copies_of
 from raypp.pipeline.agreement import StepPlan
 from raypp.planning.check import check_plan
 from raypp.records import Requests
@@ -68,7 +70,8 @@ def step_peak(job: Job, rank: int, mark: Callable[[str], None] = lambda action: 
         lengths = (job.data.seq_len,) * len(microbatches)
         read = ReadStep(microbatches, StepPlan(lengths, 100, Requests()))
         parameters = [parameter for module in runner.built.modules for parameter in module.parameters()]
-        for parameter in parameters:
+        copies = [copies.of.values() for module in runner.built.modules if (copies := copies_of(module)) is not None]
+        for parameter in (*parameters, *chain.from_iterable(copies)):
             memory.track(parameter.data)
         with memory:
             batches = runner.batches(read, 1)

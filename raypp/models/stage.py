@@ -192,6 +192,12 @@ def holds_both_ends(stage: nn.Module) -> bool:
     return bool(getattr(stage, "holds_both_ends", False))
 
 
+def tied_within(stage: nn.Module) -> nn.Parameter | None:
+    """Returns the matrix `[V, C]` that embeds and projects, of a stage that does both."""
+    tied = holds_both_ends(stage) and isinstance(stage, DecoderStage) and stage.options.tie_embeddings
+    return stage.get_parameter("model.embed_tokens.weight") if tied else None
+
+
 def build_decoder(options: DecoderOptions, layers: range, first: bool, last: bool) -> nn.Module:
     """Builds a stage of a family in `raypp/families/` from that family's layers."""
     return DecoderStage(options, layers, first, last, FAMILIES[options.kind].layer)

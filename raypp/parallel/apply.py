@@ -7,7 +7,7 @@
 2. Wrap that in other activation checkpointing (inside FSDP, so that recomputation sees plain
    modules).
 3. Shard each block with FSDP2, then the stage itself: it must be the root that the pipeline calls.
-4. Allocate memory on the device.
+4. Allocate memory on the device, for copies in the compute dtype, too, where FSDP makes none.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from raypp.models.quantised import store_rest, stored_formats, torch_dtype
+from raypp.parallel.compute_copies import ComputeCopies
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
@@ -65,8 +66,7 @@ def prepare_stage(
     Args:
         stage: From `models.stage.build_stage`.
         job: The job.
-        data_mesh: The mesh that weights are sharded over. None leaves a plain module, which
-            computes in the dtype of its weights.
+        data_mesh: The mesh that weights are sharded over. None leaves a plain module.
         device: The device that holds the weights.
         groups: The process groups for expert and context parallelism. None: neither is used.
     """
@@ -100,6 +100,8 @@ def prepare_stage(
         replica_sums.allocate(stage)
     if data_mesh is None and dtypes.gradients is not dtypes.weights:
         sum_in_fp32(stage)
+    if data_mesh is None and dtypes.copies_weights:
+        ComputeCopies(stage, compute_dtype(job), torch_dtype(dtypes.reduce), _held_whole(stage, job))
     return PreparedStage(stage, late_sums, replica_sums)
 
 
@@ -129,7 +131,7 @@ def _prefetch_next_block(stage: nn.Module) -> None:
 
 
 def _held_whole(stage: nn.Module, job: Job) -> set[nn.Parameter]:
-    """Returns the frozen weights that products take as they are: FSDP would only copy them.
+    """Returns the frozen weights that products take as they are: they need no copies.
 
     Quantised weights that no two ranks share. Where one rank holds all its weights, also those that
     have the compute dtype.

@@ -23,7 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
+from raypp.parallel.compute_copies import computing, copies_of
 from raypp.parallel.late_sums import free_within_backward, reduce_within_backward
+from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.device_clock import ActionClock
@@ -277,6 +279,15 @@ class ProgramRuntime:
         self._reducing.clear()
         self._held.clear()
         self._all_sent = False
+        modules = [stage.submod for stage in self.planned.values()]
+        with computing(modules):
+            if self._has_backward:
+                fill_wide_gradients(modules)
+            self._run()
+        return [self._losses[index] for index in sorted(self._losses)]
+
+    def _run(self) -> None:
+        """Runs the actions, and waits for their sends and sums."""
         do = self._do if self.trace is None else self.trace.around(self._do)
         for position, (action, name) in enumerate(zip(self.actions, self._names, strict=True)):
             self.now = name
@@ -300,7 +311,6 @@ class ProgramRuntime:
         if not self._has_backward:
             for stage in self.planned.values():
                 self._reshard(stage, -1)
-        return [self._losses[index] for index in sorted(self._losses)]
 
     def _start_held_sums(self) -> None:
         """Starts the sums that waited for the rank's last message (`pipeline.sum_start`)."""
@@ -410,6 +420,8 @@ class ProgramRuntime:
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
             for module in _sharded(stage):
                 add_to_sums(module)
+            if (copies := copies_of(stage.submod)) is not None:
+                copies.move_gradients()
             if stage.frees_weights:
                 self._reshard(stage, microbatch)
         if stage.is_last:

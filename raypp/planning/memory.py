@@ -163,10 +163,15 @@ def rank_memory(
         ),
         fsdp.reduction(base),
         # the update
-        dataclasses.replace(base, gradients=fsdp.sum_bytes * share, working=held.passing + update_bytes(job, kind)),
+        dataclasses.replace(
+            base,
+            gradients=fsdp.sum_bytes * share,
+            gathered=fsdp.kept,
+            working=held.passing + update_bytes(job, kind),
+        ),
     )
     peak = max(moments, key=lambda moment: moment.total)
-    buffers = fsdp.flat + fsdp.buffers if actions else 0
+    buffers = fsdp.flat - fsdp.kept + fsdp.buffers if actions else 0
     if actions and len(cut) - 1 in stages and kind == "cpu":
         buffers += kept_by_heap(job, microbatch_tokens(job))
     return dataclasses.replace(peak, runtime=_runtime(job, stages, cut, peak.total, buffers, kind))
@@ -309,10 +314,10 @@ def _moments(
     product += tokens * mask_bytes(job)
     within = tokens * backward_bytes(job, kind) + product
     # A gradient that is summed in a wider dtype is there in both before it is added, by FSDP also
-    # the first one; and only in its own when it is added, if FSDP adds it.
+    # the first one; and only in its own when it is added, if FSDP or `compute_copies` adds it.
     own, summed = weight_bytes(job), gradient_bytes(job)
     each = own if own == summed else own + summed
-    widened = kind == "cuda" and fsdp.replaces and summed > activation_bytes(job)
+    widened = (kind == "cuda" if fsdp.replaces else fsdp.kept > 0) and summed > activation_bytes(job)
     if widened:
         each = activation_bytes(job)
     matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
@@ -356,11 +361,12 @@ def _moments(
 
 @dataclass(frozen=True)
 class Gathered:
-    """What FSDP holds of a rank's stages: weights in the compute dtype, gradients to be reduced.
+    """What is held to compute with a rank's stages: weights in the compute dtype, gradients.
 
     Attributes:
-        replaces: Whether FSDP manages the stages; else weights and gradients are used as they are.
-        weights: Bytes of the gathered weights while the program runs.
+        replaces: Whether FSDP manages the stages; else gradients are used as they are, and weights
+            too, or copies of them (`parallel.compute_copies`).
+        weights: Bytes of the gathered or copied weights while the program runs.
         flat: Bytes of the weights that are gathered when a stage's first action is near. On CPUs
             all of them, also where each block frees its own after use: the heap keeps their memory.
         again: Bytes that more are there while the ends are gathered for an action, if each action
@@ -382,6 +388,11 @@ class Gathered:
     share: int
     sum_bytes: int
 
+    @property
+    def kept(self) -> int:
+        """Bytes of the copies that stay between steps."""
+        return 0 if self.replaces else self.flat
+
     @classmethod
     def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind, *, split: bool) -> Gathered:
         """Returns the figures of a rank's stages; `split`: it splits backwards.
@@ -393,7 +404,8 @@ class Gathered:
         replicas' messages and the next residuals.
         """
         replicas = job.mesh.shards * job.summed_replicas
-        replaces = replicas > 1 or job.train.dtypes.copies_weights
+        copies = job.train.dtypes.copies_weights
+        replaces = replicas > 1 or job.fsdp_alone
 
         def here(whole: int, experts: int) -> int:
             """Returns what of a stage's weights comes here: tokens go to experts elsewhere."""
@@ -407,9 +419,12 @@ class Gathered:
         of_trained = groups(stage_trained)
         trained = {stage: whole for stage, (whole, _, _) in of_trained.items()}
         gradients = {stage: gradient_bytes(job) * count for stage, count in trained.items()}
-        if not replaces:
-            return cls(False, 0, 0, 0, gradients, 0, 0, 0, gradient_bytes(job))
         of_gathered = groups(gathered_bytes)
+        if not replaces:
+            weights = sum(whole for whole, _, _ in of_gathered.values()) if copies else 0
+            if len(cut) == 1 and job.model.tie_embeddings and job.model.lora is None:  # that of the projection apart
+                gradients[0] += gradient_bytes(job) * job.model.vocab_size * job.model.hidden_size
+            return cls(False, weights, weights, 0, gradients, 0, 0, 0, gradient_bytes(job))
         gathered = [whole for whole, _, _ in of_gathered.values()]
         weights = flat = sum(sorted(gathered)[-_UNSHARDED_STAGES:])
         again = 0

@@ -629,6 +629,12 @@ class Job(Section):
         """Replicas over which each step sums gradients: one where they train apart."""
         return 1 if self.outer is not None else self.mesh.dp_replicate
 
+    @property
+    def fsdp_alone(self) -> bool:
+        """Whether FSDP makes the copies in the compute dtype also on a rank that shares no weights:
+        it can make them from weights in host memory, and free those of a block after its use."""
+        return self.train.dtypes.copies_weights and (self.train.optimizer.offload or self.mesh.reshard_after_forward)
+
     def savable(self, step: int) -> bool:
         """Whether the state after a step can be saved: always, or at multiples of
         train.sync.every_steps where replicas train apart."""

@@ -81,8 +81,8 @@ def build_stages(
     layers, ranks = pipeline.layers_of_stage, pipeline.rank_of_stage
     held = pipeline.stages_of_rank[groups.coordinates.pp]
     data_mesh = groups.data_mesh
-    if data_mesh is None and job.train.dtypes.copies_weights:
-        data_mesh = groups.mesh["fsdp"]  # one rank: FSDP keeps fp32 weights and gradients, computes in bf16
+    if data_mesh is None and job.fsdp_alone:
+        data_mesh = groups.mesh["fsdp"]
 
     place = groups.coordinates
     modules, stages = [], []

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.data.tokenizer import framed, lacking, open_tokenizer
 from raypp.errors import JobError, Problem
 from raypp.parallel.apply import compute_dtype
+from raypp.parallel.compute_copies import computing
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.decode import LENGTH, Choice, PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.records import Event
@@ -73,7 +74,8 @@ class Sampler:
 
         # Replicas gather weights together: none may end before the others.
         ends = [self._tokenizer.eos_id]
-        self._decoder.run(self._prompts, Choice(), ends, emit, rows=len(self._prompts), stop_early=False)
+        with computing(self._stages.values()):
+            self._decoder.run(self._prompts, Choice(), ends, emit, rows=len(self._prompts), stop_early=False)
         for stage in self._stages.values():
             for module in stage.modules():
                 if isinstance(module, FSDPModule):

@@ -13,7 +13,6 @@ import torch
 
 from raypp.data.packing import Row
 from raypp.models.adapter_dropout import StepKeys
-from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
 from raypp.pipeline.device_clock import DeviceClock, Span
@@ -290,7 +289,6 @@ class StepRunner:
 
     def _compute(self, step: int, read: ReadStep, batches: list[StageBatch]) -> list[torch.Tensor]:
         """Runs the forwards and backwards; the last stage returns each microbatch's loss `[]`."""
-        fill_wide_gradients(self.built.modules)
         clock = self._pace.clock if self._pace is not None else None
         if clock is not None and self.built.runtime.clock is None:
             self.built.runtime.clock = clock

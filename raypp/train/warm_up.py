@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from raypp.parallel.context import ContextShare, RingShare
 from raypp.parallel.expert import moe_blocks
-from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.collate import StageBatch
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime, SendKey
@@ -47,7 +46,6 @@ def warm_up(
     """
     rows, length = batch.tokens_BT.shape
     device = batch.tokens_BT.device
-    fill_wide_gradients(built.modules)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         rehearsal = Rehearsal(built.runtime, program)
         rehearsal.run(rows, [length], [batch.tokens_BT], [batch.stage_arguments()], [batch.labels_BT])

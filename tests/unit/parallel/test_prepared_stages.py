@@ -19,6 +19,7 @@ from raypp.models.documents import PackedDocuments
 from raypp.models.quantised import stored_formats
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import PreparedStage, prepare_stage
+from raypp.parallel.compute_copies import computing
 from raypp.parallel.expert import moe_blocks
 from raypp.spec.load import parse_job
 
@@ -130,3 +131,29 @@ def test_gradients_of_two_microbatches_are_summed_in_the_dtype_of_the_job(dtype:
     gradients = torch.cat([parameter.grad.to_local().flatten() for parameter in module.parameters()])
     assert gradients.dtype == torch.float32
     assert torch.equal(gradients, gradients.bfloat16().float()) == (dtype == "bf16")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_rank_alone_has_the_gradients_of_fsdp_without_it(dtype: str) -> None:
+    generator, tokens = torch.Generator().manual_seed(0), torch.arange(16)[None]
+    alone: Any = prepared(precision="bf16", reduce_dtype=dtype).module
+    sharded: Any = prepared(1, precision="bf16", reduce_dtype=dtype).module
+    pairs = list(zip(alone.parameters(), sharded.parameters(), strict=True))
+    with torch.no_grad():
+        for plain, parameter in pairs:
+            parameter.to_local().copy_(plain.normal_(0, 0.3, generator=generator))
+
+    def microbatch(module: Any, shift: int) -> None:
+        module(tokens + shift, tokens, PackedDocuments.of_rows([[16]], 16)).float().square().sum().backward()
+
+    with computing([alone]):
+        assert {parameter.dtype for parameter in alone.parameters()} == {torch.bfloat16}
+        for shift in (0, 1):
+            microbatch(alone, shift)
+    for shift in (0, 1):
+        sharded.set_requires_gradient_sync(bool(shift))
+        microbatch(sharded, shift)
+    for plain, parameter in pairs:
+        assert plain.dtype == torch.float32
+        assert torch.equal(plain.grad, parameter.grad.to_local())

@@ -1,0 +1,100 @@
+"""Copies of fp32 weights in the dtype that a stage computes in, where no rank shares the weights.
+
+Optimizer, checkpoints and sums see the weights. While the stage computes, the copies are in their
+place, and collect the gradients. Where weights are sharded, FSDP does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from raypp.models.stage import tied_within
+from raypp.torch_private import foreach_copy_
+
+
+class ComputeCopies:
+    """The copies of one stage. They take memory from the start.
+
+    Args:
+        stage: A stage whose weights are allocated. It knows its copies from now on (`computing`).
+        dtype: What the stage computes in.
+        sums: The dtype in which gradients are summed over microbatches.
+        as_they_are: Weights that products take as they are.
+
+    Attributes:
+        of: The copy of each weight.
+    """
+
+    def __init__(self, stage: nn.Module, dtype: torch.dtype, sums: torch.dtype, as_they_are: set[nn.Parameter]) -> None:
+        self.of: dict[nn.Parameter, nn.Parameter] = {}
+        self._places = [
+            (module, name, weight)
+            for module in stage.modules()
+            for name, weight in module.named_parameters(recurse=False)
+            if weight.is_floating_point() and weight.dtype != dtype and weight not in as_they_are
+        ]
+        tied = tied_within(stage)
+        for _, _, weight in self._places:
+            copy = self.of[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), weight.requires_grad)
+            if weight is tied:
+                copy.grad_dtype = sums
+            elif weight.requires_grad and sums == weight.dtype:
+                copy.register_post_accumulate_grad_hook(partial(_move_gradient, weight))  # type: ignore[no-untyped-call]
+        stage.compute_copies = self  # type: ignore[assignment]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the copies, with the values of the weights, into the stage for a block's duration.
+
+        Afterwards the weights have the gradients, in their own dtype.
+        """
+        if self.of:
+            with torch.no_grad():
+                foreach_copy_(list(self.of.values()), list(self.of))
+        self._put(self.of)
+        try:
+            yield
+        finally:
+            self._put({weight: weight for weight in self.of})
+            self.move_gradients()
+
+    def move_gradients(self) -> None:
+        """Adds gradients that copies have to those of the weights. A backward does it by itself,
+        but for one that computes gradients of weights separately."""
+        for weight, copy in self.of.items():
+            _move_gradient(weight, copy)
+
+    def _put(self, shown: dict[nn.Parameter, nn.Parameter]) -> None:
+        for module, name, weight in self._places:
+            setattr(module, name, shown[weight])
+
+
+@torch.no_grad()
+def _move_gradient(weight: nn.Parameter, copy: nn.Parameter) -> None:
+    """Adds the gradient `[...]` of a copy to that of its weight. One pass, and no wider copy."""
+    if copy.grad is not None:
+        weight.grad = copy.grad.to(weight.dtype) if weight.grad is None else weight.grad.add_(copy.grad)
+        copy.grad = None
+
+
+def copies_of(stage: nn.Module) -> ComputeCopies | None:
+    """Returns the copies of a stage; None if it has none."""
+    return getattr(stage, "compute_copies", None)
+
+
+@contextmanager
+def computing(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets stages compute, forwards and backwards, for a block's duration; see `in_place`.
+
+    Stages without copies always can.
+    """
+    with ExitStack() as stack:
+        for stage in stages:
+            if (copies := copies_of(stage)) is not None:
+                stack.enter_context(copies.in_place())
+        yield
