@@ -15,7 +15,6 @@ from raypp.schedules.action import Program
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.posting import with_messages
 from raypp.schedules.simulate import StageTimes, simulate
-from raypp.schedules.simulate_lines import simulate_lines
 
 LINKS, SPREAD = (0.25, 0.5, 1.0, 2.0), 0.2
 
@@ -36,7 +35,7 @@ def longer(program: Program, ranks: list[int], link: float, spread: float = 0.0)
     times = StageTimes(forward, [2 * seconds for seconds in forward], link=link)
     free = simulate(program, times).makespan
     ordered, ahead = (
-        simulate_lines(program, times, with_messages(program, ranks, posting)).makespan / free - 1
+        simulate(program, times, with_messages(program, ranks, posting)).makespan / free - 1
         for posting in ("one_order", "ahead")
     )
     return ordered, ahead

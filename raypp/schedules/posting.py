@@ -42,7 +42,6 @@ from typing import Literal
 from raypp.schedules.action import Action, Program, stages_with_backward
 from raypp.schedules.communication import Line, Message, Receive, Send, needed_by, sent_by
 from raypp.schedules.simulate import Simulator, StageTimes
-from raypp.schedules.simulate_lines import simulate_lines
 
 Posting = Literal["ahead", "one_order"]
 
@@ -83,7 +82,7 @@ def with_messages(program: Program, rank_of_stage: Sequence[int], posting: Posti
     free = {link: paced.run(times).makespan for link, times in equal.items()}
 
     def cost(lines: dict[int, Line]) -> float:
-        longer = {link: simulate_lines(program, times, lines).makespan / free[link] for link, times in equal.items()}
+        longer = {link: paced.run(times, lines).makespan / free[link] for link, times in equal.items()}
         return sum(weight * longer[link] for link, weight in _LINKS.items())
 
     return min(found, key=cost)

@@ -1,16 +1,16 @@
-"""When actions run and messages arrive if messages share network cards: a simulation by events.
+"""When actions run and messages arrive if messages share network cards, or wait for receives.
 
-A message from one host to another needs the card of both. A card is full duplex: what leaves it
-and what arrives do not disturb each other. Messages that leave one card at the same time get equal
-shares of its rate, and so do those that arrive; a message is as fast as the smaller of its two
-shares allows. A channel (everything one rank sends to another) carries one message at a time, in
-order.
+It is a simulation by events. A message from one host to another needs the card of both. A card is
+full duplex: what leaves it and what arrives do not disturb each other. Messages that leave one card
+at the same time get equal shares of its rate, and so do those that arrive; a message is as fast as
+the smaller of its two shares allows. A channel (everything one rank sends to another) carries one
+message at a time, in order, and each once its receive is posted.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -54,12 +54,20 @@ class SharedCards:
         channels: Every channel.
         cards: The card of every rank; ranks on one host have the same. None: each channel of the
             rank has a card of its own. Messages between ranks of one card do not cross it.
+        posts: The results whose receives every rank posts before its step of a number, by this
+            number. None: all are posted from the start.
     """
 
     def __init__(
-        self, lines: Sequence[Sequence[Step]], channels: Sequence[Channel], cards: Sequence[int | None]
+        self,
+        lines: Sequence[Sequence[Step]],
+        channels: Sequence[Channel],
+        cards: Sequence[int | None],
+        posts: Sequence[Mapping[int, Sequence[int]]] | None = None,
     ) -> None:
-        self._lines, self._channels = lines, channels
+        self._lines, self._channels, self._posts = lines, channels, posts
+        self._posted: set[int] = set()
+        self._channel_of = {step.gives: step.channel for line in lines for step in line} if posts else {}
         self._taker = {step.needs: rank for rank, line in enumerate(lines) for step in line if step.needs}
         self._used = [_cards_of(index, source, to, cards) for index, (source, to) in enumerate(channels)]
         self._beside: list[list[int]] = [
@@ -79,7 +87,7 @@ class SharedCards:
     def run(self) -> None:
         """Simulates all steps; fills `slots`. The lines do not deadlock."""
         for rank in range(len(self._lines)):
-            self._begin(rank, 0.0)
+            self._next(rank, 0.0)
         events, ranks = self._events, len(self._lines)
         while events:
             now, _, which, version = heappop(events)
@@ -89,10 +97,18 @@ class SharedCards:
             crossing = self._crossing[which - ranks]
             if crossing is not None and crossing.version == version:
                 self._crossed(which - ranks, crossing, now)
+        assert self._place == [*map(len, self._lines)], "a rank waits for a receive that is never posted"
 
     def _note(self, time: float, which: int, version: int = 0) -> None:
         self._order += 1  # events of the same time keep the order in which they were found
         heappush(self._events, (time, self._order, which, version))
+
+    def _next(self, rank: int, now: float) -> None:
+        """Posts the receives that precede the next step of a rank, and begins it."""
+        for result in self._posts[rank].get(self._place[rank], ()) if self._posts else ():
+            self._posted.add(result)
+            self._send(self._channel_of[result], now)
+        self._begin(rank, now)
 
     def _begin(self, rank: int, now: float) -> None:
         """Begins the next step of a rank, if the rank is free and the step's input is there."""
@@ -111,11 +127,13 @@ class SharedCards:
         elif step.gives:
             self._queued[step.channel].append((step.gives, step.message_s))
             self._send(step.channel, now)
-        self._begin(rank, now)
+        self._next(rank, now)
 
     def _send(self, channel: int, now: float) -> None:
-        """Sends the next message of a channel, if the channel is free."""
+        """Sends the next message of a channel, if the channel is free and the receive is posted."""
         if self._crossing[channel] is not None or not self._queued[channel]:
+            return
+        if self._posts and self._queued[channel][0][0] not in self._posted:
             return
         result, seconds = self._queued[channel].popleft()
         self._crossing[channel] = _Crossing(result, seconds, now)

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
+from raypp.schedules.communication import Line, Message, Receive
 from raypp.schedules.shared_cards import Channel, SharedCards, Step
 from raypp.schedules.waiting import Waiting, waiting_sends, without_repeats
 
@@ -113,13 +114,13 @@ class Timeline:
         return sum(self.idle) / (self.makespan * len(self.idle)) if self.makespan else 0.0
 
 
-def simulate(program: Program, times: StageTimes) -> Timeline:
+def simulate(program: Program, times: StageTimes, lines: Mapping[int, Line] | None = None) -> Timeline:
     """Simulates a program once; see `Simulator`.
 
     Raises:
         ValueError: The program deadlocks.
     """
-    return Simulator(program).run(times)
+    return Simulator(program).run(times, lines)
 
 
 _Step = tuple[int, int, int, int, int]
@@ -149,11 +150,11 @@ class Simulator:
     rank. Messages from one rank to another cross one after the other; the two directions are
     independent. Messages between other pairs of ranks are, too, unless `StageTimes.cards` says
     which cards they share. Stages on the same rank pass results without delay. Receives delay
-    nothing; see `schedules.simulate_lines` for those that do.
+    nothing, unless the lines of the ranks say when they are posted.
 
     What an action waits for does not depend on times. So all actions are put into one order, in
     which each follows those that it waits for, and a simulation is one pass over that order. With
-    shared cards, it follows events in the order of their times.
+    shared cards or posted receives, it follows events in the order of their times.
 
     Args:
         program: Actions of every rank; `check_program` finds no problem in it.
@@ -170,10 +171,18 @@ class Simulator:
         self._channels: dict[tuple[int, int], int] = {}
         self._put_in_order()
 
-    def run(self, times: StageTimes) -> Timeline:
-        """Simulates the program with given times of actions and messages."""
-        if times.cards is not None and any(times.message(boundary) for boundary in range(self._stages - 1)):
-            return self._run_by_events(times, None)
+    def run(self, times: StageTimes, lines: Mapping[int, Line] | None = None) -> Timeline:
+        """Simulates the program with given times of actions and messages.
+
+        Args:
+            times: These times.
+            lines: The program with its messages (`schedules.posting`): a receive is posted at the
+                end of the action before it, and its message crosses after that. None: receives
+                delay nothing.
+        """
+        shared = times.cards is not None and any(times.message(boundary) for boundary in range(self._stages - 1))
+        if shared or lines is not None:
+            return self._run_by_events(times, None, lines)
         seconds = [times.of(Action(stage, kind, 0)) for stage in range(self._stages) for kind in KINDS]
         messages = [times.message(boundary) for boundary in range(self._stages - 1)]
         clock, busy = [0.0] * len(self.program), [0.0] * len(self.program)
@@ -236,10 +245,31 @@ class Simulator:
             lines[rank].append(Step(needs, gives, channel, seconds[which] * slower, message * later))
         return lines, list(self._channels)
 
-    def _run_by_events(self, times: StageTimes, draw: random.Random | None) -> Timeline:
+    def _posts(self, lines: Mapping[int, Line], steps: Sequence[Sequence[Step]]) -> list[dict[int, list[int]]]:
+        """Returns the numbers of the results whose receives precede each step, by rank and step."""
+        gives = {
+            Message("F" if action.kind == "F" else "B", action.stage, action.microbatch): step.gives
+            for actions, line in zip(self.program.values(), steps, strict=True)
+            for action, step in zip(actions, line, strict=True)
+            if step.channel >= 0
+        }
+        found: list[dict[int, list[int]]] = []
+        for rank in self.program:
+            position, posts = 0, dict[int, list[int]]()
+            for item in lines[rank]:
+                if isinstance(item, Receive):
+                    posts.setdefault(position, []).append(gives[item.message])
+                position += isinstance(item, Action)
+            found.append(posts)
+        return found
+
+    def _run_by_events(
+        self, times: StageTimes, draw: random.Random | None, with_messages: Mapping[int, Line] | None = None
+    ) -> Timeline:
         lines, channels = self.steps(times, draw)
         cards = times.cards or [None] * len(lines)
-        run = SharedCards(lines, channels, [cards[rank] for rank in self.program])
+        posts = None if with_messages is None else self._posts(with_messages, lines)
+        run = SharedCards(lines, channels, [cards[rank] for rank in self.program], posts)
         run.run()
         slots = dict(zip(self.program, run.slots, strict=True))
         makespan = max(line[-1][1] for line in slots.values())

@@ -17,7 +17,6 @@ from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_progr
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.schedules.simulate import StageTimes, simulate
-from raypp.schedules.simulate_lines import simulate_lines
 from raypp.schedules.validity import missing_input
 
 Size = tuple[int, int, int]
@@ -163,7 +162,7 @@ def one_order_costs(name: str, lookahead: int, link: float) -> float:
     """Returns by what fraction a step on four ranks is longer because of late receives."""
     program, ranks = program_of(name, 4, schedule_named(name).nearest_stages(2), 16, lookahead)
     times, lines = StageTimes.equal(len(ranks), link=link), with_messages(program, ranks, "one_order")
-    return simulate_lines(program, times, lines).makespan / simulate(program, times).makespan - 1
+    return simulate(program, times, lines).makespan / simulate(program, times).makespan - 1
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped_bfs"])
@@ -189,8 +188,8 @@ def test_a_receive_posted_late_delays_its_message_in_the_simulation() -> None:
     assert posted < lines[1].index(Action(1, "F", 0))
     late = [*lines[1][:posted], *lines[1][posted + 1 : used], lines[1][posted], *lines[1][used:]]
     # Posted at 2.5, when its first forward ends; without a delay it would have arrived at 2.5.
-    assert simulate_lines(program, times, lines).makespan == simulate(program, times).makespan
-    assert simulate_lines(program, times, {**lines, 1: late}).makespan == simulate(program, times).makespan + 0.5
+    assert simulate(program, times, lines).makespan == simulate(program, times).makespan
+    assert simulate(program, times, {**lines, 1: late}).makespan == simulate(program, times).makespan + 0.5
 
 
 @pytest.mark.parametrize("posting", ["ahead", "one_order"])

@@ -9,7 +9,6 @@ from raypp.schedules.action import Action
 from raypp.schedules.catalogue import SCHEDULES, build_program, size_problems
 from raypp.schedules.communication import Line, Receive, sent_by
 from raypp.schedules.simulate import Simulator, StageTimes
-from raypp.schedules.simulate_lines import simulate_lines
 from raypp.schedules.waiting import without_repeats
 
 SIZES = [(1, 1, 3), (2, 1, 5), (2, 2, 5), (3, 2, 8), (4, 1, 16), (4, 2, 9), (4, 3, 12)]
@@ -44,7 +43,7 @@ def test_receives_that_are_posted_at_the_start_delay_nothing(name: str, sizes: t
         lines[rank] += actions
     simulator = Simulator(program)
     for times in (uneven(pp * each), StageTimes.equal(pp * each, link=1.5), uneven(pp * each)):
-        fast, slow = simulator.run(times), simulate_lines(program, times, lines)
+        fast, slow = simulator.run(times), simulator.run(times, lines)
         assert fast.slots == slow.slots
         assert (fast.makespan, fast.busy, fast.idle) == (slow.makespan, slow.busy, slow.idle)
         assert (fast.in_flight, fast.in_flight_on_rank) == (slow.in_flight, slow.in_flight_on_rank)
