@@ -114,11 +114,29 @@ class Timeline:
         return sum(self.idle) / (self.makespan * len(self.idle)) if self.makespan else 0.0
 
 
+class DeadlockError(ValueError):
+    """Ranks of a program wait for each other.
+
+    Attributes:
+        hangs: Which ranks hang at which action, and what they wait for.
+    """
+
+    def __init__(self, waiting: Mapping[int, Action]) -> None:
+        super().__init__(f"the program deadlocks: its ranks hang at {', '.join(map(str, waiting.values()))}")
+        needs = {
+            rank: Action(stage - 1, "F", microbatch) if kind == "F" else Action(stage + 1, "B", microbatch)
+            for rank, (stage, kind, microbatch) in waiting.items()
+        }
+        self.hangs = [
+            f"rank {rank} hangs at {action}: it needs {needs[rank]} first" for rank, action in waiting.items()
+        ]
+
+
 def simulate(program: Program, times: StageTimes, lines: Mapping[int, Line] | None = None) -> Timeline:
     """Simulates a program once; see `Simulator`.
 
     Raises:
-        ValueError: The program deadlocks.
+        DeadlockError: The program deadlocks.
     """
     return Simulator(program).run(times, lines)
 
@@ -160,7 +178,7 @@ class Simulator:
         program: Actions of every rank; `check_program` finds no problem in it.
 
     Raises:
-        ValueError: The program deadlocks.
+        DeadlockError: The program deadlocks.
     """
 
     def __init__(self, program: Program) -> None:
@@ -333,9 +351,9 @@ class Simulator:
                 steps.append((rank, which, needs, channel, boundary))
             else:
                 position[rank] = len(line)
-        waits = [str(line[at]) for line, at in zip(lines, position, strict=True) if at < len(line)]
-        if waits:
-            raise ValueError(f"the program deadlocks: its ranks hang at {', '.join(waits)}")
+        hang = {rank: line[at] for rank, line, at in zip(self.program, lines, position, strict=True) if at < len(line)}
+        if hang:
+            raise DeadlockError(hang)
 
     def _flows(self) -> dict[str, list[_Flow]]:
         """Returns what actions take and give, by kind and stage."""

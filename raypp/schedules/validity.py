@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from raypp.schedules.action import Action, Program
+from raypp.schedules.simulate import DeadlockError, Simulator
 
 _LISTED = 16
 
@@ -40,7 +41,12 @@ def check_program(
             of_stage[action.stage].append(action)
         for stage in stages:
             found += _of_stage(stage, of_stage[stage], microbatches, trains)
-    return found or _waits(program, sum(map(len, placement)))
+    if not found:
+        try:
+            Simulator(program)
+        except DeadlockError as error:
+            found = error.hangs
+    return found
 
 
 def _on_rank(rank: int, actions: Sequence[Action], stages: set[int], owner: Mapping[int, int]) -> list[str]:
@@ -90,43 +96,3 @@ def _of_microbatch(stage: int, microbatch: int, at: dict[str, int], trains: bool
     if "I" in at and at["W"] < at["I"]:
         found.append(f"{name}: W comes before I")
     return found
-
-
-def _waits(program: Program, num_stages: int) -> list[str]:
-    """Describes which ranks hang, and what they wait for."""
-    done: set[Action] = set()
-    position = dict.fromkeys(program, 0)
-    waiting: dict[tuple[int, int], list[int]] = defaultdict(list)  # by stage and microbatch of what is missing
-    awake = deque(program)
-    while awake:
-        rank = awake.popleft()
-        actions = program[rank]
-        while position[rank] < len(actions):
-            action = actions[position[rank]]
-            if missing_input(action, done, num_stages):
-                waiting[action.stage + (-1 if action.kind == "F" else 1), action.microbatch].append(rank)
-                break
-            done.add(action)
-            position[rank] += 1
-            awake.extend(waiting.pop((action.stage, action.microbatch), ()))
-    return [
-        f"rank {rank} hangs at {actions[position[rank]]}: it needs "
-        f"{missing_input(actions[position[rank]], done, num_stages)} first"
-        for rank, actions in program.items()
-        if position[rank] < len(actions)
-    ]
-
-
-def missing_input(action: Action, done: set[Action], num_stages: int) -> str:
-    """Returns the action that an action waits for, as text; empty if it can run.
-
-    It looks only at inputs from other stages: a rank runs its own actions in order.
-    """
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind == "F" and stage > 0:
-        needed = Action(stage - 1, "F", microbatch)
-        return "" if needed in done else str(needed)
-    if action.kind in "BI" and stage < num_stages - 1:
-        backward, split = Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)
-        return "" if backward in done or split in done else str(backward)
-    return ""

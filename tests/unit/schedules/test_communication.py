@@ -17,7 +17,6 @@ from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_progr
 from raypp.schedules.communication import Line, Message, Receive, Send, channels_of, needed_by
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.schedules.simulate import StageTimes, simulate
-from raypp.schedules.validity import missing_input
 
 Size = tuple[int, int, int]
 
@@ -99,6 +98,13 @@ def test_an_evaluation_does_not_hang() -> None:
         assert_nothing_waits(with_messages(program, ranks, "one_order"), ranks, ("nccl", "gloo", "blocking"))
 
 
+def has_input(action: Action, done: set[Action], stages: int) -> bool:
+    """Returns whether the action of the other stage whose result an action takes has run."""
+    stage, kind, microbatch = action
+    from_stage = stage - 1 if kind == "F" else stage + 1
+    return not 0 <= from_stage < stages or Action(from_stage, kind, microbatch) in done
+
+
 def any_program(pp: int, stages: int, microbatches: int, seed: int) -> tuple[Program, list[int]]:
     """Returns a random valid program: any placement, any order that can run."""
     draw = random.Random(seed)
@@ -112,7 +118,7 @@ def any_program(pp: int, stages: int, microbatches: int, seed: int) -> tuple[Pro
         action
         for (stage, kind), index in todo.items()
         if index < microbatches and (kind == "F" or index < todo[stage, "F"])
-        if not missing_input(action := Action(stage, kind, index), done, stages)  # type: ignore[arg-type]
+        if has_input(action := Action(stage, kind, index), done, stages)  # type: ignore[arg-type]
     ]:
         action = draw.choice(open_ends)
         todo[action.stage, action.kind] += 1
