@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -23,6 +24,7 @@ from raypp.errors import (
     RunFailedError,
     UnreachableError,
 )
+from raypp.quick_import import quick_import
 from raypp.untrusted.text import visible_lines
 
 _QUIET = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -41,10 +43,10 @@ def ask(
     name: str,
     progress: Callable[[Mapping[str, Any]], None] = lambda _report: None,
 ) -> dict[str, Any]:
-    """Calls a module's `main` in a new process and returns its answer.
+    """Calls a module's `answer` in a new process and returns what it returns.
 
-    `main` reads one JSON object and prints another as its last line. An answer with `error`, or
-    with `problems` and `exit_code`, is an error.
+    `answer` takes one JSON object and returns another. It may raise `RayppError`, and print lines
+    `{"progress": {…}}`.
 
     Args:
         module: For example `raypp.measure.parity`.
@@ -54,13 +56,12 @@ def ask(
 
     Raises:
         JobError: torch is not installed here.
-        RayppError: It reported an error, or ended without an answer.
+        RayppError: It raised an error, or ended without an answer.
     """
     need("torch", "node", name)
     # -P: do not import from the working directory. Not -m: the ranks' processes would run the
     # module twice.
-    program = f"import sys; from raypp.quick_import import quick_import; sys.exit(quick_import({module!r}).main())"
-    command = [sys.executable, "-P", "-c", program]
+    command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({module!r})"]
     last = ""
     with (
         TemporaryFile("w+", errors="replace") as output,
@@ -94,12 +95,15 @@ def ask(
         raise RunFailedError(f"{name} ended with exit code {code} and without a result")
     answer: dict[str, Any] = json.loads(last)
     if "problems" in answer:
-        raise error_of(answer)
-    if "error" in answer:
-        raise RunFailedError(answer["error"])
+        raise _KINDS.get(answer["exit_code"], RunFailedError)(Problem(**one) for one in answer["problems"])
     return answer
 
 
-def error_of(answer: Mapping[str, Any]) -> RayppError:
-    """Returns the error of an answer with `problems` and `exit_code`."""
-    return _KINDS.get(answer["exit_code"], RunFailedError)(Problem(**one) for one in answer["problems"])
+def main(module: str) -> None:
+    """Answers the request on standard input, in the new process."""
+    answer = quick_import(module).answer
+    try:
+        found = answer(json.load(sys.stdin))
+    except RayppError as error:
+        found = {"problems": [asdict(problem) for problem in error.problems], "exit_code": error.exit_code}
+    print(json.dumps(found))  # noqa: T201

@@ -1,8 +1,7 @@
 """Evaluates a trained model: its loss on text, or tasks of lm-evaluation-harness.
 
-`main` reads one request as JSON from standard input and prints the answer as one JSON object, after
-lines `{"progress": {"done", "total", "unit"}}`. Ranks are processes of this machine: one for each
-stage of the pipeline.
+It prints lines `{"progress": {"done", "total", "unit"}}` on the way. Ranks are processes of this
+machine: one for each stage of the pipeline.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from raypp.data.corpus import Corpus
 from raypp.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError
+from raypp.errors import JobError, Problem
 from raypp.inference.eval_job import DATA
 from raypp.inference.rank import load_weights
 from raypp.inference.source import Source
@@ -152,21 +151,11 @@ def print_report(report: Mapping[str, Any]) -> None:
     print(json.dumps(report), flush=True)  # noqa: T201
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request from standard input and prints the answer."""
-    request: Mapping[str, Any] = json.loads(sys.stdin.read())
-    source = Source(**request["source"])
-    try:
-        job = parse_job(request["job"])
-        if request.get("tasks"):
-            from raypp.inference.harness import run_tasks
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"source", "job"}` by the loss, and with `tasks` and `limit` by their results."""
+    source, job = Source(**request["source"]), parse_job(request["job"])
+    if request.get("tasks"):
+        from raypp.inference.harness import run_tasks
 
-            answer = run_tasks(source, job, request["tasks"], request.get("limit"))
-        else:
-            answer = evaluate(source, job)
-    except RayppError as error:
-        problems = [asdict(problem) for problem in error.problems]
-        print(json.dumps({"problems": problems, "exit_code": error.exit_code}))  # noqa: T201
-        return EXIT_RUN_FAILED
-    print(json.dumps(answer))  # noqa: T201
-    return EXIT_OK
+        return run_tasks(source, job, request["tasks"], request.get("limit"))
+    return evaluate(source, job)

@@ -1,20 +1,16 @@
 """Measures the model of a user's own factory, with stages built on meta, which takes no memory.
 
-`main` reads `{"job"}` as JSON from standard input and prints `{"layers", "first", "last",
-"whole"}`: the shapes of each layer's parameters, and parameter counts as in
-`raypp.planning.sizes.ModelSizes`.
+The answer is `{"layers", "first", "last", "whole"}`: the shapes of each layer's parameters, and
+parameter counts as in `raypp.planning.sizes.ModelSizes`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
+from raypp.errors import RayppError, RunFailedError, in_words
 from raypp.models.stage import build_stage
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
@@ -46,14 +42,15 @@ def _parameters(shapes: Shapes) -> int:
     return sum(map(prod, shapes.values()))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request from standard input and prints the answer."""
-    request: Mapping[str, Any] = json.loads(sys.stdin.read())
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"job"}`: see `built_sizes`.
+
+    Raises:
+        RunFailedError: The model cannot be built.
+    """
     try:
-        answer = built_sizes(parse_job(request["job"]).model)
+        return built_sizes(parse_job(request["job"]).model)
     except RayppError as error:
-        answer = {"error": "; ".join(problem.what for problem in error.problems)}
-    except Exception as error:  # noqa: BLE001 - the user's own code may raise anything
-        answer = {"error": "".join(traceback.format_exception_only(error)).strip()}
-    print(json.dumps(answer))  # noqa: T201
-    return EXIT_RUN_FAILED if "error" in answer else EXIT_OK
+        raise RunFailedError(error.problems) from error
+    except Exception as error:  # the user's own code may raise anything
+        raise RunFailedError(in_words(error)) from error

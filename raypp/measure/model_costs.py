@@ -1,8 +1,7 @@
 """Measures the costs of a model's parts on one device of this machine, for `raypp plan --costs`.
 
-`main` reads `{"job", "device"}` as JSON from standard input and prints the costs as one JSON
-object. Three stages are timed on the job's own rows: two layers, two layers with the embedding, two
-layers with the head. The costs of the parts are their differences. The rank's other work in a step
+Three stages are timed on the job's own rows: two layers, two layers with the embedding, two layers
+with the head. The costs of the parts are their differences. The rank's other work in a step
 (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs the cores that compute
 also copy (`measure.copy_costs`).
 
@@ -16,11 +15,9 @@ Legend: B rows of a microbatch, T tokens, C hidden size.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.copy_costs import COPIES, copying_seconds
 from raypp.measure.parity import one_process_job
 from raypp.models.loss import Targets, token_loss_sum
@@ -269,22 +265,12 @@ def _device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request from standard input and prints the answer."""
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"job", "device"}`: see `measure`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    request: Mapping[str, Any] = json.loads(sys.stdin.read())
-    job = parse_job(request["job"])
+    job, kind = parse_job(request["job"]), request.get("device") or "auto"
     torch.set_num_threads(max(1, int(job.resources.cpus_per_rank)))
-    kind = request.get("device") or "auto"
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        answer = measure(job, kind)
-    except RayppError as error:
-        print(json.dumps({"error": "\n".join(problem.what for problem in error.problems)}))  # noqa: T201
-        return EXIT_RUN_FAILED
-    print(json.dumps(answer))  # noqa: T201
-    return EXIT_OK
+    return measure(job, ("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else kind)
 
 
 def backward_for_input(module: nn.Module, output: Tensor, gradient: Tensor, given: Tensor) -> Callable[[], None]:

@@ -1,17 +1,15 @@
 """Compares a job on its mesh with the same job in one process, tensor by tensor, for a few steps.
 
-`main` reads `{"job", "steps", "tolerance"}` as JSON from standard input, runs both on local gloo
-ranks on the CPU, and prints the comparison as one JSON object. It needs no cluster and no store:
-every rank writes its results as safetensors to a temporary directory.
+Both run on local gloo ranks on the CPU. It needs no cluster and no store: every rank writes its
+results as safetensors to a temporary directory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raypp.data.loader import Loader
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, RayppError
 from raypp.measure.local_ranks import run_ranks
 from raypp.mesh.geometry import Mesh
 from raypp.parallel.shard import on_own_device
@@ -241,13 +238,6 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
     return {"world": Mesh.of(job.mesh).world, "tolerance": limit, "seconds": seconds, "passed": passed, **result}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request from standard input and prints the answer."""
-    request: Mapping[str, Any] = json.loads(sys.stdin.read())
-    try:
-        answer = run_parity(parse_job(request["job"]), int(request["steps"]), request.get("tolerance"))
-    except RayppError as error:
-        print(json.dumps({"error": "\n".join(problem.what for problem in error.problems)}))  # noqa: T201
-        return EXIT_RUN_FAILED
-    print(json.dumps(answer))  # noqa: T201
-    return EXIT_OK
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"job", "steps", "tolerance"}`: see `run_parity`."""
+    return run_parity(parse_job(request["job"]), int(request["steps"]), request.get("tolerance"))

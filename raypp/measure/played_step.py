@@ -1,18 +1,15 @@
 """Plays a rank's real step at full size without memory, and finds the peak of its tensors.
 
-`main` reads `{"job", "rank"}` as JSON from standard input and prints `{"peak", "at"}`: the most
-bytes of tensors on the device, and the action of that moment. Tensors are fake (`fake_device`), so
-one process plays any rank of any mesh. Kernels that a CPU lacks are replaced by what they allocate;
-blocks are not compiled.
+Tensors are fake (`fake_device`), so one process plays any rank of any mesh. Kernels that a CPU
+lacks are replaced by what they allocate; blocks are not compiled.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -20,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raypp.errors import EXIT_OK, EXIT_USAGE, JobError, Problem
+from raypp.errors import JobError, Problem
 from raypp.measure.fake_device import NAME, fake_runner, run_fake_step
 from raypp.models import experts
 from raypp.models.attention_kernel import AttentionKernel
@@ -226,18 +223,11 @@ def _prepare_state(optimizer: Any, parameters: list[nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the request from standard input and prints the answer."""
-    request: Mapping[str, Any] = json.loads(sys.stdin.read())
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers `{"job", "rank"}` by `{"peak", "at"}`: see `step_peak`. Prints each action."""
 
     def mark(action: str) -> None:
         print(json.dumps({"progress": {"action": action}}), flush=True)  # noqa: T201
 
-    try:
-        peak, at = step_peak(parse_job(request["job"]), request["rank"], mark)
-    except JobError as error:
-        problems = [vars(problem) for problem in error.problems]
-        print(json.dumps({"problems": problems, "exit_code": EXIT_USAGE}))  # noqa: T201
-        return EXIT_USAGE
-    print(json.dumps({"peak": peak, "at": at}))  # noqa: T201
-    return EXIT_OK
+    peak, at = step_peak(parse_job(request["job"]), request["rank"], mark)
+    return {"peak": peak, "at": at}
