@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
+
+from pydantic_core import to_jsonable_python
 
 from raypp.records import AXES, Coordinates, RunState
 from raypp.untrusted.documents import Count, Time
-
-STATUS_KEYS = (
-    "run",
-    "state",
-    "step",
-    "steps",
-    "loss",
-    "tokens_per_s",
-    "attempt",
-    "restarts",
-    "checkpoint",
-    "mesh",
-    "ranks",
-    "error",
-)
-"""The keys of `raypp status --json`, in order."""
 
 HEARTBEAT_S = 5.0
 """A live writer rewrites `status.json` at least this often, even if nothing has changed."""
@@ -56,15 +42,6 @@ class RankStatus:
     pid: Count = 0
     state: str = "starting"
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "rank": self.rank,
-            "coordinates": self.coordinates.as_dict(),
-            "node": self.node,
-            "pid": self.pid,
-            "state": self.state,
-        }
-
 
 @dataclass(frozen=True)
 class RunStatus:
@@ -95,25 +72,15 @@ class RunStatus:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the keys of `STATUS_KEYS`, then `updated_at`, with plain JSON values."""
-        return {
-            "run": self.run,
-            "state": str(self.state),
-            "step": self.step,
-            "steps": self.steps,
-            "loss": self.loss,
-            "tokens_per_s": self.tokens_per_s,
-            "attempt": self.attempt,
-            "restarts": self.restarts,
-            "checkpoint": self.checkpoint,
-            "mesh": dict(self.mesh),
-            "ranks": [rank.as_dict() for rank in self.ranks],
-            "error": self.error,
-            "updated_at": self.updated_at,
-        }
+        return cast(dict[str, Any], to_jsonable_python(self))
 
     def stamped(self, now: float) -> RunStatus:
         """Returns the same status, written at `now`."""
         return replace(self, updated_at=now)
+
+
+STATUS_KEYS = tuple(one.name for one in fields(RunStatus) if one.name != "updated_at")
+"""The keys of `raypp status --json`, in order."""
 
 
 def is_final(status: Mapping[str, Any] | None) -> bool:

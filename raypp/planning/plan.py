@@ -5,10 +5,11 @@ Needs no cluster.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from pydantic_core import to_jsonable_python
 
 from raypp.errors import ResourcesError
 from raypp.mesh.geometry import Mesh
@@ -53,16 +54,6 @@ class PlannedRank:
     label: str
     stages: tuple[int, ...]
     layers: tuple[tuple[int, int], ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        # Spelled out: a plan has one per rank.
-        return {
-            "rank": self.rank,
-            "coordinates": self.coordinates.as_dict(),
-            "label": self.label,
-            "stages": list(self.stages),
-            "layers": list(map(list, self.layers)),
-        }
 
 
 @dataclass(frozen=True)
@@ -155,11 +146,11 @@ class Plan:
 
         Omits empty remarks.
         """
-        plain: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            if field.name != "timeline" and (field.name != "remarks" or self.remarks):
-                plain[field.name] = _plain(getattr(self, field.name))
-        return plain
+        shown = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "timeline"}
+        if not self.remarks:
+            del shown["remarks"]
+        shown["memory"] = [memory.as_dict() for memory in self.memory]
+        return cast(dict[str, Any], to_jsonable_python(shown))
 
 
 def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None = None) -> Plan:
@@ -253,20 +244,6 @@ def _rank_map(mesh: Mesh, pipeline: ResolvedPipeline) -> list[PlannedRank]:
         PlannedRank(rank, place, place.label(mesh.sizes), pipeline.stages_of_rank[place.pp], spans[place.pp])
         for rank, place in enumerate(mesh.places())
     ]
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, RankMemory | PlannedRank):
-        return value.as_dict()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 def bubble_fraction(pp: int, microbatches: int, stages_per_rank: int = 1) -> float:
