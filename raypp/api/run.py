@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypp.api.find_run import ended_status, find_run, open_reader, present_status
+from raypp.api.following import POLL_S, follow
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -25,8 +26,6 @@ from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, is_final, loss_text, mesh_text, quantity
 from raypp.records import Event, RunState
 from raypp.untrusted.text import shell_word
-
-POLL_S = 0.5
 
 
 class Run:
@@ -87,16 +86,11 @@ class Run:
         A step that a restart repeats comes again. Ctrl-C leaves the run running.
         """
         seen: set[tuple[int, int]] = set()
-        while True:
-            # The status is read first: if the run has ended by then, all its rows are there.
-            ended = is_final(present_status(self.place, self._reader))
-            for row in self._reader.history():
+        for records in follow(self.place, self._reader):
+            for row in records.rows:
                 if (key := (row["attempt"], row["step"])) not in seen:
                     seen.add(key)
-                    yield row
-            if ended:
-                return
-            time.sleep(POLL_S)
+                    yield dict(row)
 
     def wait(self) -> dict[str, Any]:
         """Waits for the run's end and returns its status.

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from raypp.api.find_run import find_run, open_reader, present_status
+from raypp.api.following import POLL_S, follow
 from raypp.api.report.collect import collect
 from raypp.api.report.page import page
 from raypp.api.run import event_json
@@ -29,9 +30,6 @@ from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final, loss_text, quantity
 from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
-
-_WATCH_S = 1.0
-_FOLLOW_S = 0.5
 
 
 @click.command("status")
@@ -50,7 +48,7 @@ def status_command(run: str, watch: bool, as_json: bool) -> None:
     elif as_json:
         echo_json(_status_json(present_status(place, reader)))
     else:
-        console = _console()
+        console = Console()
         console.print(status_view(present_status(place, reader), reader.history(), console))
         _warn_of_damage(reader)
 
@@ -69,7 +67,7 @@ def list_command(as_json: bool) -> None:
     elif not places:
         echo("no runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
     else:
-        console = _console()
+        console = Console()
         console.print(runs_table(statuses, [place.url for place in places], console.width))
 
 
@@ -101,7 +99,7 @@ def events_command(run: str, samples: bool, as_json: bool) -> None:
     if as_json:
         echo_json([event_json(event) for event in events])
     else:
-        console = _console()
+        console = Console()
         for event in events:
             show_event(console, event, date=True)
     _warn_of_damage(reader)
@@ -124,7 +122,7 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
     printer = _LogPrinter()
     printer.print(reader.logs(rank, cursor))
     while follow and not is_final(status):
-        time.sleep(_FOLLOW_S)
+        time.sleep(POLL_S)
         status = present_status(place, reader)
         printer.print(reader.logs(rank, cursor))
     if rank is not None and not printer.printed and status["ranks"]:
@@ -153,7 +151,7 @@ class _LogPrinter:
 
     def __init__(self) -> None:
         self.printed = False
-        self._console = _console()
+        self._console = Console()
         self._widest = 0
 
     def print(self, lines: Iterable[LogLine]) -> None:
@@ -171,7 +169,7 @@ class _LogPrinter:
 
 
 def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
-    console = _console()
+    console = Console()
     if console.is_terminal and not as_json:
         from raypp.cli.screen_view import watch
 
@@ -179,15 +177,11 @@ def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
         console.print(status_view(last.status, last.rows, console))
         return
     shown = ""
-    while True:
-        status = present_status(place, reader)
-        line = json_text(_status_json(status)) if as_json else _status_line(status)
+    for records in follow(place, reader):
+        line = json_text(_status_json(records.status)) if as_json else _status_line(records.status)
         if line != shown:
             echo(line)
             shown = line
-        if is_final(status):
-            return
-        time.sleep(_WATCH_S)
 
 
 def _status_or_error(place: RunPlace) -> dict[str, Any]:
@@ -210,10 +204,6 @@ def _status_line(status: dict[str, Any]) -> str:
     figures = f"loss {loss_text(status['loss'])}  {quantity(status['tokens_per_s'])} tokens/s"
     error = f"  {one_line(status['error'])}" if status["error"] else ""
     return f"{status['state']}  step {status['step']}/{status['steps']}  {figures}  attempt {status['attempt']}{error}"
-
-
-def _console() -> Console:
-    return Console()
 
 
 def _warn_of_damage(reader: RunReader) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,20 +14,15 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 
-from raypp.api.find_run import present_status
+from raypp.api.following import POLL_S, Records, follow
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.render import curve, error_facts, facts, show_event, state_text
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import RayppError
 from raypp.observe.reader import RunReader
 from raypp.observe.status import date_and_clock, duration, is_final, loss_text, quantity
 from raypp.records import Event
-from raypp.storage import StoreError
 from raypp.untrusted.text import shell_word
 
-POLL_S = 0.5
-STORE_PATIENCE_S = 60.0
-_ETA_STEPS = 20
 _PLAIN_LINES = 20
 """Approximate number of progress lines of a whole run if the output is not a terminal."""
 
@@ -47,15 +44,13 @@ class LiveView:
     def __init__(self, console: Console | None = None, *, poll_s: float = POLL_S) -> None:
         self.console = console or Console()
         self._poll_s = poll_s
-        self._status: Mapping[str, Any] | None = None
-        self._rows: Sequence[Mapping[str, Any]] = ()
+        self._records: Records | None = None
         self._shown_events: set[EventKey] = set()
         self._shown_state: str | None = None
         self._shown_step = 0
         self._trouble_shown = False
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
-        self._live: Live | None = None
 
     def skip_earlier_records(self, reader: RunReader) -> None:
         """Ignores the records now in the store, which are of an earlier submission of the run."""
@@ -63,64 +58,32 @@ class LiveView:
         rows = reader.history()
         self._shown_step = rows[-1]["step"] if rows else 0
 
-    def follow(
-        self, place: RunPlace, reader: RunReader, stop_condition: Callable[[], bool] | None = None
-    ) -> dict[str, Any]:
-        """Shows the run until it ends, or until `stop_condition` returns True.
-
-        Args:
-            stop_condition: Called once per poll. After it returns True, the records are read once
-                more.
+    def follow(self, place: RunPlace, reader: RunReader, over: Callable[[], bool] = lambda: False) -> Records:
+        """Shows the run until it ends, or until `over` says so.
 
         Returns:
-            The last status. Its state is final unless `stop_condition` ended the loop.
+            The last records. Their state is final unless `over` ended the loop.
 
         Raises:
             StoreError: The store did not respond for a minute.
             KeyboardInterrupt: Ctrl-C. The run itself continues.
         """
         self._started = time.monotonic()
-        if not self.console.is_terminal:
-            return self._watch(place, reader, stop_condition)
-        with Live(
-            get_renderable=self._moving_line, console=self.console, transient=True, refresh_per_second=8
-        ) as self._live:
-            try:
-                return self._watch(place, reader, stop_condition)
-            finally:
-                self._live = None
+        moving = Live(get_renderable=self._moving_line, console=self.console, transient=True, refresh_per_second=8)
+        with moving if self.console.is_terminal else nullcontext():
+            for records in follow(place, reader, over, self._poll_s):
+                self.update(records)
+        return records
 
-    def _watch(self, place: RunPlace, reader: RunReader, stop_condition: Callable[[], bool] | None) -> dict[str, Any]:
-        heard = time.monotonic()
-        while True:
-            last_look = stop_condition is not None and stop_condition()
-            try:
-                status = self._look(place, reader)
-                heard = time.monotonic()
-                self._trouble_shown = False
-                if is_final(status) or last_look:
-                    return status
-            except StoreError as error:
-                if time.monotonic() - heard > STORE_PATIENCE_S or last_look:
-                    raise
-                self._show_trouble(error)
-            time.sleep(self._poll_s)
-
-    def _look(self, place: RunPlace, reader: RunReader) -> dict[str, Any]:
-        """Polls the records.
-
-        Reads the status first, so that the other two contain everything it refers to.
-        """
-        status = present_status(place, reader)
-        self.update(status, reader.history(), reader.events())
-        return status
-
-    def update(self, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> None:
+    def update(self, records: Records) -> None:
         """Takes the run's current records and shows what is new."""
-        self._status, self._rows = status, rows
+        self._records, status = records, records.status
+        if records.trouble and not self._trouble_shown:
+            self._print(Text(records.trouble, style="yellow"))
+        self._trouble_shown = bool(records.trouble)
         if not self.console.is_terminal:
-            self._plain_progress()
-        for event in events:
+            self._plain_progress(records)
+        for event in records.events:
             if _key(event) not in self._shown_events:
                 self._shown_events.add(_key(event))
                 show_event(self.console, event)
@@ -134,100 +97,64 @@ class LiveView:
         # Without a terminal, a line is never wrapped, so that grep finds it.
         self.console.print(text, soft_wrap=not self.console.is_terminal)
 
-    def _plain_progress(self) -> None:
-        step, steps = self._step(), self._status["steps"] if self._status else 0
+    def _plain_progress(self, records: Records) -> None:
+        step, steps = records.step, records.status["steps"]
         every = max(1, steps // _PLAIN_LINES)
         if step < self._shown_step:
             self._shown_step = step  # a restart went back to an earlier step
         elif step and (step >= self._shown_step + every or (step == steps and step != self._shown_step)):
             self._shown_step = step
-            self._print(Text("  ".join(self._figures())))
-
-    def _step(self) -> int:
-        """Returns the last finished step.
-
-        The history is read after the status, so it is never behind it.
-        """
-        if self._rows:
-            return int(self._rows[-1]["step"])
-        return int(self._status["step"]) if self._status else 0
-
-    def _figures(self) -> list[str]:
-        step, steps = self._step(), self._status["steps"] if self._status else 0
-        row = self._rows[-1] if self._rows else {"loss": None, "tokens_per_s": None}
-        figures = [
-            f"step {step:>{len(str(steps))}}/{steps}",
-            f"loss {loss_text(row['loss'])}",
-            f"{quantity(row['tokens_per_s'])} tokens/s",
-        ]
-        if self._status is not None and (left := seconds_left(self._status, self._rows)) is not None:
-            figures.append(f"ETA {duration(left)}")
-        return figures
+            self._print(Text("  ".join(figures(records))))
 
     def _moving_line(self) -> RenderableType:
-        status = self._status
+        records = self._records
         grid = Table.grid(padding=(0, 2), expand=True)
-        if status is None or status["state"] != "RUNNING" or not self._rows:
+        if records is None or records.status["state"] != "RUNNING" or not records.rows:
             grid.add_column(width=1)
             grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
             grid.add_row(self._spinner, self._waiting_text())
             return grid
-        figures = self._figures()
+        step, *others = figures(records)
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True)
-        bar = ProgressBar(total=max(1, status["steps"]), completed=self._step())
-        grid.add_row(figures[0], bar, "  ".join(figures[1:]))
+        bar = ProgressBar(total=max(1, records.status["steps"]), completed=records.step)
+        grid.add_row(step, bar, "  ".join(others))
         return grid
 
     def _waiting_text(self) -> Text:
         """Describes a run that has no steps yet: its state, its ranks' states, the elapsed time."""
         elapsed = duration(time.monotonic() - self._started)
-        if self._status is None:
+        if self._records is None:
             return Text(f"waiting for the run to start  {elapsed}")
-        parts = [state_text(self._status["state"])]
-        if self._step():
-            parts.append(Text(f"step {self._step()}/{self._status['steps']}"))
-        counts: dict[str, int] = {}
-        for rank in self._status["ranks"]:
-            counts[rank["state"]] = counts.get(rank["state"], 0) + 1
-        if counts:
+        status, step = self._records.status, self._records.step
+        parts = [state_text(status["state"])]
+        if step:
+            parts.append(Text(f"step {step}/{status['steps']}"))
+        if counts := Counter(rank["state"] for rank in status["ranks"]):
             parts.append(Text("ranks: " + ", ".join(f"{count} {state}" for state, count in counts.items())))
         return Text.assemble(*(piece for part in parts for piece in (part, "  ")), (elapsed, "dim"))
 
-    def _show_trouble(self, error: RayppError) -> None:
-        if not self._trouble_shown:
-            self._trouble_shown = True
-            self._print(Text(f"cannot read the run's records at the moment: {error.problems[0].what}", style="yellow"))
 
-    def summary(
-        self, place: RunPlace, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], events: Sequence[Event]
-    ) -> None:
-        """Prints how the run ended: its figures, its loss curve, and useful next commands."""
-        self.console.print(summary_view(place, status, rows, events, self.console))
-
-
-def seconds_left(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Returns the time that the remaining steps take, from the last ones; None if unknown."""
-    if not rows or not status["steps"]:
-        return None
-    per_step = statistics.median(float(row["step_s"]) for row in rows[-_ETA_STEPS:])
-    return per_step * max(0, int(status["steps"]) - int(rows[-1]["step"]))
+def figures(records: Records) -> list[str]:
+    """Returns step, loss, speed and the time left."""
+    steps, left = records.status["steps"], records.seconds_left
+    row = records.rows[-1] if records.rows else {"loss": None, "tokens_per_s": None}
+    return [
+        f"step {records.step:>{len(str(steps))}}/{steps}",
+        f"loss {loss_text(row['loss'])}",
+        f"{quantity(row['tokens_per_s'])} tokens/s",
+        *([f"ETA {duration(left)}"] if left is not None else []),
+    ]
 
 
-def summary_view(
-    place: RunPlace,
-    status: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    events: Sequence[Event],
-    console: Console,
-) -> RenderableType:
+def summary_view(place: RunPlace, records: Records, console: Console) -> RenderableType:
     """Shows the end of a run, or its current state: figures, loss curve, next commands."""
+    status, rows, events = records.status, records.rows, records.events
     first, last = (rows[0], rows[-1]) if rows else (None, None)
-    step = last["step"] if last else status["step"]
     loss = f"{loss_text(last['loss'])}  (step {first['step']}: {loss_text(first['loss'])})" if first and last else "–"
     pairs: list[tuple[str, RenderableType]] = [
-        ("steps", f"{step} of {status['steps']}"),
+        ("steps", f"{records.step} of {status['steps']}"),
         ("final loss", loss),
         *_held_out(events),
         ("tokens/s", quantity(statistics.median(row["tokens_per_s"] for row in rows) if rows else None) + "  (median)"),

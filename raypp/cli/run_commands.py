@@ -11,18 +11,17 @@ import click
 
 import raypp
 from raypp.api.checked_job import load_checked_job
+from raypp.api.following import Records
 from raypp.api.run import Run, end_in_words
 from raypp.api.submission import JobWatch, prepare, start
 from raypp.checkpoint.run_spec import read_end
-from raypp.cli.live import LiveView
+from raypp.cli.live import LiveView, summary_view
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines, say
 from raypp.cli.render import one_line
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import (
-    EXIT_INTERRUPTED,
-)
+from raypp.errors import EXIT_INTERRUPTED
 from raypp.observe.reader import RunReader
 from raypp.records import RunState
 from raypp.storage import StoreError
@@ -127,7 +126,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
     watch = JobWatch(cluster, place)
     try:
         try:
-            status = view.follow(place, reader, watch.over)
+            view.follow(place, reader, watch.over)
             end = read_end(reader.store, place.name)
         except StoreError as error:
             echo(
@@ -140,14 +139,15 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
                 _print_json({"run": place.name})
             return watch.driver_exit_code
         code = watch.exit_code(end, say)
-        view.summary(place, status, reader.history(), reader.events())
+        records = Records.read(place, reader)
+        view.console.print(summary_view(place, records, view.console))
     except KeyboardInterrupt:
         echo(err=True)
         echo(f"{place.name} continues in the cluster", err=True)
         _print_follow_commands(place, True)
         return EXIT_INTERRUPTED
     if as_json:
-        _print_json(status)
+        _print_json(records.status)
     return code
 
 

@@ -6,7 +6,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,15 +13,13 @@ from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 
-from raypp.api.find_run import present_status
+from raypp.api.following import Records, follow
 from raypp.cli.console import Console, Table, Text
-from raypp.cli.live import POLL_S, STORE_PATIENCE_S, seconds_left
 from raypp.cli.render import curve, event_style, event_words, one_line, state_text
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.reader import RunReader
 from raypp.observe.status import clock, duration, is_final, loss_text, mesh_text, quantity, row_label
 from raypp.records import Event
-from raypp.storage import StoreError
 
 _CELL = 13
 _EVENTS = 6
@@ -37,15 +34,6 @@ _RANK_STYLES = {
 }
 
 
-@dataclass(frozen=True)
-class Records:
-    """The run's records as last read."""
-
-    status: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
-    events: Sequence[Event]
-
-
 def watch(place: RunPlace, reader: RunReader, console: Console) -> Records:
     """Shows the run until it ends.
 
@@ -56,29 +44,16 @@ def watch(place: RunPlace, reader: RunReader, console: Console) -> Records:
         StoreError: The store did not respond for a minute.
         KeyboardInterrupt: Ctrl-C. The run itself continues.
     """
-    records, loss, heard = _read(place, reader), LossCurve(), time.monotonic()
-    footer = help_line = Text("Ctrl-C leaves; the run continues", style="dim")
+    following, loss = follow(place, reader), LossCurve()
+    records = next(following)
     for name in ("SIGTERM", "SIGHUP"):  # as exceptions, after which the terminal is as before
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _leave)
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while not is_final(records.status):
-            live.update(screen_view(records, footer, console, loss), refresh=True)
-            time.sleep(POLL_S)
-            try:
-                records, heard, footer = _read(place, reader), time.monotonic(), help_line
-            except StoreError as error:
-                if time.monotonic() - heard > STORE_PATIENCE_S:
-                    raise
-                trouble = f"cannot read the run's records at the moment: {error.problems[0].what}"
-                footer = Text(trouble, style="yellow", no_wrap=True, overflow="ellipsis")
+            live.update(screen_view(records, console, loss), refresh=True)
+            records = next(following)
     return records
-
-
-def _read(place: RunPlace, reader: RunReader) -> Records:
-    # The status first, so that the other two contain everything it refers to.
-    status = present_status(place, reader)
-    return Records(status, reader.history(), reader.events())
 
 
 def _leave(number: int, _frame: object) -> None:
@@ -105,12 +80,11 @@ class LossCurve:
         return self._drawn
 
 
-def screen_view(records: Records, footer: Text, console: Console, loss: LossCurve | None = None) -> RenderableType:
+def screen_view(records: Records, console: Console, loss: LossCurve | None = None) -> RenderableType:
     """Draws a whole screen, of the console's present size.
 
     Args:
         records: The run's records.
-        footer: The last line.
         console: Where it is shown.
         loss: That of the screens before.
     """
@@ -128,7 +102,8 @@ def screen_view(records: Records, footer: Text, console: Console, loss: LossCurv
         picture = picture or Text("  no steps yet", "dim")
         parts.append(Layout(_titled("loss", "", picture)))
     parts.append(Layout(_titled("events", "", *_events(records.events[-event_rows:])), size=event_rows + 2))
-    parts.append(Layout(footer, size=1))
+    footer, style = records.trouble or "Ctrl-C leaves; the run continues", "yellow" if records.trouble else "dim"
+    parts.append(Layout(Text(footer, style, no_wrap=True, overflow="ellipsis"), size=1))
     screen = Layout()
     screen.split_column(*parts)
     return screen
@@ -140,8 +115,7 @@ def _titled(name: str, rest: str, *lines: RenderableType) -> RenderableType:
 
 def _head(records: Records) -> RenderableType:
     status, rows = records.status, records.rows
-    step, steps = int(rows[-1]["step"] if rows else status["step"]), int(status["steps"])
-    left = seconds_left(status, rows)
+    step, steps, left = records.step, int(status["steps"]), records.seconds_left
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raypp.api import following
 from raypp.cli import inspect_commands
 from raypp.cli.main import run
 from raypp.clusters.known_runs import RunPlace, remember_run
@@ -177,7 +178,9 @@ def between_looks(monkeypatch):
 
     def happens(*steps):
         ahead = iter(steps)
-        monkeypatch.setattr(inspect_commands, "time", SimpleNamespace(sleep=lambda seconds: next(ahead)()))
+        clock = SimpleNamespace(sleep=lambda seconds: next(ahead)(), monotonic=time.monotonic)
+        monkeypatch.setattr(inspect_commands, "time", clock)
+        monkeypatch.setattr(following, "time", clock)
 
     return happens
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
+from raypp.api.following import Records
 from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
-from raypp.cli.live import LiveView, next_commands, summary_view
+from raypp.cli.live import LiveView, figures, next_commands, summary_view
 from raypp.cli.render import status_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.json_lines import document
@@ -18,7 +19,7 @@ from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import Event, RunState, StepReport
-from raypp.storage import open_store
+from raypp.storage import StoreError, open_store
 
 STATUS = RunStatus("r", RunState.RUNNING, 0, 100, mesh={"pp": 1})
 
@@ -68,9 +69,9 @@ def train(
 def test_without_a_terminal_a_whole_run_is_about_twenty_lines_and_its_events(store):
     screen = console()
     thread = train(store, seen=lambda: "\nstep " in screen.file.getvalue())
-    status = LiveView(screen, poll_s=0.01).follow(place_of(store), RunReader(store, "r"))
+    last = LiveView(screen, poll_s=0.01).follow(place_of(store), RunReader(store, "r"))
     thread.join()
-    assert status["state"] == "SUCCEEDED"
+    assert last.status["state"] == "SUCCEEDED"
     lines = screen.file.getvalue().splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert 2 <= len(steps) <= 21
@@ -105,9 +106,9 @@ def test_the_past_of_a_resumed_run_is_neither_told_nor_taken_for_the_end(store):
 
     timer = threading.Timer(0.3, trained_on)
     timer.start()
-    status = view.follow(place_of(store), reader)
+    last = view.follow(place_of(store), reader)
     timer.join()
-    assert status["state"] == "SUCCEEDED"
+    assert last.status["state"] == "SUCCEEDED"
     shown = screen.file.getvalue()
     assert "from step 51" in shown
     assert "from step 1\n" not in shown
@@ -119,13 +120,13 @@ def test_following_ends_when_the_caller_says_so(store):
         recorder.status(STATUS)
     looks = iter([False, False, True])
     view = LiveView(console(), poll_s=0.01)
-    assert view.follow(place_of(store), RunReader(store, "r"), lambda: next(looks))["state"] == "RUNNING"
+    assert view.follow(place_of(store), RunReader(store, "r"), lambda: next(looks)).status["state"] == "RUNNING"
 
 
 def test_following_ends_when_the_run_has_been_silent_for_long(store):
     store.put("r/status.json", document({**STATUS.as_dict(), "updated_at": time.time() - 3600}))
     view = LiveView(console(), poll_s=0.01)
-    assert view.follow(place_of(store), RunReader(store, "r"))["state"] == "FAILED"
+    assert view.follow(place_of(store), RunReader(store, "r")).status["state"] == "FAILED"
 
 
 def test_ctrl_c_reaches_the_caller(store):
@@ -137,10 +138,25 @@ def test_ctrl_c_reaches_the_caller(store):
 
 
 def test_the_line_shows_where_a_restarted_run_is_now():
-    view = LiveView(console(terminal=True))
     rows = [dataclasses.asdict(report(step)) for step in range(1, 8)]
-    view.update(dataclasses.replace(STATUS, step=12).as_dict(), rows, [])
-    assert view._figures()[0] == "step   7/100"
+    assert figures(Records(dataclasses.replace(STATUS, step=12).as_dict(), rows, []))[0] == "step   7/100"
+
+
+def test_a_store_that_does_not_answer_for_a_while_is_told_once(store, monkeypatch):
+    train(store, RunState.RUNNING, last=2).join()
+    screen, answers = console(), iter([False, True, True, False])
+    history = RunReader.history
+
+    def now_and_then(self: RunReader):
+        if next(answers):
+            raise StoreError("no answer")
+        return history(self)
+
+    monkeypatch.setattr(RunReader, "history", now_and_then)
+    looks = iter([False, False, False, True])
+    last = LiveView(screen, poll_s=0.01).follow(place_of(store), RunReader(store, "r"), lambda: next(looks))
+    assert not last.trouble and last.step == 2
+    assert screen.file.getvalue().count("cannot read the run's records at the moment: no answer") == 1
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -151,7 +167,7 @@ def test_the_summary_tells_the_end_and_fits_the_terminal(width):
     status = dataclasses.replace(
         STATUS, state=RunState.SUCCEEDED, step=100, restarts=2, checkpoint="s3://bucket/r/step-00000100"
     )
-    screen.print(summary_view(RunPlace("s3://bucket", "r", None), status.as_dict(), rows, events, screen))
+    screen.print(summary_view(RunPlace("s3://bucket", "r", None), Records(status.as_dict(), rows, events), screen))
     shown = screen.file.getvalue()
     for words in ("SUCCEEDED", "100 of 100", "3.0000", "10k", "1:23", "step-00000100", "raypp history r", "step 1"):
         assert words in shown
@@ -161,7 +177,7 @@ def test_the_summary_tells_the_end_and_fits_the_terminal(width):
 def test_the_summary_of_a_run_that_never_made_a_step_is_short_and_names_the_error():
     screen = console()
     status = dataclasses.replace(STATUS, state=RunState.FAILED, error="data.path: no such file")
-    screen.print(summary_view(RunPlace("s3://bucket", "r", None), status.as_dict(), [], [], screen))
+    screen.print(summary_view(RunPlace("s3://bucket", "r", None), Records(status.as_dict(), [], []), screen))
     assert "data.path: no such file" in screen.file.getvalue()
     assert "raypp logs r" in screen.file.getvalue()
 
@@ -186,7 +202,7 @@ def test_a_run_that_goes_on_offers_to_watch_and_to_stop_it():
 def test_what_a_run_survived_is_not_called_its_error(state, label):
     status = dataclasses.replace(STATUS, state=state, error="rank 2 died").as_dict()
     for view in (
-        summary_view(RunPlace("s3://bucket", "r", None), status, [], [], console()),
+        summary_view(RunPlace("s3://bucket", "r", None), Records(status, [], []), console()),
         status_view(status, [], console()),
     ):
         screen = console()

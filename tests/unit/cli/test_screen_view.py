@@ -6,8 +6,9 @@ import io
 
 import pytest
 
-from raypp.cli.console import Console, Text
-from raypp.cli.screen_view import LossCurve, Records, screen_view
+from raypp.api.following import Records
+from raypp.cli.console import Console
+from raypp.cli.screen_view import LossCurve, screen_view
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Coordinates, Event, RunState
 
@@ -28,7 +29,7 @@ def drawn(
     events = [Event("committed", f"step {step}\x1b[2J\nand more", step=step) for step in range(10)]
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     with console.capture() as captured:
-        console.print(screen_view(Records({**known.as_dict(), **status}, rows, events), Text("the keys"), console))
+        console.print(screen_view(Records({**known.as_dict(), **status}, rows, events), console))
     return captured.get().splitlines()
 
 
