@@ -30,9 +30,9 @@ from raypp.planning.predict import (
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
+from raypp.schedules import picture
 from raypp.schedules.action import printed, splits_backward
 from raypp.schedules.catalogue import build_program
-from raypp.schedules.picture import draw_timeline
 from raypp.schedules.simulate import Slot, StageTimes
 from raypp.spec.job import Job
 
@@ -206,7 +206,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
         microbatches=microbatches,
         program=tuple(printed(pipeline.program[rank]) for rank in range(pp)),
         timeline=drawn.slots,
-        picture=draw_timeline(drawn, unit=1.0),
+        picture="".join(text for text, _ in picture.drawn(drawn.slots)),
         bubble_fraction=bubble_fraction(pp, microbatches, stages_per_rank),
         bubble_overhead=bubble_overhead(pp, microbatches, stages_per_rank),
         simulated_bubble=costed.bubble,

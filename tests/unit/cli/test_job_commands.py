@@ -14,7 +14,6 @@ import yaml
 from raypp.__main__ import main as command
 from raypp.cli import main as frame
 from raypp.cli.main import COMMANDS, FAMILIES, cli, run
-from raypp.cli.plan_view import schedule_picture
 from raypp.errors import (
     JobError,
     Problem,
@@ -23,8 +22,6 @@ from raypp.errors import (
     RunFailedError,
     UnreachableError,
 )
-from raypp.schedules.catalogue import build_program
-from raypp.schedules.simulate import StageTimes, simulate
 from raypp.spec import families as spec_families
 
 REPOSITORY = Path(__file__).parents[3]
@@ -167,23 +164,6 @@ def test_the_plan_as_json_has_the_textbooks_numbers(capsys: pytest.CaptureFixtur
     assert (plan["world"], sum(plan["cut"]), plan["bubble_fraction"]) == (4, 6, 0.25)
     assert plan["bubble_overhead"] == pytest.approx(1 / 3)
     assert plan["program"][0] == "0F0 0F1 0B0 0F2 0B1 0B2"
-
-
-def test_a_schedules_chart_shows_who_waits_when() -> None:
-    program = build_program("1f1b", 2, 1, 3)
-    chart = schedule_picture(simulate(program, StageTimes.equal(2)).slots, 80).plain
-    assert [line.rstrip() for line in chart.splitlines()] == [
-        "pp0  0  1  ·  ·  0━━━━ 2  1━━━━ ·  2━━━━",
-        "pp1  ·  0  0━━━━ 1  1━━━━ 2  2━━━━ ·  ·",
-        "     0 forward   0━━ backward   · idle",
-    ]
-
-
-def test_a_chart_that_is_too_wide_is_cut_and_says_so() -> None:
-    slots = simulate(build_program("gpipe", 4, 1, 32), StageTimes.equal(4)).slots
-    lines = schedule_picture(slots, 60).plain.splitlines()
-    assert all(line.endswith("…") and len(line) == 60 for line in lines[:-1])
-    assert lines[-1].endswith("… truncated")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_a_plan_names_every_rank_its_stages_and_layers() -> None:
     assert plan.cut == (5, 3)
     assert [(rank.stages, rank.layers) for rank in plan.ranks[::2]] == [((0,), ((0, 4),)), ((1,), ((5, 7),))]
     assert plan.program[0].startswith("0F0 0F1 0B0")
-    assert plan.picture.startswith("pp0 F0 F1")
+    assert plan.picture.startswith("pp0  0  1  ·  ·  0━━━━ 2")
 
 
 def test_a_plan_is_json() -> None:
