@@ -61,7 +61,7 @@ class Records:
 
 
 def follow(
-    place: RunPlace, reader: RunReader, over: Callable[[], bool] = lambda: False, poll_s: float = POLL_S
+    place: RunPlace, reader: RunReader, over: Callable[[], bool] | None = None, poll_s: float = POLL_S
 ) -> Iterator[Records]:
     """Yields a run's records at intervals until it has ended.
 
@@ -74,15 +74,15 @@ def follow(
         poll_s: Seconds between two looks.
 
     Raises:
-        StoreError: The store did not answer for a minute.
+        StoreError: The store did not answer for a minute. With `over`: did not when that was True.
     """
     heard, last = time.monotonic(), None
     while True:
-        ends = over()
+        ends = over is not None and over()
         try:
             last, heard = Records.read(place, reader), time.monotonic()
         except StoreError as error:
-            if ends or time.monotonic() - heard > _STORE_PATIENCE_S:
+            if ends or (over is None and time.monotonic() - heard > _STORE_PATIENCE_S):
                 raise
             trouble = f"cannot read the run's records at the moment: {error.problems[0].what}"
             last = last and replace(last, trouble=trouble)

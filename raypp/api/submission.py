@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,8 +230,6 @@ def _perhaps_accepted(job: Job) -> Problem:
 
 _JOB_POLL_S = 2.0
 _RECORDS_PATIENCE_S = 15.0
-_LOG_PAUSE = 9.0
-"""Pause between two looks at a job's log, which the dashboard always sends whole, in looks."""
 
 
 class JobWatch:
@@ -292,22 +290,9 @@ class JobWatch:
         say(f"the run's Ray job ended before the run did: {message}")
         return self.driver_exit_code or EXIT_RUN_FAILED
 
-    def new_log(self) -> Iterator[str]:
-        """Yields what is new in the job's log until the job ends."""
-        shown = 0
-        while True:
-            self._look()
-            asked = time.monotonic()
-            log = self._dashboard.job_logs(self._id)
-            took_s = time.monotonic() - asked
-            yield log[shown:]
-            shown = len(log)
-            if self._ended is not None:
-                return
-            time.sleep(max(_JOB_POLL_S / 2, _LOG_PAUSE * took_s))
-
     @property
     def driver_exit_code(self) -> int:
-        """The exit code of the job's driver, after `new_log` has ended."""
+        """The exit code of the job's driver."""
+        self._look()
         code = (self.job or {}).get("driver_exit_code")
         return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED

@@ -58,14 +58,14 @@ class LiveView:
         rows = reader.history()
         self._shown_step = rows[-1]["step"] if rows else 0
 
-    def follow(self, place: RunPlace, reader: RunReader, over: Callable[[], bool] = lambda: False) -> Records:
+    def follow(self, place: RunPlace, reader: RunReader, over: Callable[[], bool] | None = None) -> Records:
         """Shows the run until it ends, or until `over` says so.
 
         Returns:
             The last records. Their state is final unless `over` ended the loop.
 
         Raises:
-            StoreError: The store did not respond for a minute.
+            StoreError: The store did not respond; see `api.following`.
             KeyboardInterrupt: Ctrl-C. The run itself continues.
         """
         self._started = time.monotonic()

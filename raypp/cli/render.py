@@ -44,6 +44,7 @@ _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "b
 _WIDEST_TAG = 24
 _NARROWEST_PLACE = 16
 """Columns for the URL of a store; with less room it is left out."""
+_MOST_POINTS = 20_000
 _FIX = re.compile(r"\s*\n\s*fix: ")
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
@@ -65,9 +66,12 @@ def facts(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
 def curve(
     rows: Sequence[Mapping[str, Any]], console: Console, width: int = 60, height: int = 8
 ) -> RenderableType | None:
-    """Draws the loss of a run's history; None if there is nothing to draw yet."""
+    """Draws the loss of a run's history; None if there is nothing to draw yet.
+
+    Of very many steps, only every n-th is read: the live screen draws it twice a second.
+    """
     lines = loss_curve(
-        [(row["step"], row["loss"]) for row in rows],
+        [(row["step"], row["loss"]) for row in (*rows[:: 1 + len(rows) // _MOST_POINTS], *rows[-1:])],
         width=min(width, console.width - 4),
         height=height,
         ascii_only="utf" not in console.encoding.lower(),

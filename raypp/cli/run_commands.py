@@ -17,7 +17,7 @@ from raypp.api.submission import JobWatch, prepare, start
 from raypp.checkpoint.run_spec import read_end
 from raypp.cli.live import LiveView, summary_view
 from raypp.cli.options import job_argument
-from raypp.cli.output import echo, echo_json, echo_lines, say
+from raypp.cli.output import echo, echo_json, say
 from raypp.cli.render import one_line
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -129,12 +129,7 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
             view.follow(place, reader, watch.over)
             end = read_end(reader.store, place.name)
         except StoreError as error:
-            echo(
-                f"cannot read the run's records from here ({one_line(str(error))}); showing the Ray job's log instead",
-                err=True,
-            )
-            for news in watch.new_log():
-                echo_lines(news, nl=False, err=as_json)
+            echo(f"the run's job has ended, and its records cannot be read: {one_line(str(error))}", err=True)
             if as_json:
                 _print_json({"run": place.name})
             return watch.driver_exit_code

@@ -44,14 +44,14 @@ def watch(place: RunPlace, reader: RunReader, console: Console) -> Records:
         StoreError: The store did not respond for a minute.
         KeyboardInterrupt: Ctrl-C. The run itself continues.
     """
-    following, loss = follow(place, reader), LossCurve()
+    following = follow(place, reader)
     records = next(following)
     for name in ("SIGTERM", "SIGHUP"):  # as exceptions, after which the terminal is as before
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _leave)
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while not is_final(records.status):
-            live.update(screen_view(records, console, loss), refresh=True)
+            live.update(screen_view(records, console), refresh=True)
             records = next(following)
     return records
 
@@ -60,34 +60,8 @@ def _leave(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-class LossCurve:
-    """The loss curve of a run, which is drawn again only when it has changed: that takes long for
-    many steps."""
-
-    def __init__(self) -> None:
-        self._of: tuple[int, int, int] | None = None
-        self._last: Mapping[str, Any] | None = None
-        self._drawn: RenderableType | None = None
-
-    def draw(
-        self, rows: Sequence[Mapping[str, Any]], console: Console, width: int, height: int
-    ) -> RenderableType | None:
-        """Does what `render.curve` does, for the rows of one `RunReader`."""
-        last = rows[-1] if rows else None
-        if self._of != (len(rows), width, height) or self._last is not last:
-            self._of, self._last = (len(rows), width, height), last
-            self._drawn = curve(rows, console, width, height)
-        return self._drawn
-
-
-def screen_view(records: Records, console: Console, loss: LossCurve | None = None) -> RenderableType:
-    """Draws a whole screen, of the console's present size.
-
-    Args:
-        records: The run's records.
-        console: Where it is shown.
-        loss: That of the screens before.
-    """
+def screen_view(records: Records, console: Console) -> RenderableType:
+    """Draws a whole screen, of the console's present size."""
     status, height = records.status, console.size.height
     mesh = mesh_view(status, console.size.width - 4, max(2, height // 3))
     mesh_rows = len(mesh) + 1
@@ -98,8 +72,7 @@ def screen_view(records: Records, console: Console, loss: LossCurve | None = Non
         Layout(_titled("mesh", f"  {mesh_text(status['mesh'])}" if status["mesh"] else "", *mesh), size=mesh_rows),
     ]
     if curve_rows >= 4:
-        picture = (loss or LossCurve()).draw(records.rows, console, console.size.width - 4, curve_rows)
-        picture = picture or Text("  no steps yet", "dim")
+        picture = curve(records.rows, console, console.size.width - 4, curve_rows) or Text("  no steps yet", "dim")
         parts.append(Layout(_titled("loss", "", picture)))
     parts.append(Layout(_titled("events", "", *_events(records.events[-event_rows:])), size=event_rows + 2))
     footer, style = records.trouble or "Ctrl-C leaves; the run continues", "yellow" if records.trouble else "dim"

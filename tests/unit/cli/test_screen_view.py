@@ -8,7 +8,7 @@ import pytest
 
 from raypp.api.following import Records
 from raypp.cli.console import Console
-from raypp.cli.screen_view import LossCurve, screen_view
+from raypp.cli.screen_view import screen_view
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.records import Coordinates, Event, RunState
 
@@ -62,15 +62,3 @@ def test_a_run_that_has_no_step_yet_is_drawn() -> None:
 
 def test_an_error_stays_one_line() -> None:
     assert "first second; fix: third" in drawn(1, 1, 80, 24, error="first\nsecond\n  fix: third")[4]
-
-
-def test_the_loss_curve_is_drawn_again_only_if_steps_or_the_size_are_new() -> None:
-    console, loss = Console(file=io.StringIO(), width=80), LossCurve()
-    first = loss.draw(ROWS[:50], console, 60, 8)
-    assert first is not None and loss.draw(ROWS[:50], console, 60, 8) is first
-    longer = loss.draw(ROWS[:51], console, 60, 8)
-    assert longer is not first
-    assert loss.draw(ROWS[:51], console, 50, 8) is not longer
-    # After a restart another attempt takes the steps again.
-    again = loss.draw([*ROWS[:50], dict(ROWS[50])], console, 50, 8)
-    assert loss.draw(ROWS[:51], console, 50, 8) is not again

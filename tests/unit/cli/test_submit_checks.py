@@ -414,13 +414,6 @@ def test_a_dry_run_prints_one_json_object_on_standard_output(
     assert "nothing was started" in said.err
 
 
-class _JobEnded(_JobFailed):
-    """One whose log can still be read."""
-
-    def job_logs(self, submission_id: str) -> str:
-        return "the job's words\n"
-
-
 def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_answer(
     store: DirectoryStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,10 +422,10 @@ def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_
 
     view = LiveView()
     monkeypatch.setattr(view, "follow", away)
-    dashboard = _JobEnded("http://127.0.0.1:1")
+    dashboard = _JobFailed("http://127.0.0.1:1")
     place = RunPlace(store.url, "mine", dashboard.url, "job")
     cluster = Cluster(dashboard.url, dashboard)
     assert run_commands._follow(place, RunReader(store, "mine"), cluster, view, as_json=True) == 4
     said = capsys.readouterr()
     assert json.loads(said.out)["run"] == "mine"
-    assert "the job's words" in said.err
+    assert "its records cannot be read: no answer" in said.err

@@ -15,13 +15,10 @@ import nasty_world as nasty
 import pytest
 from rich.cells import cell_len
 
-from raypp.api.submission import JobWatch
 from raypp.cli import doctor_command, live, parity_command
 from raypp.cli.console import Console
 from raypp.cli.main import run
-from raypp.cli.output import echo_lines
 from raypp.clusters.dashboard import Dashboard, DashboardError
-from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control.client import answer_in
 from raypp.doctor.findings import Finding, Severity
@@ -190,18 +187,6 @@ def test_answers_of_a_cluster_are_shown(
             assert run(arguments) in (0, 1, 2, 3, 4)
             told = capsys.readouterr()
             assert nasty.faults(told.out + told.err) == [], arguments
-
-
-def test_the_log_of_a_ray_job_is_shown(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    log = json.dumps({"logs": text, "status": "FAILED", "message": text}).encode()
-    with nasty.server(log) as url:
-        watch = JobWatch(Cluster(url, Dashboard(url)), RunPlace("s", "a", url, text))
-        for news in watch.new_log():
-            echo_lines(news, nl=False)
-        assert watch.driver_exit_code == 1
-    told = capsys.readouterr().out
-    assert nasty.MARK in told
-    assert nasty.faults(told.replace("FORGED", "")) == []
 
 
 def test_an_error_of_the_dashboard_is_shown_without_its_stack() -> None:
