@@ -19,7 +19,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from benchmarks.surroundings import announce
 from benchmarks.timed_rank import job_of
 from benchmarks.turns import Held
 from cluster.testbed import why_not
-from raypp.planning.costs import NUMBERS, Costs, Part
+from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
 
@@ -87,7 +87,7 @@ def mean_of(answers: list[dict[str, Any]]) -> Costs:
         Part(*(statistics.mean(answer[name][way] for answer in answers) for way in ("forward", "backward")))
         for name in ("layer", "first", "last")
     )
-    numbers: dict[str, Any] = {name: of(name) for name in NUMBERS}
+    numbers: dict[str, Any] = {one.name: of(one.name) for one in fields(Costs) if isinstance(one.default, float)}
     return Costs(layer, first, last, measured=True, **numbers)
 
 

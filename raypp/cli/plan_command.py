@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import TypeAdapter
 
 from raypp.api.checked_job import load_checked_job
 from raypp.api.torch_process import ask
@@ -212,7 +213,7 @@ def _measure(job: Job, path: Path) -> None:
         RunFailedError: The measurement failed.
     """
     from raypp.cli.console import Console
-    from raypp.planning.costs import NUMBERS, Costs, Part, write_costs
+    from raypp.planning.costs import Costs, write_costs
     from raypp.spec.load import job_document
 
     request = {"job": job_document(job), "device": job.resources.device}
@@ -224,9 +225,7 @@ def _measure(job: Job, path: Path) -> None:
             f"Other programs, or the host of a virtual machine, used the core for {others:.0%} of the time. "
             "The measured costs include that."
         )
-    layer, first, last = (Part(**answer[name]) for name in ("layer", "first", "last"))
-    numbers = {name: answer[name] for name in NUMBERS}
-    found = Costs(layer, first, last, kind=answer["kind"], measured=True, **numbers)
+    found = TypeAdapter(Costs).validate_python(answer)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         write_costs(path, found, job, answer["device"], when)

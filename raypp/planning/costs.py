@@ -6,9 +6,9 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MaxLen
 from typing_extensions import TypedDict
@@ -88,16 +88,6 @@ def device_named(name: str) -> Device:
     raise JobError(f"--device {name}: unknown", f"{meant}use one of {', '.join(DEVICES)}, or measure: --measure FILE")
 
 
-@dataclass(frozen=True)
-class Part:
-    """Seconds that one microbatch takes in one part of the model."""
-
-    forward: float
-    backward: float
-
-
-NUMBERS = ("optimizer_s", "step_s", "copy_s", "gather_s", "sum_s", "input_share", "weight_share")
-"""The costs that are plain numbers. The others are parts."""
 _SHOWN = 8
 _BOUNDS = Bounds(size=4 << 20, values=100_000)
 _Seconds = Annotated[float, Ge(0), Le(1e9)]
@@ -105,33 +95,12 @@ _Share = Annotated[float, Ge(0), Le(1e3)]
 _Label = Annotated[str, MaxLen(200)]
 
 
-class _Part(TypedDict):
+@dataclass(frozen=True)
+class Part:
+    """Seconds that one microbatch takes in one part of the model."""
+
     forward: _Seconds
     backward: _Seconds
-
-
-class _File(TypedDict):
-    identity: dict[str, Any]
-    layer: _Part
-    first: _Part
-    last: _Part
-    measured: NotRequired[_Label]
-    device: NotRequired[_Label]
-    kind: NotRequired[Kind]
-    optimizer_s: NotRequired[_Seconds]
-    step_s: NotRequired[_Seconds]
-    copy_s: NotRequired[_Seconds]
-    gather_s: NotRequired[_Seconds]
-    sum_s: NotRequired[_Seconds]
-    input_share: NotRequired[_Share]
-    weight_share: NotRequired[_Share]
-
-
-_ADDED = {
-    "input_share": "; without the split of a backward into halves: the halves are assumed to add up to the whole",
-    "gather_s": "; without FSDP's copies on CPUs: they are not counted",
-}
-"""Remarks about a file that was written before these costs were measured."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +122,7 @@ class Costs:
         gather_s: Seconds of copies per weight that FSDP gathers, without those of messages; CPUs
             only.
         sum_s: Seconds of copies and additions per weight whose gradient FSDP reduces; likewise.
-        kind: The kind of device that was measured. Older files do not tell; they are taken for a
-            CPU's.
+        kind: The kind of device.
         measured: True if these are measured times.
         source: Where the numbers come from, for people.
     """
@@ -162,16 +130,23 @@ class Costs:
     layer: Part
     first: Part
     last: Part
-    optimizer_s: float = 0.0
-    step_s: float = 0.0
-    copy_s: float = 0.0
-    gather_s: float = 0.0
-    sum_s: float = 0.0
-    input_share: float = 0.5
-    weight_share: float = 0.5
+    optimizer_s: _Seconds = 0.0
+    step_s: _Seconds = 0.0
+    copy_s: _Seconds = 0.0
+    gather_s: _Seconds = 0.0
+    sum_s: _Seconds = 0.0
+    input_share: _Share = 0.5
+    weight_share: _Share = 0.5
     kind: Kind = "cpu"
     measured: bool = False
     source: str = ""
+
+
+class _File(TypedDict):
+    measured: _Label
+    device: _Label
+    identity: dict[str, Any]
+    costs: Costs
 
 
 def computed_costs(job: Job, device: Device) -> Costs:
@@ -247,19 +222,14 @@ def read_costs(path: Path, job: Job) -> Costs:
     found = parse_as(
         _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
     )
-    kind = found.get("kind", "cpu")
-    identity, wanted = found["identity"], cost_identity(job, kind)
+    costs, identity = found["costs"], found["identity"]
+    wanted = cost_identity(job, costs.kind)
     if identity != wanted:
         differs = sorted(_differences(identity, wanted))
         shown = visible(", ".join(differs[:_SHOWN])) + (" and others" if len(differs) > _SHOWN else "")
         raise JobError(f"{path} was measured for another job: {shown} differ", fix)
-    document: Mapping[str, Any] = found
-    lacks = [text for name, text in _ADDED.items() if name not in document]
-    parts: dict[str, Any] = {name: Part(**document[name]) for name in ("layer", "first", "last")}
-    numbers: dict[str, Any] = {name: document[name] for name in NUMBERS if name in document}
-    where = f"{visible(found.get('measured', ''))} on {visible(found.get('device', 'a device'))}"
-    source = f"costs measured {where}{''.join(lacks)}"
-    return Costs(**parts, **numbers, kind=kind, measured=True, source=source)
+    source = f"costs measured {visible(found['measured'])} on {visible(found['device'])}"
+    return replace(costs, measured=True, source=source)
 
 
 def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) -> None:
@@ -269,14 +239,8 @@ def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) 
         device: The device on which they were measured.
         measured: Time of the measurement, for people.
     """
-    document = {
-        "measured": measured,
-        "device": device,
-        "kind": costs.kind,
-        "identity": cost_identity(job, costs.kind),
-        **{name: vars(getattr(costs, name)) for name in ("layer", "first", "last")},
-        **{name: getattr(costs, name) for name in NUMBERS},
-    }
+    numbers = {name: value for name, value in asdict(costs).items() if name not in ("measured", "source")}
+    document = {"measured": measured, "device": device, "identity": cost_identity(job, costs.kind), "costs": numbers}
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
