@@ -145,7 +145,7 @@ class TestBed:
                 Problem("name", f"there is no test bed {name!r}", f"python -m cluster.testbed up {name}")
             ) from None
         document["network"] = Network(**document["network"])
-        document["store"] = SeaweedServer.from_dict(document["store"]) if document["store"] else None
+        document["store"] = SeaweedServer(**document["store"]) if document["store"] else None
         return cls(**document)
 
     def down(self) -> None:
@@ -391,7 +391,7 @@ class TestBed:
             "rates": self.rates,
             "ray": self.ray,
             "pin": self.pin,
-            "store": self.store.as_dict() if self.store else None,
+            "store": dataclasses.asdict(self.store) if self.store else None,
         }
         write_private(self.directory / "state.json", json.dumps(document, indent=2))
 

@@ -12,7 +12,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from raypp.storage.s3 import S3Store
 from raypp.untrusted.documents import parse_json
 from raypp.untrusted.files import expand_home, read_file
 
-_PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
-_MORE_PORTS = ("filer.port", "filer.port.grpc")
+_PORTS = tuple(f"{name}.port{kind}" for name in ("s3", "master", "volume", "filer") for kind in ("", ".grpc"))
 _KEYS_BYTES = 64 << 10
+_VOLUME_MB = 1024
+"""Largest size of one of the server's data files."""
 _START_S = 60.0
 _STOP_S = 10.0
 _GRACE_S = 1.0
@@ -34,7 +35,7 @@ _WARM_UP_BUCKET = "raypp-warm-up"
 
 @dataclass(frozen=True)
 class SeaweedServer:
-    """A running server. Another process can stop it, given its `as_dict`.
+    """A running server. Another process can stop it, given these fields.
 
     Attributes:
         endpoint: `http://127.0.0.1:PORT`, for AWS_ENDPOINT_URL_S3.
@@ -61,10 +62,6 @@ class SeaweedServer:
         *,
         buckets: tuple[str, ...] = (),
         detached: bool = False,
-        access_key: str | None = None,
-        secret_key: str | None = None,
-        volume_mb: int = 1024,
-        timeout_s: float = _START_S,
         host: str = "127.0.0.1",
         launched: Callable[[SeaweedServer], None] = lambda server: None,
     ) -> SeaweedServer:
@@ -77,10 +74,6 @@ class SeaweedServer:
             buckets: Created if missing.
             detached: The server runs in its own session and outlives this process; otherwise it
                 dies with its terminal.
-            access_key: None for the key in the directory, or a new random one.
-            secret_key: See `access_key`.
-            volume_mb: Largest size of one of the server's data files.
-            timeout_s: Longest wait for the first response.
             host: The only address it listens on. Other machines can use it if they can reach that
                 address.
             launched: Gets the server before it answers, and again if it is started again.
@@ -92,9 +85,9 @@ class SeaweedServer:
         directory = expand_home(directory).absolute()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (directory / "data").mkdir(mode=0o700, exist_ok=True)
-        access_key, secret_key = _keys(directory / "s3.json", access_key, secret_key)
+        access_key, secret_key = _keys(directory / "s3.json")
         for left in reversed(range(3)):
-            process, ports = _launch(directory, detached, volume_mb, host)
+            process, ports = _launch(directory, detached, host)
             endpoint = f"http://{host}:{ports['s3.port']}"
             server = cls(
                 endpoint,
@@ -107,7 +100,7 @@ class SeaweedServer:
             )
             try:
                 launched(server)
-                server._wait(process, timeout_s)
+                server._wait(process)
                 for bucket in buckets:
                     server.store(bucket).create_bucket()
                 return server
@@ -135,14 +128,6 @@ class SeaweedServer:
             "AWS_REGION": "us-east-1",
         }
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns all fields, including the secret: keep it private. The inverse is `from_dict`."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, written: dict[str, Any]) -> SeaweedServer:
-        return cls(**{**written, "ports": tuple(written["ports"])})
-
     def running(self) -> bool:
         """Returns whether the server's process is alive."""
         return self._process().find() is not None
@@ -164,10 +149,10 @@ class SeaweedServer:
     def _process(self) -> OwnProcess:
         return OwnProcess(self.pid, self.started)
 
-    def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
         """Waits until a small object can be written; the first write makes volumes grow."""
         host, _, port = self.endpoint.removeprefix("http://").rpartition(":")
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _START_S
         reason = "nothing listens on its port"
         while time.monotonic() < deadline:
             if process.poll() is not None:
@@ -181,7 +166,7 @@ class SeaweedServer:
             except (OSError, UnreachableError) as error:
                 reason = str(error)
                 time.sleep(0.1)
-        state = "ended" if process.poll() is not None else f"did not answer for {timeout_s:.0f} s ({reason})"
+        state = "ended" if process.poll() is not None else f"did not answer for {_START_S:.0f} s ({reason})"
         raise UnreachableError(
             Problem(
                 "", f"the S3 server in {self.directory} {state}; the end of its log:\n{_log_end(Path(self.directory))}"
@@ -207,14 +192,13 @@ def find_weed() -> Path:
     return Path(found)
 
 
-def _keys(path: Path, access_key: str | None, secret_key: str | None) -> tuple[str, str]:
+def _keys(path: Path) -> tuple[str, str]:
     """Returns the keys of the server's only identity; reads or creates its private file."""
-    if path.is_file() and access_key is None:
+    if path.is_file():
         with contextlib.suppress(RayppError, LookupError, TypeError):
             kept = parse_json(read_file(path, _KEYS_BYTES), str(path))["identities"][0]["credentials"][0]
             return str(kept["accessKey"]), str(kept["secretKey"])
-    access_key = access_key or f"raypp{secrets.token_hex(6)}"
-    secret_key = secret_key or secrets.token_hex(20)
+    access_key, secret_key = f"raypp{secrets.token_hex(6)}", secrets.token_hex(20)
     identity = {
         "name": "raypp",
         "credentials": [{"accessKey": access_key, "secretKey": secret_key}],
@@ -226,11 +210,8 @@ def _keys(path: Path, access_key: str | None, secret_key: str | None) -> tuple[s
     return access_key, secret_key
 
 
-def _launch(
-    directory: Path, detached: bool, volume_mb: int, host: str
-) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
-    names = _PORTS + _MORE_PORTS
-    ports = dict(zip(names, free_ports(len(names), host), strict=True))
+def _launch(directory: Path, detached: bool, host: str) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
+    ports = dict(zip(_PORTS, free_ports(len(_PORTS), host), strict=True))
     command = [
         str(find_weed()),
         "server",
@@ -245,7 +226,7 @@ def _launch(
         "-s3.port.lance=0",
         "-volume.max=100",
         "-volume.preStopSeconds=0",
-        f"-master.volumeSizeLimitMB={volume_mb}",
+        f"-master.volumeSizeLimitMB={_VOLUME_MB}",
         # The ports change with every start; a stored election result would name the old ones.
         "-master.resumeState=false",
         "-master.telemetry=false",

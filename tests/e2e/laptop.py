@@ -183,7 +183,7 @@ class Laptop:
 
     @property
     def s3(self) -> SeaweedServer:
-        return SeaweedServer.from_dict(self.state["s3"])
+        return SeaweedServer(**self.state["s3"])
 
     @property
     def dashboard(self) -> Dashboard:
