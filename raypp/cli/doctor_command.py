@@ -11,6 +11,7 @@ import click
 
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.console import Console, Lines, Table, Text
+from raypp.cli.options import set_option
 from raypp.cli.output import check_writable, echo, echo_json, echo_lines, problem_parts, styled, write_file
 from raypp.clusters.find import find_cluster, lend_store_settings
 from raypp.control import client
@@ -29,7 +30,7 @@ _COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cy
 
 @click.command("doctor")
 @click.argument("job", required=False, type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace one value of the job file.")
+@set_option
 @click.option("--address", metavar="A", help="URL of the cluster's dashboard.  [default: as for submit]")
 @click.option("--store", "store_url", metavar="URL", help="Store to test from every node.  [default: the job's]")
 @click.option("--out", type=click.Path(path_type=Path), help="Write a file for `raypp plan --links`.")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from raypp.api.torch_process import ask
 from raypp.cli.console import Console, Table
-from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths
+from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, set_option
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import Cluster
 from raypp.control.inference_client import use_on_cluster
@@ -37,9 +37,7 @@ _KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
 @click.option("--data", metavar="PATH", help="Text to evaluate on.  [default: the run's eval data, else its data]")
 @click.option("--tasks", metavar="A,B", help="Run tasks of lm-evaluation-harness: names, or paths of their YAML files.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="With --tasks: only the first N documents of each.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace one value of the job. Can be repeated."
-)
+@set_option
 @mesh_option
 @cluster_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -21,54 +21,45 @@ from raypp.untrusted.text import VisibleFormatter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-COMMANDS = {
-    # command: (its function, one line of help); imported on first use, so that `raypp --help` is
-    # quick
-    "submit": (
-        "raypp.cli.run_commands:submit_command",
-        "Train: check a job, submit it to the cluster, follow the run.",
-    ),
-    "init": ("raypp.cli.job_commands:init_command", "Write an example job and its data into this directory."),
-    "plan": ("raypp.cli.plan_command:plan_command", "Show what a job will do and cost. Needs no cluster."),
-    "status": ("raypp.cli.inspect_commands:status_command", "Show a run's state, step, speed, ranks and errors."),
-    "list": ("raypp.cli.inspect_commands:list_command", "List all runs."),
-    "history": ("raypp.cli.inspect_commands:history_command", "Print loss and speed of every step as JSON lines."),
-    "events": ("raypp.cli.inspect_commands:events_command", "Print the events of a run, with their times."),
-    "logs": ("raypp.cli.inspect_commands:logs_command", "Print the output of the ranks."),
-    "timeline": (
-        "raypp.cli.timeline_command:timeline_command",
-        "Trace the next steps: who computes, sends and waits when.",
-    ),
-    "report": ("raypp.cli.inspect_commands:report_command", "Write one HTML page about a run, or about two."),
-    "save": ("raypp.cli.run_commands:save_command", "Save a checkpoint now."),
-    "stop": ("raypp.cli.run_commands:stop_command", "Stop a run after a final checkpoint."),
-    "generate": ("raypp.cli.generate_command:generate_command", "Continue prompts with a trained model."),
-    "checkpoints": ("raypp.cli.checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
-    "data": ("raypp.cli.data_commands:data_group", "Look at a job's data before training; tokenise it once."),
-    "eval": (
-        "raypp.cli.eval_command:eval_command",
-        "Compute a model's loss on text, or run evaluation tasks.",
-    ),
-    "local": ("raypp.cli.cluster_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
-    "slurm": (
-        "raypp.cli.cluster_commands:slurm_command",
-        "Train on the nodes of a Slurm job: start Ray, submit, follow.",
-    ),
-    "doctor": ("raypp.cli.doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
-    "parity": (
-        "raypp.cli.parity_command:parity_command",
-        "Compare a job's mesh with a single process, number by number.",
-    ),
-    "explain": ("raypp.cli.job_commands:explain_command", "Explain the keys of a job file."),
-    "schema": ("raypp.cli.job_commands:schema_command", "Print the job file's JSON Schema, for editors."),
-    "list-kinds": ("raypp.cli.job_commands:list_kinds_command", "List the available models, data sources, schedules …"),
-}
-
 FAMILIES = {
-    "Runs": ("submit", "status", "list", "history", "events", "logs", "timeline", "report", "save", "stop"),
-    "Jobs": ("init", "plan", "data", "parity", "explain", "schema", "list-kinds"),
-    "Models": ("generate", "eval"),
-    "Stores and clusters": ("checkpoints", "local", "slurm", "doctor"),
+    # family: command: (its function below raypp.cli, one line of help); imported on first use,
+    # so that `raypp --help` is quick.
+    "Runs": {
+        "submit": ("run_commands:submit_command", "Train: check a job, submit it to the cluster, follow the run."),
+        "status": ("inspect_commands:status_command", "Show a run's state, step, speed, ranks and errors."),
+        "list": ("inspect_commands:list_command", "List all runs."),
+        "history": ("inspect_commands:history_command", "Print loss and speed of every step as JSON lines."),
+        "events": ("inspect_commands:events_command", "Print the events of a run, with their times."),
+        "logs": ("inspect_commands:logs_command", "Print the output of the ranks."),
+        "timeline": ("timeline_command:timeline_command", "Trace the next steps: who computes, sends and waits when."),
+        "report": ("inspect_commands:report_command", "Write one HTML page about a run, or about two."),
+        "save": ("run_commands:save_command", "Save a checkpoint now."),
+        "stop": ("run_commands:stop_command", "Stop a run after a final checkpoint."),
+    },
+    "Jobs": {
+        "init": ("job_commands:init_command", "Write an example job and its data into this directory."),
+        "plan": ("plan_command:plan_command", "Show what a job will do and cost. Needs no cluster."),
+        "data": ("data_commands:data_group", "Look at a job's data before training; tokenise it once."),
+        "parity": ("parity_command:parity_command", "Compare a job's mesh with a single process, number by number."),
+        "explain": ("job_commands:explain_command", "Explain the keys of a job file."),
+        "schema": ("job_commands:schema_command", "Print the job file's JSON Schema, for editors."),
+        "list-kinds": ("job_commands:list_kinds_command", "List the available models, data sources, schedules …"),
+    },
+    "Models": {
+        "generate": ("generate_command:generate_command", "Continue prompts with a trained model."),
+        "eval": ("eval_command:eval_command", "Compute a model's loss on text, or run evaluation tasks."),
+    },
+    "Stores and clusters": {
+        "checkpoints": ("checkpoint_commands:checkpoints_group", "List, verify, prune and convert checkpoints."),
+        "local": ("cluster_commands:local_group", "Run a cluster on this machine: Ray and an S3 server."),
+        "slurm": ("cluster_commands:slurm_command", "Train on the nodes of a Slurm job: start Ray, submit, follow."),
+        "doctor": ("doctor_command:doctor_command", "Check a cluster: versions, links, clocks, store."),
+    },
+}
+COMMANDS = {
+    name: (f"raypp.cli.{function}", words)
+    for commands in FAMILIES.values()
+    for name, (function, words) in commands.items()
 }
 
 
@@ -96,9 +87,9 @@ class LazyCommands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         longest = max(map(len, COMMANDS))
-        for family, names in FAMILIES.items():
+        for family, commands in FAMILIES.items():
             with formatter.section(family):
-                formatter.write_dl([(name.ljust(longest), COMMANDS[name][1]) for name in names])
+                formatter.write_dl([(name.ljust(longest), words) for name, (_, words) in commands.items()])
 
 
 @click.group(

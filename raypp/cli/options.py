@@ -88,13 +88,17 @@ def _pipeline_ranks(context: click.Context, parameter: click.Parameter, value: s
     return int(found[1])
 
 
-def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the argument `JOB` (as `job`, a path) and the option `--set` (as `overrides`)."""
-    setting = click.option(
+def set_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the option `--set` (as `overrides`) to a command."""
+    return click.option(
         "--set",
         "overrides",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Replace one value of the job file, e.g. --set mesh.pp=4. Can be repeated.",
-    )
-    return click.argument("job", type=click.Path(path_type=Path))(setting(command))
+        help="Replace one value of the job, e.g. --set mesh.pp=4. Can be repeated.",
+    )(command)
+
+
+def job_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the argument `JOB` (as `job`, a path) and the option `--set`."""
+    return click.argument("job", type=click.Path(path_type=Path))(set_option(command))

@@ -13,7 +13,7 @@ import yaml
 
 from raypp.__main__ import main as command
 from raypp.cli import main as frame
-from raypp.cli.main import COMMANDS, FAMILIES, cli, run
+from raypp.cli.main import COMMANDS, cli, run
 from raypp.errors import (
     JobError,
     Problem,
@@ -53,11 +53,6 @@ def test_every_command_of_the_table_is_there_under_its_name_and_has_help(name: s
     assert command is not None
     assert command.name == name
     assert command.help
-
-
-def test_every_command_is_listed_in_one_family() -> None:
-    listed = [name for names in FAMILIES.values() for name in names]
-    assert sorted(listed) == sorted(COMMANDS)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
