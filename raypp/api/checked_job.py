@@ -160,8 +160,9 @@ def plan(
     """
     job = checked(job_file(job)).job
     count_own_model(job)
-    grounds = grounds_of(job, device=device, link_gbps=link_gbps, links=links, per_node=per_node, costs=costs)
-    return make_plan(job, link_gbps=link_gbps, grounds=grounds)
+    return make_plan(
+        job, grounds_of(job, device=device, link_gbps=link_gbps, links=links, per_node=per_node, costs=costs)
+    )
 
 
 def grounds_of(

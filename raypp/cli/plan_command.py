@@ -79,10 +79,6 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 def plan_command(
     job: Path,
     overrides: tuple[str, ...],
-    link_gbps: float | None,
-    links: Path | None,
-    device: str | None,
-    per_node: int | None,
     costs: Path | None,
     measure: Path | None,
     search: bool,
@@ -90,6 +86,7 @@ def plan_command(
     fit: bool,
     search_time: float,
     as_json: bool,
+    **machines: Any,
 ) -> None:
     """Show what a job will do and cost, without a cluster.
 
@@ -104,11 +101,15 @@ def plan_command(
     if exact and (fit or search):
         fault = "--fit" if fit else "--search"
         raise JobError(f"--exact and {fault} do not go together", "play the job with the settings that it finds")
-    from raypp.api.checked_job import count_own_model
+    if costs is not None and measure is not None:
+        raise JobError("--measure writes the file that --costs reads", "use only one of them")
+    from raypp.api.checked_job import count_own_model, grounds_of
 
     file = load_checked_job(job, overrides)
     count_own_model(file.job)
-    grounds = _grounds(file.job, link_gbps, links, device, per_node, costs, measure)
+    if measure is not None:
+        _measure(file.job, measure)
+    grounds = grounds_of(file.job, costs=costs or measure, **machines)
     from raypp.cli.console import Console
 
     console = Console()
@@ -120,7 +121,7 @@ def plan_command(
         return
     from raypp.planning.plan import make_plan
 
-    plan = make_plan(file.job, link_gbps=link_gbps, grounds=grounds)
+    plan = make_plan(file.job, grounds)
     played = _play(file, plan) if exact else []
     if as_json:
         document = plan.as_dict() | ({"played": played} if exact else {})
@@ -176,30 +177,6 @@ def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
         }
         for pp, memory in enumerate(plan.memory)
     ]
-
-
-def _grounds(
-    job: Job,
-    link_gbps: float | None,
-    links: Path | None,
-    device: str | None,
-    per_node: int | None,
-    costs: Path | None,
-    measure: Path | None,
-) -> Grounds:
-    """Collects the options about machines and costs.
-
-    Raises:
-        JobError: A file cannot be used, or the device is unknown.
-    """
-    from raypp.api.checked_job import grounds_of
-
-    if costs is not None and measure is not None:
-        raise JobError("--measure writes the file that --costs reads", "use only one of them")
-    if measure is not None:
-        _measure(job, measure)
-    known = costs or measure
-    return grounds_of(job, device=device, link_gbps=link_gbps, links=links, per_node=per_node, costs=known)
 
 
 _WARN_ABOVE = 0.05
@@ -381,4 +358,4 @@ def _speed(one: Proposal) -> str:
 
 
 def _assumptions(one: Proposal) -> str:
-    return f"assumptions: {'; '.join(one.forecast.sources)}"
+    return f"assumptions: {'; '.join(one.forecast.assumptions)}"

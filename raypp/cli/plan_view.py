@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from raypp.cli.console import Lines, Table, Text
+from raypp.planning.forecast import Forecast
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
-from raypp.planning.predict import Prediction
 from raypp.planning.replica_sum_costs import ReplicaSums
 from raypp.planning.search import Found
 from raypp.planning.stored_bytes import size_text, three_digits
@@ -223,7 +223,7 @@ def _sums(sums: ReplicaSums) -> str:
     return f"sums over replicas: {sent} per rank and step, {share}, {time_text(sums.exposed_s)} after them"
 
 
-def _predictions(predictions: Sequence[Prediction]) -> RenderableType:
+def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
     if not predictions:
         return Text("none for this job")
     table = Table.grid(padding=(0, 2))
@@ -278,7 +278,7 @@ def search_view(found: Found, job: Job) -> RenderableType:
         table,
         Text(""),
         Text(summary, style="dim"),
-        Text(f"assumptions: {'; '.join(best.forecast.sources)}", style="dim"),
+        Text(f"assumptions: {'; '.join(best.forecast.assumptions)}", style="dim"),
         Text(f"bottleneck of the best: {best.forecast.bottleneck}"),
     ]
     if words:

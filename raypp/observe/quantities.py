@@ -44,25 +44,7 @@ CHECKPOINT_STEP = Metric("raypp_checkpoint_step", "Step of the newest committed 
 RANKS_ALIVE = Metric("raypp_ranks_alive", "Ranks of the current attempt whose process is alive.")
 STATE = Metric("raypp_state", "1 for the state the run is in, 0 for the others.", ("run", "state"))
 
-METRICS: tuple[Metric, ...] = (
-    STEP,
-    STEPS,
-    LOSS,
-    GRAD_NORM,
-    LEARNING_RATE,
-    AUX_LOSS,
-    Z_LOSS,
-    TOKENS_PER_SECOND,
-    TOKENS,
-    SEQ_LEN,
-    STEP_SECONDS,
-    STEP_PART_SECONDS,
-    ATTEMPT,
-    RESTARTS,
-    CHECKPOINT_STEP,
-    RANKS_ALIVE,
-    STATE,
-)
+METRICS = tuple(one for one in tuple(vars().values()) if isinstance(one, Metric))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from raypp.errors import JobError
 from raypp.planning.activations import Kind
-from raypp.planning.memory import rank_memory
+from raypp.planning.memory import memories
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
@@ -109,15 +109,7 @@ def fits_by_plan(job: Job, pipeline: ResolvedPipeline, memory: int, kind: Kind) 
     """
     if not memory:
         return None
-    ranks = list(enumerate(pipeline.stages_of_rank))
-
-    def fits(one: Simulator) -> bool:
-        return all(
-            rank_memory(job, stages, pipeline.cut, one.situations[rank], one.waiting[rank], kind).total <= memory
-            for rank, stages in ranks
-        )
-
-    return fits
+    return lambda one: all(rank.total <= memory for rank in memories(job, pipeline, one, kind))
 
 
 def best_depth(found: Sequence[Depth]) -> Depth:

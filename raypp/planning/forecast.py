@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
@@ -19,7 +20,7 @@ from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths, 
 from raypp.planning.costs import Costs
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.machines import Machines, Node, message_bytes
-from raypp.planning.memory import RankMemory, gathered_bytes, memory_kind, rank_memory, stage_trained, state_of
+from raypp.planning.memory import RankMemory, gathered_bytes, memories, memory_kind, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
@@ -42,6 +43,12 @@ from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 from raypp.spec.precision import FP32
 
+_SHOWN = (
+    "device", "step_s", "tokens_per_s", "bubble", "parts", "lookahead", "links", "bottleneck", "advice", "peak_memory",
+    "device_memory", "measured", "assumptions", "replica_sums",
+)  # fmt: skip
+"""What `raypp plan --json` shows of a forecast, in this order."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -50,37 +57,46 @@ class Forecast:
     Attributes:
         step_s: Seconds of a step.
         tokens_per_s: Of all replicas, with every row full.
+        bubble: Idle fraction of the ranks' time within the schedule, including waits for links.
         parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
         lookahead: Extra warm-up forwards that the forecast assumes.
         stage_s: Seconds of compute of each pipeline rank in a step.
-        idle: Fraction of the pipeline's time in which ranks are idle, on average.
-        free_pipeline_s: Seconds of the schedule with free links.
         links: The cables that pipelines cross, busiest first; at most `MOST_LISTED`.
         memory: Of every pipeline rank.
         bottleneck: Description of what a step waits for most.
+        device_memory: Bytes of a device; 0: unknown.
         measured: Which inputs were measured: "costs", "links".
-        sources: Description of where costs and links come from.
+        assumptions: Description of each; where costs and links come from.
         replica_sums: Sums of gradients over replicas; None without replicas.
+        device: cpu, cuda, the given kind of device, or measured; empty if nobody asked for one.
+        advice: Single changes that would help, and the fraction of the step's time that each saves.
+            Empty if nobody asked, for programs with very many actions, and for very many ranks.
     """
 
     step_s: float
     tokens_per_s: float
+    bubble: float
     parts: Mapping[str, float]
     lookahead: int
     stage_s: tuple[float, ...]
-    idle: float
-    free_pipeline_s: float
     links: tuple[LinkUse, ...]
     memory: tuple[RankMemory, ...]
     bottleneck: str
+    device_memory: int
     measured: tuple[str, ...]
-    sources: tuple[str, ...]
+    assumptions: tuple[str, ...]
     replica_sums: ReplicaSums | None = None
+    device: str = ""
+    advice: tuple[tuple[str, float], ...] = ()
 
     @property
     def peak_memory(self) -> int:
         """Bytes of the rank that needs most."""
         return max(memory.total for memory in self.memory)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what `raypp plan --json` shows."""
+        return {name: getattr(self, name) for name in _SHOWN}
 
 
 def forecast(
@@ -107,7 +123,7 @@ def forecast(
     """
     mesh, pipeline, kind = Mesh.of(job.mesh), pipeline or resolve_pipeline(job), kind or memory_kind(job)
     seats = machines.seats(mesh, apart=job.outer is not None)
-    cut, placement, holder = pipeline.cut, pipeline.stages_of_rank, pipeline.rank_of_stage
+    cut, holder = pipeline.cut, pipeline.rank_of_stage
     size = message_bytes(job)
     borders = [border_between(mesh, seats, machines, upper, lower, size) for upper, lower in pairwise(holder)]
     slowest_of = [min(node.speed for node in of_pipeline_rank(mesh, seats, rank)) for rank in range(job.mesh.pp)]
@@ -119,11 +135,7 @@ def forecast(
 
     lookahead, simulator, timeline = _simulated(job, pipeline, times, device_memory, kind)
     free = simulator.run(replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
-    situations, waiting = simulator.situations, simulator.waiting
-    memory = tuple(
-        rank_memory(job, stages, cut, situations[rank], waiting[rank], kind) for rank, stages in enumerate(placement)
-    )
-
+    memory = tuple(memories(job, pipeline, simulator, kind))
     unshard, reduce, optimizer = _outside_schedule(job, machines, mesh, seats, costs, pipeline, kind)
     between = link_of_replicas(machines, mesh, seats)
     summed = replica_sums(job, pipeline, timeline, between, [border.seconds for border in borders], kind)
@@ -147,15 +159,15 @@ def forecast(
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         parts=parts,
+        bubble=timeline.bubble,
         lookahead=lookahead,
         stage_s=busy,
-        idle=timeline.bubble,
-        free_pipeline_s=free.makespan,
         links=tuple(used),
         memory=memory,
         bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
+        device_memory=device_memory,
         measured=tuple(name for name, source in (("costs", costs), ("links", machines)) if source.measured),
-        sources=(
+        assumptions=(
             costs.source,
             machines.source,
             *offload_assumption(job, machines.inside_gbps),

@@ -25,10 +25,12 @@ from raypp.planning.choices import wire_bytes, wire_of
 from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, kept_by_heap, loss_memory
 from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
+from raypp.planning.resolve import ResolvedPipeline
 from raypp.planning.sizes import sizes_of
 from raypp.planning.stored_bytes import gradient_bytes, state_bytes, update_bytes, weight_bytes
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
+from raypp.schedules.simulate import Simulator
 from raypp.schedules.waiting import Waiting
 from raypp.spec.families import counted_family, family_of
 from raypp.spec.job import Job
@@ -89,14 +91,14 @@ class RankMemory:
     """
 
     weights: int
-    gradients: int
-    optimizer: int
-    gathered: int
-    activations: int
-    logits: int
-    working: int
-    messages: int
-    runtime: int
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    activations: int = 0
+    logits: int = 0
+    working: int = 0
+    messages: int = 0
+    runtime: int = 0
 
     @property
     def total(self) -> int:
@@ -109,6 +111,12 @@ class RankMemory:
 def memory_kind(job: Job) -> Kind:
     """Returns the kind of device whose memory is planned: cuda unless the job asks for a CPU."""
     return "cpu" if job.resources.device == "cpu" else "cuda"
+
+
+def memories(job: Job, pipeline: ResolvedPipeline, one: Simulator, kind: Kind | None) -> Iterator[RankMemory]:
+    """Yields what every pipeline rank holds at its peak, for a program with any depth."""
+    for rank, stages in enumerate(pipeline.stages_of_rank):
+        yield rank_memory(job, stages, pipeline.cut, one.situations[rank], one.waiting[rank], kind)
 
 
 def rank_memory(
@@ -136,16 +144,10 @@ def rank_memory(
     microbatches = job.pipeline.microbatches if actions and kind == "cuda" else 0
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut),
-        gradients=0,
         optimizer=held.optimizer
         + residual_bytes(job, stages, cut)
         + (outer_bytes(job, stages, cut) if kind == "cpu" else 0),
-        gathered=0,
-        activations=0,
-        logits=0,
-        working=0,
         messages=_received(job, stages, cut, actions, kind) + _BATCH_BYTES * microbatches * microbatch_tokens(job),
-        runtime=0,
     )
     fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
     played = _moments(job, fsdp, stages, cut, actions, waiting, kind)
@@ -227,14 +229,12 @@ def stage_parameters(job: Job, stage: int, cut: Sequence[int], *, ends: bool = T
 
     Without `ends`: only those of its layers.
     """
-    first, last = ends and stage == 0, ends and stage == len(cut) - 1
-    return sizes_of(job.model).stage_parameters(_layers(stage, cut), first=first, last=last)
+    return sizes_of(job.model).stage_parameters(_layers(stage, cut), **_ends(stage, cut, ends))
 
 
 def stage_trained(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
     """Returns the trained parameters of a stage, and those of them that belong to experts."""
-    first, last = ends and stage == 0, ends and stage == len(cut) - 1
-    return sizes_of(job.model).stage_trained(_layers(stage, cut), first=first, last=last)
+    return sizes_of(job.model).stage_trained(_layers(stage, cut), **_ends(stage, cut, ends))
 
 
 def _trained_share(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
@@ -260,8 +260,7 @@ def _frozen_dtype(job: Job) -> Dtype:
 
 def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = True, **gathered: Any) -> int:
     """Returns `base_bytes` of a stage of a job with a quantised base."""
-    first, last = ends and stage == 0, ends and stage == len(cut) - 1
-    return base_bytes(job.model, _layers(stage, cut), first=first, last=last, rest=rest, **gathered)
+    return base_bytes(job.model, _layers(stage, cut), **_ends(stage, cut, ends), rest=rest, **gathered)
 
 
 def _frozen_as_used(job: Job) -> bool:
@@ -285,6 +284,10 @@ def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = Tru
     held = ("experts",) if job.mesh.ep == job.mesh.shards else ()  # by one rank, as they are
     whole, rest = (_base(job, stage, cut, each, ends=ends, without=(*held, *more)) for more in ((), ("experts",)))
     return whole + each * trained, whole - rest + each * of_experts
+
+
+def _ends(stage: int, cut: Sequence[int], ends: bool) -> dict[str, bool]:
+    return {"first": ends and stage == 0, "last": ends and stage == len(cut) - 1}
 
 
 def _layers(stage: int, cut: Sequence[int]) -> range:

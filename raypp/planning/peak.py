@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypp.planning.activations import Kind
-from raypp.planning.memory import RankMemory, rank_memory
+from raypp.planning.memory import RankMemory, memories
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.stored_bytes import size_text
-from raypp.schedules.waiting import waiting_sends, without_repeats
 from raypp.spec.job import Job
 
 CERTAIN = 0.9
@@ -18,12 +17,7 @@ CERTAIN = 0.9
 def rank_memories(job: Job, kind: Kind | None = None) -> list[RankMemory]:
     """Returns what every pipeline rank holds at its peak."""
     pipeline = resolve_pipeline(job)
-    waiting = waiting_sends(pipeline.program)
-    actions = {rank: without_repeats(line, waiting[rank]) for rank, line in pipeline.program.items()}
-    return [
-        rank_memory(job, stages, pipeline.cut, actions[rank], waiting[rank], kind)
-        for rank, stages in enumerate(pipeline.stages_of_rank)
-    ]
+    return list(memories(job, pipeline, pipeline.simulator(), kind))
 
 
 def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:

@@ -14,13 +14,13 @@ from pydantic_core import to_jsonable_python
 from raypp.errors import ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.flops import flops_per_token
+from raypp.planning.forecast import Forecast
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, boundaries
-from raypp.planning.memory import RankMemory, rank_memory
+from raypp.planning.memory import RankMemory, memories
 from raypp.planning.offload import offload_in_words
 from raypp.planning.predict import (
     Grounds,
-    Prediction,
     every_steps_remark,
     kind_of,
     predict,
@@ -127,7 +127,7 @@ class Plan:
     tokens_per_step: int
     flops_per_token: float
     flops_per_step: float
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[Forecast, ...]
     remarks: tuple[str, ...] = ()
 
     @property
@@ -150,23 +150,24 @@ class Plan:
         if not self.remarks:
             del shown["remarks"]
         shown["memory"] = [memory.as_dict() for memory in self.memory]
+        shown["predictions"] = [prediction.as_dict() for prediction in self.predictions]
         return cast(dict[str, Any], to_jsonable_python(shown))
 
 
-def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None = None) -> Plan:
+def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     """Plans a job in which `check_plan` finds no problem.
 
     Args:
         job: The job.
-        link_gbps: Rate of the link between two pipeline ranks, in Gbit/s per direction.
-        grounds: Further inputs of the predictions.
+        grounds: Inputs of the predictions; what is not given is assumed.
 
     Raises:
         JobError: The job has a problem that `check_plan` would report.
         ResourcesError: The given machines have fewer devices than the job has ranks, or too little
             host memory for what it offloads.
     """
-    grounds = grounds or Grounds(link_gbps=link_gbps)
+    grounds = grounds or Grounds()
+    link_gbps = grounds.link_gbps
     kind = kind_of(grounds.devices_for(job)[-1])
     given, job = job, with_every_steps(job, grounds)
     asked, job = job, job.for_device(kind)
@@ -187,11 +188,7 @@ def make_plan(job: Job, link_gbps: float | None = None, grounds: Grounds | None 
     if problems := offload_problems(job, {node.name: node.memory for node in machines.nodes}, kind):
         raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes
-    situations, waiting = pipeline.simulator().situations, pipeline.simulator().waiting
-    memory = tuple(
-        rank_memory(job, stages, pipeline.cut, situations[rank], waiting[rank], kind)
-        for rank, stages in enumerate(pipeline.stages_of_rank)
-    )
+    memory = tuple(memories(job, pipeline, pipeline.simulator(), kind))
     return Plan(
         name=job.name,
         world=mesh.world,

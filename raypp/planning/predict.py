@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raypp.errors import JobError, Problem
 from raypp.planning.activations import Kind
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
-from raypp.planning.replica_sum_costs import ReplicaSums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.search import advice
-from raypp.planning.traffic import LinkUse
 from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
 
@@ -24,44 +21,6 @@ _MOST_ADVISED = 16_384
 """Actions of a program beyond which its changes are not simulated: each takes long."""
 _MOST_RANKS_ADVISED = 32_768
 """Ranks beyond which changes are not forecast either."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A step's predicted time and the assumptions behind it.
-
-    Attributes:
-        device: cpu, cuda, or the given kind.
-        step_s: Seconds of a step.
-        tokens_per_s: Of all replicas.
-        bubble: Idle fraction of the ranks' time within the schedule, including waits for links.
-        parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
-        lookahead: Extra warm-up forwards that the prediction assumes.
-        links: The cables that pipelines cross.
-        bottleneck: Description of what a step waits for most.
-        advice: Single changes that would help, and the fraction of the step's time that each saves.
-            Empty for programs with very many actions, and for very many ranks.
-        peak_memory: Bytes of the rank that needs most.
-        device_memory: Bytes of a device; 0: unknown.
-        measured: Which inputs were measured: costs, links.
-        assumptions: Description of each assumption.
-        replica_sums: Sums of gradients over replicas; None without replicas.
-    """
-
-    device: str
-    step_s: float
-    tokens_per_s: float
-    bubble: float
-    parts: Mapping[str, float]
-    lookahead: int
-    links: tuple[LinkUse, ...]
-    bottleneck: str
-    advice: tuple[tuple[str, float], ...]
-    peak_memory: int
-    device_memory: int
-    measured: tuple[str, ...]
-    assumptions: tuple[str, ...]
-    replica_sums: ReplicaSums | None = None
 
 
 @dataclass(frozen=True)
@@ -119,8 +78,8 @@ def stage_times(
     return StageTimes(forward, [time * backward for time in forward], link=link_s)
 
 
-def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Prediction]:
-    """Returns one prediction per device that the job may run on.
+def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Forecast]:
+    """Returns one forecast per device that the job may run on.
 
     These are both if resources.device is auto and costs are unknown. `pipeline` is that of the last
     one's job.
@@ -170,24 +129,13 @@ def _is_small(job: Job, pipeline: ResolvedPipeline) -> bool:
     return job.mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, pipeline.program.values())) <= _MOST_ADVISED
 
 
-def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Prediction:
-    costs = grounds.costs or computed_costs(job, device)
-    machines = grounds.machines_for(job)
+def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Forecast:
+    costs, machines = grounds.costs or computed_costs(job, device), grounds.machines_for(job)
     kind = kind_of(device)
-    found: Forecast = forecast(job, machines, costs, device.memory, pipeline, kind)
-    return Prediction(
+    found = forecast(job, machines, costs, device.memory, pipeline, kind)
+    return replace(
+        found,
         device="measured" if costs.measured else device.name,
-        step_s=found.step_s,
-        tokens_per_s=found.tokens_per_s,
-        bubble=found.idle,
-        parts=found.parts,
-        lookahead=found.lookahead,
-        links=found.links,
-        bottleneck=found.bottleneck,
         advice=tuple(advice(job, machines, costs, found, device.memory, kind)) if _is_small(job, pipeline) else (),
-        peak_memory=found.peak_memory,
-        device_memory=device.memory,
-        measured=found.measured,
-        assumptions=(*found.sources, "every row is data.seq_len tokens long"),
-        replica_sums=found.replica_sums,
+        assumptions=(*found.assumptions, "every row is data.seq_len tokens long"),
     )

@@ -176,18 +176,13 @@ class Simulator:
 
     Args:
         program: Actions of every rank; `check_program` finds no problem in it.
-
-    Raises:
-        DeadlockError: The program deadlocks.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.actions = sum(map(len, program.values()))
         self._stages = 1 + max(action.stage for actions in program.values() for action in actions)
-        self._steps: list[_Step] = []
         self._channels: dict[tuple[int, int], int] = {}
-        self._put_in_order()
 
     def run(self, times: StageTimes, lines: Mapping[int, Line] | None = None) -> Timeline:
         """Simulates the program with given times of actions and messages.
@@ -197,6 +192,9 @@ class Simulator:
             lines: The program with its messages (`schedules.posting`): a receive is posted at the
                 end of the action before it, and its message crosses after that. None: receives
                 delay nothing.
+
+        Raises:
+            DeadlockError: The program deadlocks.
         """
         shared = times.cards is not None and any(times.message(boundary) for boundary in range(self._stages - 1))
         if shared or lines is not None:
@@ -204,11 +202,12 @@ class Simulator:
         seconds = [times.of(Action(stage, kind, 0)) for stage in range(self._stages) for kind in KINDS]
         messages = [times.message(boundary) for boundary in range(self._stages - 1)]
         clock, busy = [0.0] * len(self.program), [0.0] * len(self.program)
+        steps = self.in_order
         free = [0.0] * len(self._channels)
         arrivals = [0.0]  # in the order of the results
         starts: list[float] = []
         ends: list[float] = []
-        for rank, which, needs, channel, boundary in self._steps:
+        for rank, which, needs, channel, boundary in steps:
             start = clock[rank]
             if needs and arrivals[needs] > start:
                 start = arrivals[needs]
@@ -255,7 +254,7 @@ class Simulator:
                 drawn = [(2 * draw.random() - 1, 2 * draw.random() - 1) for _ in seconds]
                 factors.append([(1 + times.spread * one, 1 + times.link_spread * other) for one, other in drawn])
         results = 0
-        for rank, which, needs, channel, boundary in self._steps:
+        for rank, which, needs, channel, boundary in self.in_order:
             results += channel != _UNUSED
             microbatch = next(actions[rank]).microbatch
             slower, later = factors[microbatch][which] if factors else (1.0, 1.0)
@@ -320,15 +319,22 @@ class Simulator:
     def _slots(self, starts: list[float], ends: list[float]) -> dict[int, list[Slot]]:
         found: dict[int, list[Slot]] = {rank: [] for rank in self.program}
         rows = [(found[rank], iter(actions)) for rank, actions in self.program.items()]
-        for (rank, *_), start, end in zip(self._steps, starts, ends, strict=True):
+        for (rank, *_), start, end in zip(self.in_order, starts, ends, strict=True):
             row, actions = rows[rank]
             row.append(Slot(next(actions), start, end))
         return found
 
-    def _put_in_order(self) -> None:
+    @cached_property
+    def in_order(self) -> list[_Step]:
+        """All actions, each after those that it waits for.
+
+        Raises:
+            DeadlockError: There is no such order.
+        """
         lines = list(self.program.values())
         table = self._flows()
-        steps, position, results = self._steps, [0] * len(lines), 0
+        steps: list[_Step] = []
+        position, results = [0] * len(lines), 0
         awake = deque(range(len(lines)))
         queued = {_NOBODY, *awake}
         while awake:
@@ -354,6 +360,7 @@ class Simulator:
         hang = {rank: line[at] for rank, line, at in zip(self.program, lines, position, strict=True) if at < len(line)}
         if hang:
             raise DeadlockError(hang)
+        return steps
 
     def _flows(self) -> dict[str, list[_Flow]]:
         """Returns what actions take and give, by kind and stage."""

@@ -43,7 +43,7 @@ def check_program(
             found += _of_stage(stage, of_stage[stage], microbatches, trains)
     if not found:
         try:
-            Simulator(program)
+            _ = Simulator(program).in_order
         except DeadlockError as error:
             found = error.hangs
     return found

@@ -8,6 +8,7 @@ from planned_jobs import job_with
 
 from raypp.planning.check import check_plan
 from raypp.planning.plan import make_plan
+from raypp.planning.predict import Grounds
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.catalogue import SCHEDULES
 
@@ -45,7 +46,7 @@ def test_a_job_has_problems_with_fixes_or_a_plan(
     assert all(problem.key and problem.what and problem.fix for problem in problems)
     if problems:
         return
-    plan = make_plan(job, link_gbps=1.0)
+    plan = make_plan(job, Grounds(link_gbps=1.0))
     pipeline = resolve_pipeline(job)
     assert plan.cut == pipeline.cut and sum(plan.cut) == layers and min(plan.cut) > 0
     assert [layer for held in pipeline.layers_of_stage for layer in held] == list(range(layers))

@@ -108,7 +108,7 @@ def test_a_very_long_program_says_that_cards_are_left_out() -> None:
         )
         hosts = tuple(Node(name, 1) for name in "abcd")
         found = forecast(job, Machines(hosts, Link(message_bytes(job) * 8 / 1e9)), UNIT)
-        return any("share no card" in source for source in found.sources)
+        return any("share no card" in source for source in found.assumptions)
 
     assert not told(512)
     assert told(513)

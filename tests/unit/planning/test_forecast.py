@@ -28,7 +28,7 @@ def test_a_step_over_free_links_is_the_textbooks():
     found = forecast(pipeline(lookahead=0), Machines.alike(2, 1, None), UNIT)
     # (m + P - 1) microbatches of 2 layers, each forward and backward
     assert found.step_s == pytest.approx((8 + 1) * 2 * 3)
-    assert found.idle == pytest.approx(1 / 9)
+    assert found.bubble == pytest.approx(1 / 9)
     assert found.links == ()
 
 
@@ -40,7 +40,6 @@ def test_a_message_takes_its_bytes_over_the_rate_and_the_latency():
     assert use.message_s == pytest.approx(1.25)
     assert use.nodes == ("a", "b")
     assert use.busy == pytest.approx(8 / found.step_s)
-    assert found.free_pipeline_s == pytest.approx(54)
     assert use.exposed_s == pytest.approx(found.step_s - 54)
 
 

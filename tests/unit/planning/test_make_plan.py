@@ -27,7 +27,7 @@ def test_a_plan_names_every_rank_its_stages_and_layers() -> None:
 
 
 def test_a_plan_is_json() -> None:
-    plan = make_plan(job_with(), link_gbps=1.0)
+    plan = make_plan(job_with(), Grounds(link_gbps=1.0))
     document = json.loads(json.dumps(plan.as_dict()))
     assert document["cut"] == [5, 3]
     assert document["ranks"][1]["coordinates"] == {"pp": 1, "dp_replicate": 0, "fsdp": 0, "cp": 0}
@@ -87,7 +87,7 @@ def test_flops_are_six_per_weight_and_the_attention() -> None:
 
 
 def test_link_bytes_are_rows_times_tokens_times_width() -> None:
-    plan = make_plan(job_with(train={"micro_batch_size": 2}), link_gbps=1.0)
+    plan = make_plan(job_with(train={"micro_batch_size": 2}), Grounds(link_gbps=1.0))
     (boundary,) = plan.boundaries
     assert boundary.bytes_per_microbatch == 2 * 256 * 256 * 4
     assert boundary.bytes_per_step == 2 * 8 * boundary.bytes_per_microbatch
@@ -165,6 +165,6 @@ def test_step_times_are_told_with_their_assumptions() -> None:
     (guess,) = free.predictions
     assert guess.device == "cpu" and any("assumed" in words for words in guess.assumptions)
     assert guess.tokens_per_s == pytest.approx(free.tokens_per_step / guess.step_s)
-    (slow,) = make_plan(job_with(resources={"device": "cpu"}), link_gbps=0.01).predictions
+    (slow,) = make_plan(job_with(resources={"device": "cpu"}), Grounds(link_gbps=0.01)).predictions
     assert slow.step_s > guess.step_s and slow.bubble > guess.bubble
     assert [p.device for p in make_plan(job_with()).predictions] == ["cpu", "cuda"]
