@@ -232,7 +232,7 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
     if as_json:
         echo_json(fit_document(found), indent=2)
     else:
-        echo_lines(fit_view(found, job, device))
+        echo_lines("\n".join(_lines(found, job, device)))
     if found.now is None and not found.same:
         raise SystemExit(EXIT_RESOURCES)
 
@@ -278,17 +278,6 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
     if remark:
         console.print()
         console.print(remark)
-
-
-def fit_view(found: Fitting, job: Job, device: Device) -> str:
-    """Returns the lines of an answer.
-
-    Args:
-        found: The answer.
-        job: The job.
-        device: The kind of device.
-    """
-    return "\n".join(_lines(found, job, device))
 
 
 def fit_document(found: Fitting) -> dict[str, Any]:
