@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +24,7 @@ from raypp.spec.mixture import rows_of_run, spent_problem
 from raypp.spec.paths import is_hub_name
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 CHECKED_BYTES = 8 << 20
 """Most bytes of text that are read before a run to see whether its budgets last."""
@@ -269,31 +269,10 @@ def spent_before_the_end(order: MixtureOrder, job: Job) -> Problem | None:
     return spent_problem(job, rows) if rows < needed else None
 
 
-T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class _Shared(Generic[T]):
-    """State shared by the thread and its reader; the thread holds no reference to the reader."""
-
-    ahead: int
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    ready: deque[T] = field(default_factory=deque)
-    stopped: bool = False
-    error: BaseException | None = None
-
-    def stop(self) -> None:
-        """Makes the thread end and drops its items."""
-        with self.changed:
-            self.stopped = True
-            self.ready.clear()
-            self.changed.notify_all()
-
-
 class Prefetch(Generic[T]):
-    """Prefetches from an endless iterator.
+    """Prefetches from an endless iterator, in a thread.
 
-    The thread ends after `close`, after an error, or when this object is garbage-collected.
+    The thread ends after `close`, or when this object is garbage-collected.
 
     Args:
         items: An endless iterator, used only by the thread. It must not refer to the owner of this
@@ -302,48 +281,20 @@ class Prefetch(Generic[T]):
     """
 
     def __init__(self, items: Iterator[T], ahead: int) -> None:
-        self._shared: _Shared[T] = _Shared(ahead)
-        self._thread = threading.Thread(target=_run, args=(items, self._shared), name="raypp-data", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._shared.stop)
+        self._items, self._pool = items, ThreadPoolExecutor(1, "raypp-data")
+        self._ready = deque(self._pool.submit(next, items) for _ in range(ahead))
 
     def take(self) -> T:
         """Waits for the next item and returns it.
 
         Raises:
             BaseException: The iterator's error, after the items before it, and at every later call.
-            RuntimeError: After `close`.
         """
-        shared = self._shared
-        with shared.changed:
-            shared.changed.wait_for(lambda: shared.ready or shared.error is not None or shared.stopped)
-            if shared.ready:
-                item = shared.ready.popleft()
-                shared.changed.notify_all()
-                return item
-            if shared.error is not None:
-                raise shared.error
-            raise RuntimeError("taken from after close")
+        item = self._ready[0].result()
+        self._ready.popleft()
+        self._ready.append(self._pool.submit(next, self._items))
+        return item
 
     def close(self) -> None:
         """Ends the thread, after the item in progress."""
-        self._shared.stop()
-        self._thread.join()
-
-
-def _run(items: Iterator[T], shared: _Shared[T]) -> None:
-    try:
-        while True:
-            with shared.changed:
-                shared.changed.wait_for(lambda: len(shared.ready) < shared.ahead or shared.stopped)
-                if shared.stopped:
-                    return
-            item = next(items)
-            with shared.changed:
-                if not shared.stopped:
-                    shared.ready.append(item)
-                shared.changed.notify_all()
-    except BaseException as error:  # noqa: BLE001 - raised by take()
-        with shared.changed:
-            shared.error = error
-            shared.changed.notify_all()
+        self._pool.shutdown(cancel_futures=True)

@@ -121,7 +121,7 @@ def test_a_position_of_other_data_is_refused() -> None:
 
 def test_the_thread_ends_with_the_loader() -> None:
     def threads() -> int:
-        return sum(thread.name == "raypp-data" for thread in threading.enumerate())
+        return sum(thread.name.startswith("raypp-data") for thread in threading.enumerate())
 
     before = threads()
     closed, forgotten = made([5] * 10, Share(0, 1, 2, 1)), made([5] * 10, Share(0, 1, 2, 1))
