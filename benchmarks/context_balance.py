@@ -14,7 +14,7 @@ import argparse
 import json
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from benchmarks.surroundings import announce
 from raypp.data.loader import open_loader
 from raypp.data.packing import Row
 from raypp.models.documents import PackedDocuments
-from raypp.parallel.zigzag import Layout, contiguous, plan_ring, zigzag
+from raypp.parallel import zigzag
 from raypp.pipeline.agreement import padded_length
 from raypp.pipeline.collate import longest_row
 from raypp.spec.load import parse_job
 
 MICROBATCHES = 48
+ZIGZAG = zigzag.zigzag
 VERSES = Path(__file__).parents[1] / "jobs" / "data" / "kjv-new-testament.txt"
 
 
@@ -63,14 +64,30 @@ def packed_rows(data: dict[str, Any]) -> list[tuple[Row, ...]]:
     return rows
 
 
+Layout = Callable[[int, int], tuple[int, int]]
+"""(rank, size) -> the two chunks of a row that the rank holds, ascending."""
+
+
+def contiguous(rank: int, size: int) -> tuple[int, int]:
+    """Returns two neighbouring chunks, as a plain cut gives."""
+    return 2 * rank, 2 * rank + 1
+
+
+def pairs_of(block: zigzag.Block) -> int:
+    """Returns the number of pairs of a query and a key that it sees."""
+    queries, keys = (int(span.stop - span.start) for span in (block.queries, block.keys))
+    return queries * (queries + 1) // 2 if block.causal else queries * keys
+
+
 def balance(microbatches: Sequence[tuple[Row, ...]], size: int, layout: Layout) -> Balance:
     """Computes the balance over all microbatches."""
+    zigzag.zigzag = layout  # type: ignore[assignment]
     even = slowest = by_hop = 0.0
     for rows in microbatches:
         length = padded_length(longest_row(rows), cp=size, multiple=8)
         documents = PackedDocuments.of_rows([row.documents for row in rows], length)
-        plans = [plan_ring(documents.lengths, length, rank, size, layout) for rank in range(size)]
-        pairs = [[sum(block.pairs for block in hop) for hop in plan.blocks] for plan in plans]
+        plans = [zigzag.plan_ring(documents.lengths, length, rank, size) for rank in range(size)]
+        pairs = [[sum(map(pairs_of, hop)) for hop in plan.blocks] for plan in plans]
         even += sum(map(sum, pairs)) / size
         slowest += max(map(sum, pairs))
         by_hop += sum(map(max, zip(*pairs, strict=True)))
@@ -85,7 +102,7 @@ def report(name: str, data: dict[str, Any], sizes: Sequence[int]) -> None:
     print("| cp | zig-zag, microbatch | contiguous, microbatch | zig-zag, hop by hop | contiguous, hop by hop |")
     print("|---|---|---|---|---|")
     for size in sizes:
-        ours, plain = (balance(microbatches, size, layout) for layout in (zigzag, contiguous))
+        ours, plain = (balance(microbatches, size, layout) for layout in (ZIGZAG, contiguous))
         print(f"| {size} | {ours.microbatch:.3f} | {plain.microbatch:.3f} | {ours.hop:.3f} | {plain.hop:.3f} |")
 
 

@@ -15,22 +15,14 @@ that see each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-Layout = Callable[[int, int], tuple[int, int]]
-"""(rank, size) -> the two chunks of a row that the rank holds, ascending."""
-
 
 def zigzag(rank: int, size: int) -> tuple[int, int]:
-    """Returns the two chunks of a rank in the layout of ring attention."""
+    """Returns the two chunks of a row that a rank holds, ascending."""
     return rank, 2 * size - 1 - rank
-
-
-def contiguous(rank: int, size: int) -> tuple[int, int]:
-    """Returns two neighbouring chunks, as a plain cut gives. Used to measure the zigzag's gain."""
-    return 2 * rank, 2 * rank + 1
 
 
 @dataclass(frozen=True)
@@ -52,16 +44,6 @@ class Block:
     window: int | None = None
     offset: int | None = None
 
-    @property
-    def pairs(self) -> int:
-        """The number of pairs of a query and a key that it sees."""
-        queries = int(self.queries.stop - self.queries.start)
-        keys = int(self.keys.stop - self.keys.start)
-        if self.window is not None:
-            ends = range(self.offset or 0, (self.offset or 0) + queries)
-            return sum(min(keys, end + 1) - max(0, end + 1 - self.window) for end in ends)
-        return queries * (queries + 1) // 2 if self.causal else queries * keys
-
 
 @dataclass(frozen=True)
 class RingPlan:
@@ -78,14 +60,7 @@ class RingPlan:
     hops: int
 
 
-def plan_ring(
-    lengths: Sequence[int],
-    row_len: int,
-    rank: int,
-    size: int,
-    layout: Layout = zigzag,
-    window: int | None = None,
-) -> RingPlan:
+def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, window: int | None = None) -> RingPlan:
     """Plans the blocks of a rank.
 
     Args:
@@ -94,13 +69,12 @@ def plan_ring(
         row_len: T, a multiple of 2 · size.
         rank: The rank's position in the ring.
         size: The number of ranks in the ring.
-        layout: Which chunks each rank holds.
         window: The tokens that a query sees, itself included. None: no limit.
     """
     if row_len % (2 * size):
         raise ValueError(f"rows of {row_len} tokens cannot be cut into {2 * size} equal chunks")
     width = row_len // (2 * size)
-    place = {chunk: (owner, slot) for owner in range(size) for slot, chunk in enumerate(layout(owner, size))}
+    place = {chunk: (owner, slot) for owner in range(size) for slot, chunk in enumerate(zigzag(owner, size))}
     hops = 1
     by_hop: list[list[Block]] = [[] for _ in range(size)]
     for row, start, end in _documents(lengths, row_len):

@@ -32,7 +32,7 @@ def seen(plans: Sequence[RingPlan], row_len: int, rows: int) -> np.ndarray:
                 if block.window is not None:
                     assert block.offset == queries[0] - keys[0]
                     sight = sight * (queries[:, None] - keys < block.window)
-                assert block.pairs == sight.sum() and sight.any(1).all()
+                assert sight.any(1).all()
                 counts[np.ix_(queries, keys)] += sight.astype(np.int64)
     return counts
 
@@ -63,7 +63,6 @@ def test_every_query_sees_every_key_of_its_past_in_its_document_once(case: tuple
     assert np.array_equal(seen(plans, row_len, rows), wanted(lengths))
     assert len({plan.hops for plan in plans}) == 1
     assert not any(blocks for plan in plans for blocks in plan.blocks[plan.hops :])
-    assert sum(block.pairs for plan in plans for blocks in plan.blocks for block in blocks) == wanted(lengths).sum()
 
 
 @given(packed_rows(), st.integers(1, 40))
@@ -79,7 +78,8 @@ def test_with_a_window_it_sees_only_the_last_of_them(case: tuple[int, int, int, 
 
 def test_a_row_of_one_document_is_shared_out_evenly() -> None:
     plans = [plan_ring([64], 64, rank, 4) for rank in range(4)]
-    assert {sum(block.pairs for blocks in plan.blocks for block in blocks) for plan in plans} == {65 * 64 // 2 // 4}
+    counts = seen(plans, 64, 1)
+    assert {int(counts[columns(rank, 4, 64, 1)].sum()) for rank in range(4)} == {65 * 64 // 2 // 4}
 
 
 def test_every_hop_is_one_rectangle_per_document() -> None:
