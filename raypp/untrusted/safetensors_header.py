@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
-from raypp.errors import CheckpointError, Problem, RayppError
+from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, parse_json, shown
 
 LENGTH_BYTES = 8
@@ -65,48 +65,42 @@ class SafetensorsHeader:
     data_bytes: int
 
 
-def header_length(
-    first: bytes, file_bytes: int | None, place: str, error: type[RayppError] = CheckpointError, fix: str = ""
-) -> int:
+def header_length(first: bytes, file_bytes: int | None, place: str, fix: str = "") -> int:
     """Returns the length of the header, without the length field.
 
     Args:
         first: At least the first 8 bytes of the file, if it has that many.
         file_bytes: Size of the file; None if unknown.
         place: File or key, for errors.
-        error: The kind of error to raise.
         fix: What the user can do.
 
     Raises:
-        RayppError: Of the given kind. The file is too short, or the header too long.
+        CheckpointError: The file is too short, or the header too long.
     """
     if len(first) < LENGTH_BYTES:
-        raise error(Problem(place, f"is not a safetensors file: it has {len(first)} bytes", fix))
+        raise CheckpointError(Problem(place, f"is not a safetensors file: it has {len(first)} bytes", fix))
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if length > MOST_BYTES:
         fault = f"is not a safetensors file: its header would have {length:,} bytes; at most {MOST_BYTES:,} are read"
-        raise error(Problem(place, fault, fix))
+        raise CheckpointError(Problem(place, fault, fix))
     if file_bytes is not None and LENGTH_BYTES + length > file_bytes:
         fault = f"is torn: {file_bytes} bytes are there, its header alone ends at byte {LENGTH_BYTES + length}"
-        raise error(Problem(place, fault, fix))
+        raise CheckpointError(Problem(place, fault, fix))
     return length
 
 
-def parse_header(
-    text: bytes, data_bytes: int | None, place: str, error: type[RayppError] = CheckpointError, fix: str = ""
-) -> SafetensorsHeader:
+def parse_header(text: bytes, data_bytes: int | None, place: str, fix: str = "") -> SafetensorsHeader:
     """Parses and checks the header's JSON.
 
     Args:
         text: The header without the length field.
         data_bytes: Bytes of the file after the header; None if unknown.
         place: File or key, for errors.
-        error: The kind of error to raise.
         fix: What the user can do.
 
     Raises:
-        RayppError: Of the given kind. The header is not JSON of this format; a tensor's bytes do
-            not match its shape, overlap those of another, or end past the file.
+        CheckpointError: The header is not JSON of this format; a tensor's bytes do not match its
+            shape, overlap those of another, or end past the file.
     """
     others = 0
 
@@ -126,9 +120,9 @@ def parse_header(
         return found
 
     def fail(why: str) -> NoReturn:
-        raise error(Problem(place, f"is not a safetensors file: {why}", fix))
+        raise CheckpointError(Problem(place, f"is not a safetensors file: {why}", fix))
 
-    document = parse_json(text, place, _BOUNDS, error, fix, objects=convert)
+    document = parse_json(text, place, _BOUNDS, fix=fix, objects=convert)
     if not isinstance(document, dict):
         fail("its header is not a JSON object")
     metadata = document.pop(_METADATA, None) or {}
@@ -148,7 +142,7 @@ def parse_header(
     needed = ordered[-1][1].end if ordered else 0
     if data_bytes is not None and needed > data_bytes:
         fault = f"is torn: {data_bytes} bytes of data are there, {shown(ordered[-1][0])} ends at byte {needed}"
-        raise error(Problem(place, fault, fix))
+        raise CheckpointError(Problem(place, fault, fix))
     return SafetensorsHeader(document, metadata, needed)
 
 
