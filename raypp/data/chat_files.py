@@ -1,15 +1,18 @@
-"""Finds a job's chat template: a file of its own, or one of the model's tokenizer files."""
+"""Finds a job's chat template: a file of its own, or one of the model's. Encodes rows with it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from raypp.data.chat_template import ChatTemplate
+from raypp.data.chat_template import KEY, ChatTemplate
+from raypp.data.conversations import Names, needs_template
+from raypp.data.rows import RowEncoder
 from raypp.data.template_limits import MOST_SOURCE
+from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
 from raypp.spec.tokenizer_file import special_tokens
@@ -20,8 +23,24 @@ from raypp.untrusted.text import visible
 _CONFIG, _ALONE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _MOST_OTHERS = 100
 _BOUNDS = Bounds(size=16 << 20, values=2_000_000)
-_KEY = "data.chat_template"
 _GIVE = "set data.chat_template to a file with a Jinja template"
+
+
+def row_encoder(request: Request, first: Callable[[], object]) -> RowEncoder:
+    """Returns the encoder of a job's rows.
+
+    Args:
+        request: The request to the source.
+        first: Reads the first row, if there is one. Asked only without a template.
+
+    Raises:
+        DataError: See `open_template`; or the first row is a conversation, and there is none.
+    """
+    data = request.data
+    template, names = open_template(data), Names.of(data)
+    if template is None and isinstance(row := first(), Mapping) and needs_template(row, names):
+        raise no_template(data)
+    return RowEncoder(request.tokenizer, template, data.loss, names, request.vocab_size)
 
 
 def open_template(data: DataSection) -> ChatTemplate | None:
@@ -63,9 +82,9 @@ def _template_files(folder: Path) -> dict[str, Path]:
 def no_template(data: DataSection) -> DataError:
     """Returns the error for conversations without a template."""
     if data.tokenizer == "bytes":
-        return DataError(Problem(_KEY, "is missing: the bytes tokenizer has no chat template", _GIVE))
+        return DataError(Problem(KEY, "is missing: the bytes tokenizer has no chat template", _GIVE))
     fault = f"there is neither {_ALONE} nor a chat_template in {_CONFIG} beside {visible(data.tokenizer)}"
-    return DataError(Problem(_KEY, fault, f"copy the model's tokenizer files there, or {_GIVE}"))
+    return DataError(Problem(KEY, fault, f"copy the model's tokenizer files there, or {_GIVE}"))
 
 
 def _date(text: str | None) -> datetime | None:
@@ -77,9 +96,9 @@ def _date(text: str | None) -> datetime | None:
 
 def _read(path: Path) -> str:
     try:
-        return read_file(path, 4 * MOST_SOURCE, DataError, _KEY).decode("utf-8-sig")
+        return read_file(path, 4 * MOST_SOURCE, DataError, KEY).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(Problem(_KEY, f"{visible(path)} is not UTF-8", "convert the file")) from error
+        raise DataError(Problem(KEY, f"{visible(path)} is not UTF-8", "convert the file")) from error
 
 
 def _config(path: Path) -> Mapping[str, Any]:
@@ -98,4 +117,4 @@ def _sources(found: Any, folder: Path | None) -> str | dict[str, str] | None:
         if all(isinstance(key, str) and isinstance(value, str) for key, value in named.items()):
             return {str(key): str(value) for key, value in named.items()}
     fault = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"
-    raise DataError(Problem(_KEY, fault, _GIVE))
+    raise DataError(Problem(KEY, fault, _GIVE))

@@ -23,6 +23,7 @@ from raypp.untrusted.text import visible
 
 Message = dict[str, Any]
 
+KEY = "data.chat_template"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that hold a model's reasoning in data; templates read the first two."""
@@ -60,7 +61,6 @@ class ChatTemplate:
         special_tokens: `bos_token`, `eos_token` and so on, for the template.
         today: What `strftime_now` formats. None: a template that asks for the date is refused,
             because the same data would differ from day to day.
-        place: The key of the job file that names it, for errors.
 
     Raises:
         DataError: It is not a template; names its line.
@@ -71,21 +71,20 @@ class ChatTemplate:
         source: str | Mapping[str, str],
         special_tokens: Mapping[str, str] | None = None,
         today: datetime | None = None,
-        place: str = "data.chat_template",
     ) -> None:
-        self._given = source, special_tokens, today, place
+        self._given = source, special_tokens, today
         self._special = dict(special_tokens or {})
         self._environment = _environment(today)
         sources = {"default": source} if isinstance(source, str) else dict(source)
         if "default" not in sources:
             fault = f"there are templates {', '.join(map(visible, sources))}, but none is the default"
-            raise DataError(Problem(place, fault, "name the file of one with data.chat_template"))
+            raise DataError(Problem(KEY, fault, "name the file of one with data.chat_template"))
         self._marks = {name: _MARKS.search(text) is not None for name, text in sources.items()}
         self._words = {name: frozenset(_WORD.findall(text)) for name, text in sources.items()}
         parts = [sorted(sources.items()), sorted(self._special.items()), str(today)]
         self.identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         """Changes if the text of a conversation would."""
-        self._templates = {name: _compiled(self._environment, text, place) for name, text in sources.items()}
+        self._templates = {name: _compiled(self._environment, text) for name, text in sources.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, self._given  # another process compiles it again
@@ -231,20 +230,20 @@ def _tracker(environment: BoundedEnvironment) -> _Generation:
     return found
 
 
-def _compiled(environment: BoundedEnvironment, source: str, place: str) -> Template:
+def _compiled(environment: BoundedEnvironment, source: str) -> Template:
     fix = "use the template of the model's tokenizer, or repair it"
     if len(source) > MOST_SOURCE:
         fault = f"the chat template has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
-        raise DataError(Problem(place, fault, fix))
+        raise DataError(Problem(KEY, fault, fix))
     try:
         code = environment.compile(environment.bounded(source), filename=_NAME)
         return Template.from_code(environment, code, environment.make_globals(None))
     except TemplateSyntaxError as error:
         fault = f"line {error.lineno} of the chat template: {visible(str(error.message)[:_SHOWN])}"
-        raise DataError(Problem(place, fault, fix)) from error
+        raise DataError(Problem(KEY, fault, fix)) from error
     except (ValueError, RecursionError, SyntaxError, MemoryError, OverflowError) as error:
         fault = f"the chat template cannot be compiled: {visible(str(error)[:_SHOWN])}"
-        raise DataError(Problem(place, fault, fix)) from error
+        raise DataError(Problem(KEY, fault, fix)) from error
 
 
 def _normal(message: Message) -> Message:

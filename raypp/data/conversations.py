@@ -158,12 +158,11 @@ class _Row:
         return self.names.key(key) or key
 
 
-def parse_row(row: Mapping[str, Any], text_key: str | None, names: Names | None = None, *, chat: bool = True) -> Parsed:
+def parse_row(row: Mapping[str, Any], names: Names | None = None, *, chat: bool = True) -> Parsed:
     """Returns what a row holds, by the first shape whose columns it has; see `shape_of`.
 
     Args:
         row: Plain values of JSON.
-        text_key: Field of plain text; None: plain text is refused.
         names: What the data call columns and roles.
         chat: An instruction becomes a conversation; otherwise a prompt in Alpaca's layout.
 
@@ -173,23 +172,19 @@ def parse_row(row: Mapping[str, Any], text_key: str | None, names: Names | None 
     names = names or Names()
     shape = shape_of(row, names) or shape_of(dict.fromkeys(row, True), names)
     mine = _Row(row, names)
-    if shape == ("text",) or (shape is None and text_key is not None and text_key in row):
-        key = names.columns.get("text", text_key or "text")
-        return Parsed(_text(row, key), frozenset())
+    if shape == ("text",):
+        return Parsed(_text(row, names.columns["text"]), frozenset())
     _refuse(mine, shape)
     if shape is None:
         missing = [key for ours, key in names.columns.items() if ours not in TURN_KEYS and key not in row]
         keys = ", ".join(_named(key) for key in islice(row, _SHOWN)) or "no keys"
-        plain = f", nor {_named(text_key)}" if text_key is not None else ""
         if missing:
             fault = f"has no column {', '.join(map(_named, missing))} (it has {keys})"
             raise RowFault(fault, "name columns that the data have in data.columns")
         raise RowFault(
-            "has neither messages, nor conversations, nor prompt and completion, nor instruction and output"
-            f"{plain} (it has {keys})",
-            "say which columns it has, for example data.columns: {prompt: question, completion: answer}"
-            if text_key is None
-            else "set data.text_key to the field",
+            "has neither messages, nor conversations, nor prompt and completion, nor instruction and output "
+            f"(it has {keys})",
+            "say which columns it has, for example data.columns: {prompt: question, completion: answer}",
         )
     found = _SHAPES[shape](mine, chat)
     return Parsed(found, frozenset(key for key in mine.unread if row[key] is not None))

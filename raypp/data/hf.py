@@ -9,10 +9,9 @@ from itertools import compress
 from pathlib import PurePosixPath
 
 from raypp.data.arrow_files import columns_of, rows_of
-from raypp.data.chat_files import no_template, open_template
-from raypp.data.conversations import READ, Names, RowFault, kind_of, needs_template, shape_of, without_nulls
+from raypp.data.chat_files import row_encoder
+from raypp.data.conversations import READ, Names, RowFault, kind_of, shape_of, without_nulls
 from raypp.data.corpus import Corpus
-from raypp.data.rows import RowEncoder
 from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too_long
 from raypp.data.tokenised import Record, Request, Text, tokenise
 from raypp.errors import DataError, Problem, in_words
@@ -66,16 +65,9 @@ def read(request: Request) -> Corpus:
         fault = f"{files[0].name} has no column {key!r}, but {_listed(there)}"
         fix = "set data.text_key to the column that holds the text, or data.columns to those of a conversation"
         raise DataError(Problem(request.place, fault, fix))
-    template = open_template(request.data)
-    encoder = RowEncoder(
-        request.tokenizer, template, loss=request.data.loss, names=names, vocab_size=request.vocab_size
-    )
     columns = {names.columns.get(one, one) for one in READ} & set(there)
     needed = [names.columns.get(one, one) for one in shape]
-    if template is None:
-        first = next((row for file in files for row in rows_of(file, needed)), {})
-        if needs_template(first, names):
-            raise no_template(request.data)
+    encoder = row_encoder(request, lambda: next((row for file in files for row in rows_of(file, needed)), None))
     return tokenise(
         request, files, lambda: (row for file in files for row in _records(file, sorted(columns), needed)), encoder
     )

@@ -76,7 +76,6 @@ class RowEncoder:
     Args:
         tokenizer: The job's tokenizer.
         template: The chat template; None: conversations are refused.
-        text_key: Field of plain text; None: plain text is refused.
         loss: What of a conversation carries loss: all assistant turns, the last one, or all; turns
             that the row marks as not to be learnt carry none. Of a prompt with its completion it is
             the completion, unless it is "all". Of plain text it is all.
@@ -88,12 +87,11 @@ class RowEncoder:
         self,
         tokenizer: Tokenizer,
         template: ChatTemplate | None = None,
-        text_key: str | None = None,
         loss: Loss = "assistant",
         names: Names | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        self._tokenizer, self._template, self._text_key, self._loss = tokenizer, template, text_key, loss
+        self._tokenizer, self._template, self._loss = tokenizer, template, loss
         self._names = names or Names()
         self._remarks = set[str]()
         self._vocab_size = vocab_size if vocab_size is not None else tokenizer.vocab_size
@@ -107,7 +105,7 @@ class RowEncoder:
     def identity(self) -> str:
         """Changes if the tokens of a row would, or their loss; without the tokenizer's identity."""
         names = [sorted(self._names.columns.items()), sorted(self._names.roles.items())]
-        return f"{VERSION}-{self.template}-{self._text_key}-{self._loss}-{names}"
+        return f"{VERSION}-{self.template}-None-{self._loss}-{names}"
 
     def encode(self, rows: Sequence[Mapping[str, Any] | RowFault]) -> list[Encoded | RowFault]:
         """Returns the tokens of each row, or what is wrong with it.
@@ -132,7 +130,7 @@ class RowEncoder:
         if isinstance(row, RowFault):
             return row
         try:
-            parsed = parse_row(row, self._text_key, self._names, chat=self._template is not None)
+            parsed = parse_row(row, self._names, chat=self._template is not None)
             self._remarks |= {f"column {key} is not used" for key in parsed.unused}
             found = self._parsed(parsed.found)
             found.text.encode()

@@ -14,7 +14,7 @@ from chat_samples import CALLING, CHATML, CHATML_MARKED, FORGETFUL, MARKED, WEAT
 
 from raypp.data.chat_files import open_template
 from raypp.data.chat_template import ChatTemplate
-from raypp.data.conversations import RowFault
+from raypp.data.conversations import Names, RowFault
 from raypp.data.rows import Encoded, Loss, RowEncoder
 from raypp.data.tokenizer import ByteTokenizer, FileTokenizer
 from raypp.spec.job import DataSection
@@ -25,15 +25,17 @@ CONVERSATIONS = [
 ]
 
 
-def encoded(row: dict[str, Any], template: str | None = CHATML, loss: Loss = "assistant", **more: Any) -> Encoded:
-    (found,) = encoder(template, loss, **more).encode([row])
+def encoded(
+    row: dict[str, Any], template: str | None = CHATML, loss: Loss = "assistant", names: Names | None = None
+) -> Encoded:
+    (found,) = encoder(template, loss, names).encode([row])
     if isinstance(found, RowFault):
         raise found
     return found
 
 
-def encoder(template: str | None = CHATML, loss: Loss = "assistant", text_key: str | None = None) -> RowEncoder:
-    return RowEncoder(ByteTokenizer(), ChatTemplate(template) if template is not None else None, text_key, loss)
+def encoder(template: str | None = CHATML, loss: Loss = "assistant", names: Names | None = None) -> RowEncoder:
+    return RowEncoder(ByteTokenizer(), ChatTemplate(template) if template is not None else None, loss, names)
 
 
 def learnt(found: Encoded) -> list[str]:
@@ -165,8 +167,8 @@ def test_a_completion_carries_loss_and_its_prompt_does_not() -> None:
     assert learnt(encoded({"prompt": "", "completion": "x"}, None)) == ["x∎"]
 
 
-def test_text_is_a_row_only_where_its_field_is_given() -> None:
-    assert learnt(encoded({"text": "hi"}, None, text_key="text")) == ["hi∎"]
+def test_text_is_a_row_only_where_its_column_is_given() -> None:
+    assert learnt(encoded({"text": "hi"}, None, names=Names({"text": "text"}))) == ["hi∎"]
     with pytest.raises(RowFault, match=r"has neither messages.*it has 'text'"):
         encoded({"text": "hi"})
 

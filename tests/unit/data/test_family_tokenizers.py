@@ -15,6 +15,7 @@ from lazily import Lazily
 
 from raypp.api.checked_job import load_checked_job
 from raypp.checkpoint.compatibility import check_resume
+from raypp.data.conversations import Names
 from raypp.data.rows import Encoded, RowEncoder
 from raypp.data.sources import data_identity, open_documents, source_request
 from raypp.data.tokenizer import FileTokenizer, document_of, framed, open_tokenizer
@@ -148,7 +149,9 @@ def test_a_token_that_the_model_lacks_is_told_with_its_place(tmp_path: Path) -> 
     path.write_text(json.dumps({**document, "added_tokens": [*document["added_tokens"], pad]}))
     ours = FileTokenizer(path)
     assert ours.vocab_size == 404
-    good, bad = RowEncoder(ours, text_key="text", vocab_size=403).encode([{"text": "a <b"}, {"text": "a <new> b"}])
+    good, bad = RowEncoder(ours, names=Names({"text": "text"}), vocab_size=403).encode(
+        [{"text": "a <b"}, {"text": "a <new> b"}]
+    )
     assert isinstance(good, Encoded) and np.max(good.ids) == 402
     assert str(bad) == "has the token '<new>' (id 403), but model.vocab_size is 403"
 

@@ -133,7 +133,7 @@ VALUES = st.recursive(
 @given(messages=VALUES, tools=VALUES, key=st.sampled_from(["messages", "conversations", "prompt", "completion"]))
 def test_any_row_is_parsed_or_refused_with_a_fix(messages: Any, tools: Any, key: str) -> None:
     try:
-        parse_row({key: messages, "completion": tools, "tools": tools}, None)
+        parse_row({key: messages, "completion": tools, "tools": tools})
     except RowFault as fault:
         assert fault.what and fault.fix
 
