@@ -136,7 +136,7 @@ def loss_on_seat(source: Source, job: Job, seat: Seat, tell: Tell) -> dict[str, 
             tell({"progress": {"done": min(tokens, total), "total": total, "unit": "tokens"}})
 
         steps = None if held_out else runner.loader.once()
-        found = Evaluator(job, runner).run(steps, *[progress] if seat.rank == 0 else [])
+        found = Evaluator(runner).run(steps, *[progress] if seat.rank == 0 else [])
         documents = runner.loader.documents
     perplexity = math.exp(found.loss) if found.loss < math.log(sys.float_info.max) else None
     answer = {"loss": found.loss, "perplexity": perplexity, "tokens": found.tokens, "seconds": found.seconds}

@@ -19,9 +19,8 @@ from torch import Tensor
 from raypp.data.packing import NO_LABEL, Row
 from raypp.models.loss import IGNORED
 from raypp.models.stage import return_logits
-from raypp.pipeline.runtime import ProgramRuntime
-from raypp.records import Requests
-from raypp.train.step import StepRunner, Stopwatch
+from raypp.train.evaluate import ForwardRunner
+from raypp.train.step import StepRunner
 
 
 class Scored(NamedTuple):
@@ -75,23 +74,11 @@ class Scorer:
     """
 
     def __init__(self, runner: StepRunner) -> None:
-        self._runner = runner
-        pipeline = runner.pipeline
-        stages = list(runner.built.runtime.planned.values())
-        for stage in stages:
+        for stage in runner.built.runtime.planned.values():
             return_logits(stage.submod)
-        self._rows = runner.job.train.micro_batch_size
-        self._microbatches = pipeline.microbatches
-        self._runtime = ProgramRuntime(
-            stages,
-            pipeline.forward_program(),
-            pipeline.rank_of_stage,
-            pipeline.microbatches,
-            row_scores,
-            backward=False,
-        )
+        self._rows, self._microbatches = runner.job.train.micro_batch_size, runner.pipeline.microbatches
+        self._forwards = ForwardRunner(runner, row_scores)
 
-    @torch.no_grad()
     def scores(self, rows: Sequence[Scored], progress: Callable[[int], None] = lambda done: None) -> list[Score]:
         """Scores rows. Collective over the pipeline: all ranks give the same rows.
 
@@ -114,19 +101,10 @@ class Scorer:
 
     def _step(self, rows: list[Row]) -> Tensor | None:
         """Returns the scores `[microbatches · B, 2]` on the rank of the last stage."""
-        runner, each = self._runner, self._rows
+        each = self._rows
         filler = Row(np.array([0]), np.array([NO_LABEL]), (1,))
         rows = rows + [filler] * (self._microbatches * each - len(rows))
-        microbatches = [tuple(rows[start : start + each]) for start in range(0, len(rows), each)]
-        read = runner.agree(microbatches, Requests(), Stopwatch())
-        batches = runner.batches(read)
-        scores = self._runtime.run(
-            each,
-            runner.own_lengths(read),
-            [batch.tokens_BT for batch in batches],
-            [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
-            [batch.labels_BT for batch in batches],
-        )
+        _, scores = self._forwards.run([tuple(rows[start : start + each]) for start in range(0, len(rows), each)])
         return torch.cat(scores).cpu() if scores else None
 
 

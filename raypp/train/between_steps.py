@@ -39,7 +39,7 @@ class BetweenSteps:
         self._evaluator = self._sampler = None
         self._interrupted = 0
         if self._job.train.eval_every_steps:
-            self._evaluator = Evaluator(self._job, runner, device_marks(reporter.phase, "evaluate", rank.device))
+            self._evaluator = Evaluator(runner, device_marks(reporter.phase, "evaluate", rank.device))
         if self._job.train.sample is not None:
             self._sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
 

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from raypp.data.loader import Microbatch
+from raypp.data.packing import Row
 from raypp.models.loss import token_loss_sum
 from raypp.parallel.rank_groups import check_groups
-from raypp.pipeline.runtime import ProgramRuntime
+from raypp.pipeline.agreement import StepPlan
+from raypp.pipeline.runtime import LossFn, Mark, ProgramRuntime
 from raypp.records import Event, Requests
 from raypp.spec.job import Job
 from raypp.train.step import StepRunner, Stopwatch
@@ -44,20 +47,61 @@ class Evaluation:
         return Event("evaluated", words, attempt=attempt, step=step, details=details)
 
 
+class ForwardRunner:
+    """Runs a second, forward-only program on the stages of training.
+
+    A training program must never run under `no_grad`. The stages discard what either runtime left
+    behind at the start of each step.
+
+    Args:
+        runner: The step runner whose stages and agreement are used.
+        loss: What the last stage computes: see `ProgramRuntime`.
+        mark: Called with each action of the program before it begins.
+    """
+
+    def __init__(self, runner: StepRunner, loss: LossFn, mark: Mark | None = None) -> None:
+        self._runner, pipeline = runner, runner.pipeline
+        stages, program = list(runner.built.runtime.planned.values()), pipeline.forward_program()
+        self._runtime = ProgramRuntime(
+            stages, program, pipeline.rank_of_stage, pipeline.microbatches, loss, mark, backward=False
+        )
+
+    @torch.no_grad()
+    def run(self, microbatches: list[tuple[Row, ...]]) -> tuple[StepPlan, list[Tensor]]:
+        """Agrees on the rows of a step, and computes it. Collective over the world.
+
+        Returns:
+            The plan; and on the rank of the last stage what `loss` returned for each microbatch,
+            `[...]`.
+
+        Raises:
+            DataError: The ranks of a replica read different rows.
+        """
+        runner = self._runner
+        read = runner.agree(microbatches, Requests(), Stopwatch())
+        batches = runner.batches(read)
+        found = self._runtime.run(
+            runner.job.train.micro_batch_size,
+            runner.own_lengths(read),
+            [batch.tokens_BT for batch in batches],
+            # Without labels no layer adds an auxiliary loss (of a router).
+            [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
+            [batch.labels_BT for batch in batches],
+        )
+        return read.plan, found
+
+
 class Evaluator:
     """Evaluates the stages of a rank.
 
     Args:
-        job: The job; it has `data.eval`.
         runner: The step runner whose stages, loader and agreement are used.
         mark: Called with each action of the program before it begins.
     """
 
-    def __init__(self, job: Job, runner: StepRunner, mark: Callable[[str], None] | None = None) -> None:
-        self._rows, self._runner = job.train.micro_batch_size, runner
-        self._runtime = _forward_runtime(runner, mark)
+    def __init__(self, runner: StepRunner, mark: Mark | None = None) -> None:
+        self._runner, self._forwards = runner, ForwardRunner(runner, token_loss_sum, mark)
 
-    @torch.no_grad()
     def run(
         self,
         steps: Iterable[list[Microbatch]] | None = None,
@@ -79,19 +123,10 @@ class Evaluator:
         total, tokens = torch.zeros((), dtype=torch.float64, device=self._runner.device), 0
         done = 0
         for microbatches in self._runner.loader.held_out() if steps is None else steps:
-            read = self._runner.agree([tuple(microbatch.rows) for microbatch in microbatches], Requests(), Stopwatch())
-            batches = self._runner.batches(read)
-            losses = self._runtime.run(
-                self._rows,
-                self._runner.own_lengths(read),
-                [batch.tokens_BT for batch in batches],
-                # Without labels no layer adds an auxiliary loss (of a router).
-                [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
-                [batch.labels_BT for batch in batches],
-            )
+            plan, losses = self._forwards.run([tuple(microbatch.rows) for microbatch in microbatches])
             if losses:
                 total += torch.stack(losses).double().sum()
-            tokens += read.plan.global_tokens
+            tokens += plan.global_tokens
             done += sum(len(row.tokens) for microbatch in microbatches for row in microbatch.rows)
             progress(done)
         dist.all_reduce(total)
@@ -104,21 +139,3 @@ def evaluation_due(step: int, job: Job) -> bool:
     """Whether weights are evaluated after `step`: every `eval_every_steps` steps and at the end."""
     every = job.train.eval_every_steps
     return bool(every) and (step % every == 0 or step == job.train.steps)
-
-
-def _forward_runtime(runner: StepRunner, mark: Callable[[str], None] | None) -> ProgramRuntime:
-    """Builds a second, forward-only runtime on the stages of training.
-
-    A training program must never run under `no_grad`. The stages discard what either runtime left
-    behind at the start of each step.
-    """
-    pipeline = runner.pipeline
-    return ProgramRuntime(
-        list(runner.built.runtime.planned.values()),
-        pipeline.forward_program(),
-        pipeline.rank_of_stage,
-        pipeline.microbatches,
-        token_loss_sum,
-        mark,
-        backward=False,
-    )

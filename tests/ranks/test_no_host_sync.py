@@ -18,6 +18,7 @@ from training import thinned
 
 from raypp.control.report.reporter import _Trail
 from raypp.measure.fake_device import Event, HostWaitsError, fake_runner, run_fake_step
+from raypp.models.loss import token_loss_sum
 from raypp.models.moe import StackedExperts
 from raypp.parallel.shard import local_part
 from raypp.pipeline.agreement import StepPlan, padded_length
@@ -26,7 +27,7 @@ from raypp.pipeline.device_clock import device_marks
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.torch_private import DispatchMode, copy_to, read_scalar
-from raypp.train.evaluate import Evaluator
+from raypp.train.evaluate import ForwardRunner
 from raypp.train.step import ReadStep, StepRunner
 
 pytestmark = pytest.mark.ranks
@@ -136,7 +137,7 @@ def run_step(
 @torch.no_grad()
 def evaluate(runner: StepRunner, read: ReadStep, batches: list[StageBatch]) -> None:
     """Runs the forwards of an evaluation."""
-    Evaluator(runner.job, runner)._runtime.run(
+    ForwardRunner(runner, token_loss_sum)._runtime.run(
         runner.job.train.micro_batch_size,
         runner.own_lengths(read),
         [batch.tokens_BT for batch in batches],
