@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +41,7 @@ from raypp.storage.s3_client import (
     translated,
 )
 from raypp.storage.s3_listing import lacks_times, object_bytes, object_size, objects, seconds, uploads
-from raypp.storage.s3_upload import PART_BYTES, PartBody, UploadSums, joined, upload_in_parts
+from raypp.storage.s3_upload import PART_BYTES, PartBody, UploadSums, cut_into_parts, upload_in_parts
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,
@@ -206,7 +206,7 @@ class S3Store:
             sums = self.sums.of(body)
             self.ask(key, partial(_send, operation="put_object", Bucket=self.bucket, Key=name, Body=body, **sums))
         elif size <= self.part_bytes:
-            self.put(key, joined(key, chunks, size))
+            self.put(key, b"".join(cut_into_parts(key, chunks, size, self.part_bytes)))
         else:
             upload_in_parts(self, key, self.name_of(key), chunks, size)
 
@@ -302,13 +302,8 @@ class S3Store:
                 )
 
         with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="raypp-delete") as pool:
-            futures = [pool.submit(delete, name) for name in names]
-            wait(futures, return_when="FIRST_EXCEPTION")
-            for future in futures:
-                future.cancel()
-            for future in futures:
-                if not future.cancelled():
-                    future.result()
+            for _ in pool.map(delete, names):  # an error cancels those that have not begun
+                pass
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         full = self._below + check_prefix(prefix)

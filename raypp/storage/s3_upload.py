@@ -170,18 +170,6 @@ def cut_into_parts(key: str, chunks: Iterable[Data], size: int, part_bytes: int)
         yield bytes(part)
 
 
-def joined(key: str, chunks: Iterable[Data], size: int) -> bytes:
-    """Returns all chunks as one bytes object.
-
-    Raises:
-        ValueError: They do not add up to `size`.
-    """
-    data = b"".join(chunks)
-    if len(data) != size:
-        raise ValueError(f"{key}: the chunks have {len(data)} bytes, but {size} were announced")
-    return data
-
-
 class PartBody:
     """A part as the file object that boto3 expects; reads return views of the memory.
 
