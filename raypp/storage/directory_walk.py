@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -15,16 +14,6 @@ from raypp.storage.store import MOST_LISTED, ForeignNames, ObjectInfo, StoreErro
 from raypp.untrusted.files import kind_of
 
 _MOST_LINKS = 1000
-
-
-@dataclass(frozen=True)
-class _Level:
-    """A folder that is being listed: its key, its identity, and the names that are left, from the
-    last to the first."""
-
-    folder: str
-    identity: tuple[int, int]
-    names: list[str]
 
 
 def walk(root: Path, prefix: str, without: str) -> Iterator[ObjectInfo]:
@@ -42,53 +31,48 @@ def walk(root: Path, prefix: str, without: str) -> Iterator[ObjectInfo]:
         OSError: A folder cannot be read.
         StoreError: There are too many files, or links to folders.
     """
-    folder = prefix.rpartition("/")[0]
     foreign = ForeignNames(str(root))
     entries = links = 0
-    levels = _open(root, folder, (root / folder).stat())
-    while levels:
-        level = levels[-1]
-        if not level.names:
-            levels.pop()
-            continue
-        name = level.names.pop()
-        key = f"{level.folder}/{name}" if level.folder else name
-        if not key.startswith(prefix) or (not level.folder and name.startswith(without)):
-            continue
-        entries += 1
-        if entries > MOST_LISTED:
+
+    def below(folder: str, status: os.stat_result, around: tuple[tuple[int, int], ...] = ()) -> Iterator[ObjectInfo]:
+        nonlocal entries, links
+        around = (*around, (status.st_dev, status.st_ino))
+        with os.scandir(root / folder) as found:
+            names = [entry.name for entry in islice(found, MOST_LISTED + 1)]
+        if len(names) > MOST_LISTED:
             raise _too_many(root, folder, "files", MOST_LISTED)
-        problem = problem_of_key(key)
-        if problem:
-            foreign.pass_over(key, problem)
-            continue
-        try:
-            status = (root / key).stat()
-            if stat.S_ISREG(status.st_mode):
-                yield ObjectInfo(key, status.st_size, status.st_mtime)
-            elif not stat.S_ISDIR(status.st_mode):
-                foreign.pass_over(key, f"is {kind_of(status.st_mode)}")
-            elif any(one.identity == (status.st_dev, status.st_ino) for one in levels):
-                foreign.pass_over(key, "is a link to a folder around it")
-            else:
-                links += (root / key).is_symlink()
-                if links > _MOST_LINKS:
-                    raise _too_many(root, folder, "links to folders", _MOST_LINKS)
-                levels += _open(root, key, status)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # deleted during the walk, or a link to nothing
-        except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
-                raise
-            foreign.pass_over(key, f"cannot be opened: {error.strerror}")
+        for name in sorted(names):
+            key = f"{folder}/{name}" if folder else name
+            if not key.startswith(prefix) or (not folder and name.startswith(without)):
+                continue
+            entries += 1
+            if entries > MOST_LISTED:
+                raise _too_many(root, folder, "files", MOST_LISTED)
+            if problem := problem_of_key(key):
+                foreign.pass_over(key, problem)
+                continue
+            try:
+                status = (root / key).stat()
+                if stat.S_ISREG(status.st_mode):
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
+                elif not stat.S_ISDIR(status.st_mode):
+                    foreign.pass_over(key, f"is {kind_of(status.st_mode)}")
+                elif (status.st_dev, status.st_ino) in around:
+                    foreign.pass_over(key, "is a link to a folder around it")
+                else:
+                    links += (root / key).is_symlink()
+                    if links > _MOST_LINKS:
+                        raise _too_many(root, folder, "links to folders", _MOST_LINKS)
+                    yield from below(key, status, around)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # deleted during the walk, or a link to nothing
+            except OSError as error:
+                if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
+                    raise
+                foreign.pass_over(key, f"cannot be opened: {error.strerror}")
 
-
-def _open(root: Path, folder: str, status: os.stat_result) -> list[_Level]:
-    with os.scandir(root / folder) as found:
-        names = [entry.name for entry in islice(found, MOST_LISTED + 1)]
-    if len(names) > MOST_LISTED:
-        raise _too_many(root, folder, "files", MOST_LISTED)
-    return [_Level(folder, (status.st_dev, status.st_ino), sorted(names, reverse=True))]
+    first = prefix.rpartition("/")[0]
+    yield from below(first, (root / first).stat())
 
 
 def _too_many(root: Path, folder: str, what: str, most: int) -> StoreError:
