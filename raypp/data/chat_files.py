@@ -15,14 +15,12 @@ from raypp.data.template_limits import MOST_SOURCE
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
-from raypp.spec.tokenizer_file import special_tokens
-from raypp.untrusted.documents import Bounds, parse_json
+from raypp.spec.tokenizer_file import read_config, special_tokens
 from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible
 
 _CONFIG, _ALONE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 _MOST_OTHERS = 100
-_BOUNDS = Bounds(size=16 << 20, values=2_000_000)
 _GIVE = "set data.chat_template to a file with a Jinja template"
 
 
@@ -54,7 +52,7 @@ def open_template(data: DataSection) -> ChatTemplate | None:
         DataError: A file cannot be read, or the template cannot be compiled.
     """
     folder = None if data.tokenizer == "bytes" else expand_home(data.tokenizer).parent
-    config = _config(folder / _CONFIG) if folder is not None and (folder / _CONFIG).exists() else {}
+    config = read_config(folder) if folder is not None else {}
     if data.chat_template is not None:
         source: Any = _read(expand_home(data.chat_template))
     else:
@@ -99,13 +97,6 @@ def _read(path: Path) -> str:
         return read_file(path, 4 * MOST_SOURCE, DataError, KEY).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(Problem(KEY, f"{visible(path)} is not UTF-8", "convert the file")) from error
-
-
-def _config(path: Path) -> Mapping[str, Any]:
-    found = parse_json(read_file(path, _BOUNDS.size, DataError, "data.tokenizer"), str(path), _BOUNDS, DataError)
-    if not isinstance(found, dict):
-        raise DataError(Problem("data.tokenizer", f"{visible(path)} is not a JSON object", "use the model's own file"))
-    return found
 
 
 def _sources(found: Any, folder: Path | None) -> str | dict[str, str] | None:

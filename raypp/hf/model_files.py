@@ -21,7 +21,7 @@ from raypp.hf.mxfp4 import Mxfp4Tensor, dequantised, stored_names, with_dequanti
 from raypp.hf.tensor import GrownTensor, HfTensor
 from raypp.storage import NotFound, ObjectInfo, ObjectStore, open_store
 from raypp.storage.store import check_key
-from raypp.untrusted.documents import Bounds, parse_as, parse_json
+from raypp.untrusted.documents import Bounds, parse_as, parse_object
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, MOST_BYTES, header_length, parse_header
 
 _CONFIG = "config.json"
@@ -83,9 +83,7 @@ class HfFiles:
         except NotFound:
             fix = "name a directory, or the URL of one in a store, with config.json and safetensors files"
             raise JobError(Problem(KEY, f"there is no {place}", fix)) from None
-        config = parse_json(text, place, _CONFIG_BOUNDS, JobError, _FIX, constants=True)
-        if not isinstance(config, dict):
-            raise JobError(Problem(KEY, f"{place} is not a JSON object"))
+        config = parse_object(text, place, _CONFIG_BOUNDS, JobError, _FIX)
         if _depth(config) > _CONFIG_DEPTH:
             raise JobError(Problem(KEY, f"{place} is nested more than {_CONFIG_DEPTH} levels deep", _FIX))
         return config
@@ -100,7 +98,7 @@ class HfFiles:
             text = self._whole(GENERATION, _CONFIG_BOUNDS.size, JobError)
         except NotFound:
             return None
-        found = parse_json(text, self.place(GENERATION), _CONFIG_BOUNDS, JobError, _FIX, constants=True)
+        found = parse_as(Any, text, self.place(GENERATION), _CONFIG_BOUNDS, JobError, _FIX)
         return found if isinstance(found, dict) else None
 
     def listed(self) -> list[ObjectInfo]:

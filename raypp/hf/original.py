@@ -21,10 +21,9 @@ from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions, OriginalFiles
 from raypp.spec.rope import CONTEXT_FIXING
 from raypp.storage import ObjectStore, StoreError
-from raypp.untrusted.documents import Bounds, parse_json
+from raypp.untrusted.documents import Bounds, parse_object
 
 _BOUNDS = Bounds(size=4 << 20)
-_FIX = "download the model again"
 _CONTEXT = 2048
 """The context of a model that names none."""
 _CONTEXT_KEY = "max_position_embeddings"
@@ -135,7 +134,7 @@ def added_rows(options: DecoderOptions) -> int:
 def original_generation(options: DecoderOptions) -> dict[str, Any] | None:
     """Returns the original's generation_config.json; None if there is none."""
     text = None if options.original is None else options.original.generation_config
-    return None if text is None else _object(text.encode(), "model.original.generation_config")
+    return None if text is None else parse_object(text.encode(), "model.original.generation_config", _BOUNDS, JobError)
 
 
 def default_generation(options: DecoderOptions) -> dict[str, Any]:
@@ -166,19 +165,12 @@ def original_ends(options: DecoderOptions) -> tuple[int, ...]:
 def _config(options: DecoderOptions) -> dict[str, Any] | None:
     if options.original is None:
         return None
-    return _object(options.original.config.encode(), "model.original.config")
+    return parse_object(options.original.config.encode(), "model.original.config", _BOUNDS, JobError)
 
 
 def _length(config: Mapping[str, Any]) -> int:
     length = config.get(_CONTEXT_KEY)
     return int(length) if isinstance(length, int | float) and length > 0 else _CONTEXT
-
-
-def _object(text: bytes, place: str) -> dict[str, Any]:
-    found = parse_json(text, place, _BOUNDS, JobError, _FIX, constants=True)
-    if not isinstance(found, dict):
-        raise JobError(Problem(place, "is not a JSON object", _FIX))
-    return found
 
 
 def _text(document: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from raypp.hf.model_files import GENERATION
 from raypp.hf.original import default_generation, original_ends, original_generation
 from raypp.spec.models import DecoderOptions
 from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, tokenizer_path, vocabulary
-from raypp.untrusted.documents import Bounds, parse_json
+from raypp.untrusted.documents import Bounds, parse_object
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
 
@@ -124,13 +125,11 @@ def tokenizer_files(
 
 def _special_ids(config: bytes, ids: Mapping[str, int]) -> dict[str, int | None]:
     """Returns the ids before a text and of the padding that tokenizer_config.json names."""
-    try:
-        found = parse_json(config, CONFIG, BOUNDS, DataError)
-    except DataError:
-        found = None
-    named = {}
+    found, named = dict[str, Any](), {}
+    with suppress(DataError):
+        found = parse_object(config, CONFIG, BOUNDS, DataError)
     for name in ("bos", "pad"):
-        token = found.get(f"{name}_token") if isinstance(found, dict) else None
+        token = found.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
         named[f"{name}_id"] = ids.get(token) if isinstance(token, str) else None
     return named
@@ -215,12 +214,9 @@ def _their_generation(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not path.is_file():
         return {}, []
     try:
-        found = parse_json(read_file(path, _GENERATION_BOUNDS.size), str(path), _GENERATION_BOUNDS, DataError)
+        return parse_object(read_file(path, _GENERATION_BOUNDS.size), str(path), _GENERATION_BOUNDS, DataError), []
     except DataError as error:
-        return {}, [f"{GENERATION} was not copied but generated: {visible(error.problems[0].what)}"]
-    if not isinstance(found, dict):
-        return {}, [f"{GENERATION} was not copied but generated: {visible(str(path))} is not a JSON object"]
-    return found, []
+        return {}, [f"{GENERATION} was not copied but generated: {visible(error.problems[0])}"]
 
 
 def _ends_with(generation: Mapping[str, Any], eos_id: int) -> int | list[int]:

@@ -12,7 +12,7 @@ from annotated_types import Ge, Lt
 from typing_extensions import TypedDict
 
 from raypp.errors import DataError, Problem
-from raypp.untrusted.documents import Bounds, parse_as, parse_json
+from raypp.untrusted.documents import Bounds, parse_as, parse_object
 from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible
 
@@ -85,9 +85,9 @@ def special_tokens(folder: Path) -> SpecialTokens:
     Raises:
         DataError: A file cannot be read, or is not a JSON object.
     """
-    config = _config(folder, _CONFIG)
+    config = read_config(folder)
     decoder = config.get("added_tokens_decoder")
-    settings = config if isinstance(decoder, dict) else {**config, **_config(folder, _MAP)}
+    settings = config if isinstance(decoder, dict) else {**config, **read_config(folder, _MAP)}
     names = {role: text for role in ROLES if (text := _text(settings.get(role))) is not None}
     more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
     listed = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
@@ -105,10 +105,10 @@ def llama_spaces(folder: Path) -> str | None:
     Raises:
         DataError: A file cannot be read, or is not a JSON object.
     """
-    config = _config(folder, _CONFIG)
+    config = read_config(folder)
     if str(config.get("tokenizer_class")).removesuffix("Fast") != "LlamaTokenizer":
         return None
-    if _config(folder, "config.json").get("model_type", "llama") != "llama":
+    if read_config(folder, "config.json").get("model_type", "llama") != "llama":
         return None  # for these it knows that the class is wrong
     if config.get("add_prefix_space") is False:
         return "never"
@@ -123,19 +123,21 @@ def ids_of_model(folder: Path, role: str) -> tuple[int, ...]:
     Raises:
         DataError: A file cannot be read, or is not a JSON object.
     """
-    files = (_config(folder, name) for name in _OF_MODEL)
+    files = (read_config(folder, name) for name in _OF_MODEL)
     return next((ids for found in files if (ids := _ids(found.get(f"{role}_id")))), ())
 
 
-def _config(folder: Path, name: str) -> dict[str, Any]:
+def read_config(folder: Path, name: str = _CONFIG) -> dict[str, Any]:
+    """Returns the content of a JSON file of the tokenizer in a folder; empty if it does not exist.
+
+    Raises:
+        DataError: It cannot be read, or is not a JSON object.
+    """
     path = folder / name
     if not path.exists():
         return {}
     content = read_file(path, _CONFIG_BOUNDS.size, DataError, _KEY)
-    found = parse_json(content, str(path), _CONFIG_BOUNDS, DataError, "use the model's own file", constants=True)
-    if not isinstance(found, dict):
-        raise DataError(Problem(_KEY, f"{visible(path)} is not a JSON object", "use the model's own file"))
-    return found
+    return parse_object(content, visible(path), _CONFIG_BOUNDS, DataError, "use the model's own file")
 
 
 def _text(token: Any) -> str | None:

@@ -56,7 +56,7 @@ class Bounds:
 
 def parse_json(
     data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = "", *,
-    objects: Callable[[list[tuple[str, Any]]], Any] | None = None, constants: bool = False,
+    objects: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:  # fmt: skip
     """Parses JSON within bounds.
 
@@ -68,14 +68,13 @@ def parse_json(
         fix: What the user can do; follows each problem.
         objects: Converts the keys and values of each object, inner ones first; None: to a dict. A
             ValueError of it says why the text is refused.
-        constants: Accept NaN and Infinity, as Python writes them.
 
     Raises:
         RayppError: Of the given kind. It is not JSON, nested too deeply, or beyond the bounds.
     """
     _check_bounds(data, place, bounds, error, fix)
     try:
-        return json.loads(data, parse_constant=None if constants else _refuse_constant, object_pairs_hook=objects)
+        return json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=objects)
     except RecursionError:
         _fail(error, place, "is nested too deeply", fix)
     except ValueError as cause:  # also of UTF-8, and of numbers with thousands of digits
@@ -117,6 +116,17 @@ def parse_as(
         found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
         start = f"is not {kind}: " if kind else ""
         raise error([Problem(place, start + described(details), fix) for details in found]) from None
+
+
+def parse_object(
+    data: bytes, place: str, bounds: Bounds = Bounds(), error: type[RayppError] = CheckpointError, fix: str = ""
+) -> dict[str, Any]:
+    """Parses a JSON object of any shape, within bounds. NaN and Infinity are numbers in it.
+
+    Raises:
+        RayppError: Of the given kind; see `parse_as`.
+    """
+    return parse_as(dict[str, Any], data, place, bounds, error, fix, kind="a JSON object")
 
 
 @cache

@@ -44,7 +44,7 @@ from raypp.planning.costs import read_costs
 from raypp.planning.machines import read_machines
 from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions
-from raypp.untrusted.documents import parse_json
+from raypp.untrusted.documents import parse_object
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, header_length, parse_header
 
 _TEMPLATE = Path(__file__).parents[2] / "jobs/data/chatml.jinja"
@@ -99,9 +99,8 @@ def _configs() -> list[bytes]:
 
 @target(*_configs())
 def config(data: bytes) -> None:
-    found = parse_json(data, "config.json", error=JobError, constants=True)
-    if isinstance(found, dict):
-        options_from_config(found, DecoderOptions(from_hf="there"), "there")
+    found = parse_object(data, "config.json", error=JobError)
+    options_from_config(found, DecoderOptions(from_hf="there"), "there")
 
 
 @target(json.dumps(TOKENIZER).encode())

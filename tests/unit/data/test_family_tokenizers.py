@@ -138,7 +138,7 @@ def test_a_lone_tokenizer_takes_its_end_from_a_list_and_says_so(tmp_path: Path) 
     alone = FileTokenizer(path)
     assert alone.eos_id == 2 and "names its end of text: </s> is taken" in alone.remarks[0]
     (path.parent / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is not a JSON object"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: is not a JSON object"):
         FileTokenizer(path)
 
 

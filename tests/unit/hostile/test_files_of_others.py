@@ -118,7 +118,7 @@ def _job_of(folder: Path) -> Path:
         ("config.json", json.dumps({**CONFIG, "num_hidden_layers": 10**9}).encode(), "at most 4,096 are supported"),
         ("config.json", json.dumps({**CONFIG, "hidden_size": -4}).encode(), "hidden_size is -4, not a positive"),
         ("config.json", json.dumps({**CONFIG, "rope_theta": "\x1b"}).encode(), "rope_theta is"),
-        ("config.json", b"[" * 100_000, "nested too deeply"),
+        ("config.json", b"[" * 100_000, "is not JSON: recursion limit exceeded"),
         ("config.json", None, "config.json"),
     ],
 )
