@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from raypp.checkpoint.state import DTYPES, Slice, dtype_name
-from raypp.checkpoint.tensor_file import BlockSums, HeaderWriter, TensorEntry
+from raypp.checkpoint.tensor_file import HeaderWriter, TensorEntry, block_digests
 from raypp.parallel.host_copies import HostMemory
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import DeviceClock, Span
@@ -85,8 +85,9 @@ class Snapshot:
     _owner: SnapshotBuffer
     held: Span | None = None
     _users: int = 1
-    _sums: dict[int, BlockSums] = field(default_factory=dict)
+    _digests: dict[int, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _summing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -115,13 +116,13 @@ class Snapshot:
         check_groups()
         return self._buffer.numpy().data
 
-    def sums(self, index: int) -> BlockSums:
-        """Waits for the copy and returns the checksums of an object, the same to all who ask."""
+    def digests(self, index: int) -> str:
+        """Waits for the copy and returns the checksums of an object's blocks, computed once."""
         data, part = self.data(), self.parts[index]
-        with self._lock:
-            if index not in self._sums:
-                self._sums[index] = BlockSums(data[part.begin : part.begin + part.size])
-            return self._sums[index]
+        with self._summing:
+            if index not in self._digests:
+                self._digests[index] = block_digests(data[part.begin : part.begin + part.size])
+            return self._digests[index]
 
     def share(self) -> Snapshot:
         """Returns the snapshot for one more user, who must call `release`, too.

@@ -8,10 +8,8 @@ needs. It imports no torch, because commands read headers too.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Annotated, Any, NoReturn, NotRequired
 
@@ -105,77 +103,9 @@ def block_digest(data: memoryview) -> str:
     return f"{crc32(data):0{_DIGITS}x}"
 
 
-class BlockSums:
-    """The CRC-32 of every block of a data section, each computed by the first thread that needs it.
-
-    Args:
-        data: The data section; must not change.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._crcs: list[int | None] = [None] * -(-len(data) // BLOCK_BYTES)
-
-    def digests(self) -> str:
-        """Returns the digests of all blocks, concatenated as in the header."""
-        crcs = [self._block(index) for index in range(len(self._crcs))]
-        return struct.pack(f">{len(crcs)}I", *crcs).hex()
-
-    def compute(self, share: int, shares: int) -> None:
-        """Computes one of several shares of the blocks, for threads that divide the work.
-
-        Goes from the end to the beginning: those who need a part's CRC-32 go the other way, and two
-        that go the same way would compute every block twice.
-        """
-        count = len(self._crcs)
-        for index in reversed(range(count * share // shares, count * (share + 1) // shares)):
-            self._block(index)
-
-    def crc32(self, start: int, end: int, before: int = 0) -> int:
-        """Continues the CRC-32 `before` over bytes [start, end) of the section.
-
-        Does not read whole blocks again: combines their CRC-32s.
-        """
-        crc, place = before, start
-        while place < end:
-            upto = min(end, place - place % BLOCK_BYTES + BLOCK_BYTES)
-            if upto - place == BLOCK_BYTES:
-                crc = _after_block(crc) ^ self._block(place // BLOCK_BYTES)
-            else:
-                crc = crc32(self._data[place:upto], crc)
-            place = upto
-        return crc
-
-    def _block(self, index: int) -> int:
-        crc = self._crcs[index]
-        if crc is None:
-            crc = crc32(self._data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES])
-            self._crcs[index] = crc
-        return crc
-
-
-def _after_block(crc: int) -> int:
-    """Returns what a CRC-32 contributes to that of its bytes followed by one block.
-
-    The contribution is linear in the CRC's bits, so one table for each of its bytes suffices.
-    """
-    first, second, third, fourth = _tables()
-    return first[crc & 255] ^ second[crc >> 8 & 255] ^ third[crc >> 16 & 255] ^ fourth[crc >> 24]
-
-
-@cache
-def _tables() -> tuple[list[int], ...]:
-    block = bytes(BLOCK_BYTES)
-    nothing = crc32(block)
-    bits = [crc32(block, 1 << bit) ^ nothing for bit in range(32)]
-    tables = []
-    for place in range(0, 32, 8):
-        table = [0] * 256
-        for bit in range(8):
-            for low in range(1 << bit):
-                table[1 << bit | low] = table[low] ^ bits[place + bit]
-        tables.append(table)
-    return tuple(tables)
+def block_digests(data: memoryview) -> str:
+    """Returns the digests of all blocks of a data section, concatenated as in the header."""
+    return "".join(block_digest(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
 
 
 class HeaderWriter:
@@ -220,14 +150,10 @@ class HeaderWriter:
         header += b" " * (-len(header) % 8)
         return len(header).to_bytes(8, "little") + header
 
-    def size(self, data_size: int, about: dict[str, Any]) -> int:
-        """Returns the size of `encode`'s result for so many bytes of data."""
-        return len(self.encode("0" * (_DIGITS * -(-data_size // BLOCK_BYTES)), about))
-
 
 def encode_header(entries: Sequence[TensorEntry], data: memoryview, about: dict[str, Any]) -> bytes:
     """Encodes length field and header of a file with these entries over this data section."""
-    return HeaderWriter(entries).encode(BlockSums(data).digests(), about)
+    return HeaderWriter(entries).encode(block_digests(data), about)
 
 
 def _json(value: Any) -> str:

@@ -138,10 +138,10 @@ class CopyReceiver:
         control["keeper"] = keeper()
         slot = self._place(owner, control["data_size"])
         slot.begin(slot.name, control)
-        data = slot.memory(control["data_size"])
+        data = slot.memory(control["data_size"]).numpy().data
         connection.settimeout(_IO_S)
-        _receive_into(connection, data.numpy().data)
-        fine = checksum(data) == control["data_crc"] and crc32(tail) == control["tail_crc"]
+        _receive_into(connection, data)
+        fine = checksum(data, control) == control["data_crc"] and crc32(tail) == control["tail_crc"]
         if fine:
             slot.complete(control, tail)
         connection.sendall(_ANSWER.pack(control["step"], fine))

@@ -17,7 +17,7 @@ from torch import Tensor
 from raypp.checkpoint.commit import ObjectRecord, read_extra
 from raypp.checkpoint.ranged_reads import CheckpointFile, ObjectInMemory
 from raypp.checkpoint.snapshot import Snapshot
-from raypp.checkpoint.tensor_file import decode_header
+from raypp.checkpoint.tensor_file import block_digests, decode_header
 from raypp.crc32 import crc32
 from raypp.errors import CheckpointError, Problem
 from raypp.memory.files import (
@@ -36,8 +36,7 @@ from raypp.untrusted.documents import Bounds, parse_as
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-_CHECK_BYTES = 8 << 20
+FORMAT = 3
 
 
 class Slot:
@@ -116,14 +115,14 @@ class Slot:
             step: Number of completed optimizer steps.
             extra: The trainer's own JSON.
         """
-        data, objects, tail, crc, end = snapshot.data(), [], b"", 0, 0
+        objects, tail, crc, end = [], b"", 0, 0
         header_about = {"run": about["run"], "step": step, "attempt": about["attempt"], "rank": about["rank"]}
         for index, part in enumerate(snapshot.parts):
             if part.entries:
-                sums = snapshot.sums(index)
-                header = part.writer.encode(sums.digests(), header_about)
+                digests = snapshot.digests(index)
+                header = part.writer.encode(digests, header_about)
                 objects.append((part.begin, part.size, len(header)))
-                crc = sums.crc32(0, part.size, crc32(data[end : part.begin], crc))
+                crc = crc32(digests.encode(), crc)
                 tail, end = tail + header, part.begin + part.size
         facts = {"step": step, "objects": objects, "data_size": end, "data_crc": crc}
         self.complete({**about, **facts}, tail + extra.encode())
@@ -243,12 +242,11 @@ def snapshot_name(rank: int, step: int) -> str:
     return f"rank {rank}'s snapshot of step {step}"
 
 
-def checksum(data: Tensor) -> int:
-    """Returns the CRC-32 of a uint8 tensor `[N]`; releases the GIL while it computes."""
-    view = data.numpy().data
+def checksum(data: memoryview, control: Mapping[str, Any]) -> int:
+    """Returns the CRC-32 of the digests of all blocks, as in the headers: `data_crc`."""
     value = 0
-    for start in range(0, len(view), _CHECK_BYTES):
-        value = crc32(view[start : start + _CHECK_BYTES], value)
+    for begin, size, _ in control["objects"]:
+        value = crc32(block_digests(data[begin : begin + size]).encode(), value)
     return value
 
 

@@ -8,7 +8,7 @@ transit is then stored, and detected only when the checkpoint is read. A probe s
 server compares checksums.
 
 Where boto3's own checksums are enabled (AWS), the server compares them, and raypp adds those of
-large uploads only: it has them already, and boto3 would read every byte once more.
+large uploads only, which it computes faster.
 
 If the server compares checksums, signing the bodies of large uploads as well would detect no more
 accidents; deliberate changes are detected by the SHA-256 in COMMIT, which is signed. So the
@@ -236,7 +236,7 @@ class PartBody:
 def send_parts(
     source: MemorySource, part_bytes: int, in_flight: int, send: Callable[[int, PartBody], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Sends all parts, the first one last.
+    """Sends all parts.
 
     Args:
         source: The object.
@@ -252,19 +252,18 @@ def send_parts(
     """
     starts = range(0, source.size, part_bytes)
 
-    def send_one(index: int) -> dict[str, Any]:
-        start = starts[index]
-        return send(index + 1, PartBody(source, start, min(start + part_bytes, source.size)))
+    def send_one(number: int, start: int) -> dict[str, Any]:
+        return send(number, PartBody(source, start, min(start + part_bytes, source.size)))
 
     with ThreadPoolExecutor(in_flight, thread_name_prefix="raypp-upload") as pool:
-        futures = {index: pool.submit(send_one, index) for index in [*range(1, len(starts)), 0]}
-        wait(futures.values(), return_when="FIRST_EXCEPTION")
-        for future in futures.values():
+        futures = [pool.submit(send_one, number, start) for number, start in enumerate(starts, 1)]
+        wait(futures, return_when="FIRST_EXCEPTION")
+        for future in futures:
             future.cancel()
-        for future in futures.values():
+        for future in futures:
             if not future.cancelled() and (error := future.exception()) is not None:
                 raise error
-        return [futures[index].result() for index in range(len(starts))]
+        return [future.result() for future in futures]
 
 
 def prepare_client(client: S3Client) -> None:
@@ -353,7 +352,7 @@ class UploadSums:
         name, bucket = self._server.name_of(key), self._server.bucket
 
         right, wrong = _encode(crc32(_PROBE)), _encode(crc32(b"other"))
-        body = PartBody(MemorySource((len(_PROBE),), lambda _: memoryview(_PROBE)), 0, len(_PROBE))
+        body = PartBody(MemorySource([memoryview(_PROBE)]), 0, len(_PROBE))
         body.summed = True
 
         def takes(client: S3Client, refusals: tuple[int, ...], body: Any, crc: str) -> bool:

@@ -41,7 +41,7 @@ _TAIL = encode_header([_ENTRY], memoryview(bytes(24)), {}) + (
 )
 _HEADER = _TAIL.index(b'{"data_position"')
 _CONTROL = (
-    b'{"run":"run","life":"0123456789ab","job":"01","attempt":1,"rank":0,"committed":-1,"keeper":[4,1.5],"format":2,'
+    b'{"run":"run","life":"0123456789ab","job":"01","attempt":1,"rank":0,"committed":-1,"keeper":[4,1.5],"format":3,'
     b'"layout":"02","mesh":[1,1,1,1],"objects":[[0,24,9]],'
     b'"complete":true,"step":3,"data_size":24,"data_crc":7,"tail_size":9,"tail_crc":8}'
 )

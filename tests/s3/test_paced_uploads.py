@@ -40,16 +40,8 @@ def random_bytes(size: int) -> memoryview:
 
 
 def source_of(data: memoryview, pace: Pace | None = None) -> MemorySource:
-    """Returns a source of two buffers. The first is available a little later, like a header."""
-    ready = threading.Event()
-    threading.Timer(0.05, ready.set).start()
-
-    def buffer(index: int) -> memoryview:
-        if index == 0:
-            assert ready.wait(5)
-        return data[HEAD:] if index else data[:HEAD]
-
-    return MemorySource((HEAD, len(data) - HEAD), buffer, pace)
+    """Returns a source of two buffers: a header and the rest."""
+    return MemorySource([data[:HEAD], data[HEAD:]], pace)
 
 
 @pytest.mark.parametrize("size", [HEAD, PART, PART + 1, 3 * PART + 12345])

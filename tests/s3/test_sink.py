@@ -74,7 +74,7 @@ def test_a_wrong_checksum_is_refused_so_that_writers_send_them(store: S3Store) -
 @pytest.mark.parametrize("size", [KEPT_BYTES + 1, 16 << 20, (48 << 20) + 123])
 def test_of_large_objects_only_the_size_is_kept(store: S3Store, size: int) -> None:
     data = memoryview(np.zeros(size, dtype=np.uint8)).cast("B")
-    store.put_stream("large", MemorySource((size,), lambda _: data), size)
+    store.put_stream("large", MemorySource([data]), size)
     info = store.head("large")
     assert info is not None and info.size == size
     assert list(store.unfinished("")) == []
@@ -120,7 +120,7 @@ def test_many_connections_are_served_at_once(sink: Sink) -> None:
 
     def write(store: S3Store) -> None:
         for number in range(5):
-            store.put_stream(f"{number}", MemorySource((len(data),), lambda _: data), len(data))
+            store.put_stream(f"{number}", MemorySource([data]), len(data))
 
     threads = [threading.Thread(target=write, args=(store,)) for store in stores]
     for thread in threads:

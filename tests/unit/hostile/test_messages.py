@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.checkpoint.tensor_file import encode_header
+from raypp.checkpoint.tensor_file import block_digests, encode_header
 from raypp.errors import CheckpointError, RayppError, UnreachableError
 from raypp.memory.files import LARGEST_DATA, LARGEST_STEP, LARGEST_TAIL, SlotName, keeper
 from raypp.memory.peer import CopyReceiver, CopySender, parse_control, parse_facts
@@ -33,9 +33,9 @@ TAIL = encode_header([], memoryview(b""), {}) + b"{}"
 DATA = bytes(range(256)) * 8
 CONTROL: dict[str, Any] = {
     "run": "a-run", "life": "0123456789ab", "job": "0" * 16, "attempt": 3, "rank": 1, "committed": -1,
-    "keeper": [7, 1.5], "layout": "1" * 16, "mesh": [1, 1, 2, 1], "objects": [(0, 0, len(TAIL) - 2)],
-    "data_size": len(DATA), "data_crc": zlib.crc32(DATA), "tail_size": len(TAIL),
-    "tail_crc": zlib.crc32(TAIL), "format": 2, "complete": True, "step": 7,
+    "keeper": [7, 1.5], "layout": "1" * 16, "mesh": [1, 1, 2, 1], "objects": [(0, len(DATA), len(TAIL) - 2)],
+    "data_size": len(DATA), "data_crc": zlib.crc32(block_digests(memoryview(DATA)).encode()), "tail_size": len(TAIL),
+    "tail_crc": zlib.crc32(TAIL), "format": 3, "complete": True, "step": 7,
 }  # fmt: skip
 PLACE = {
     "node": "10.0.0.1", "address": "10.0.0.1", "port": 4000, "interface": "eth0", "why": "on the route to 10.0.0.2",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
+import zlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raypp.storage.rate_limit import Pace
 from raypp.storage.s3_upload import PartBody
@@ -12,15 +16,23 @@ from raypp.storage.store import MemorySource
 
 SIZE = 64 << 20
 FIRST = Pace().piece_bytes
+places = st.integers(0, 3000) | st.sampled_from([0, 999, 1000, 1001, 3000])
 
 
 def sending(pace: Pace | None = None) -> tuple[PartBody, memoryview]:
     data = memoryview(bytearray(SIZE))
-    body = PartBody(
-        MemorySource((1000, SIZE - 1000), lambda index: data[1000:] if index else data[:1000], pace), 0, SIZE
-    )
+    body = PartBody(MemorySource([data[:1000], data[1000:]], pace), 0, SIZE)
     body.sending = True
     return body, data
+
+
+@given(places, places)
+def test_the_sum_of_a_range_goes_over_the_borders_of_buffers(one: int, other: int) -> None:
+    start, end = sorted((one, other))
+    data = memoryview(random.Random(0).randbytes(3000))
+    source = MemorySource([data[:1000], data[1000:1000], data[1000:]])
+    assert source.crc32(start, end) == zlib.crc32(data[start:end])
+    assert b"".join(source.views(start, end)) == data[start:end]
 
 
 def test_pieces_grow_while_they_leave_fast_and_are_all_bytes_once() -> None:
