@@ -20,9 +20,10 @@ from statistics import median
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.surroundings import announce
-from raypp.checkpoint.announce import Announcement
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.load_checkpoint import Load, load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import state_in_objects
@@ -47,27 +48,6 @@ class Silent:
 
     def requests(self) -> Requests:
         return Requests()
-
-
-class Alone:
-    """The announcements of a single rank to itself."""
-
-    def __init__(self) -> None:
-        self.said: dict[int, dict[int, Announcement]] = {}
-
-    def announce(self, step: int, rank: int, message: Announcement) -> None:
-        self.said.setdefault(step, {})[rank] = message
-
-    def progress(self, step: int, rank: int, value: int) -> None:
-        pass
-
-    def forget(self, step: int, ranks: object) -> None:
-        pass
-
-    def wait_all(
-        self, step: int, ranks: object, timeout_s: float, stopped: object = None, progressed: object = None
-    ) -> dict[int, Announcement]:
-        return {0: self.said[step][0]}
 
 
 def model(megabytes: float, tensors: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -132,7 +112,8 @@ def one_size(megabytes: float, tensors: int, folder: Path) -> None:
         path.unlink()
     with tempfile.TemporaryDirectory() as root:
         store = DirectoryStore(Path(root))
-        saver = CheckpointSaver(store, "bench", {}, SEAT, Alone(), Silent(), 1)
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        saver = CheckpointSaver(store, "bench", {}, SEAT, Announcements(server, 1), Silent(), 1)
         saver.save(1, [module], optimizer, {})
         saver.wait()
         saver.close()

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.checkpoint.state import gather_state
@@ -76,7 +76,7 @@ def main() -> None:
         optimizer.step()
         seat = Seat(RUN, 1, rank, pp * fsdp, place, Coordinates(pp, 1, fsdp, 1))
         reporter: Reporter = _Silent()  # type: ignore[assignment]
-        saver = CheckpointSaver(store, RUN, {}, seat, StoreAnnouncements(server, 1), reporter, keep=1)
+        saver = CheckpointSaver(store, RUN, {}, seat, Announcements(server, 1), reporter, keep=1)
         saver.save(1, [stage], optimizer, {})
         saver.wait()
     else:

@@ -82,7 +82,7 @@ def state_bytes(stage: nn.Module) -> int:
 
 class Raypp:
     def __init__(self, place: Place) -> None:
-        from raypp.checkpoint.announce import StoreAnnouncements
+        from raypp.checkpoint.announce import Announcements
         from raypp.checkpoint.save import CheckpointSaver
         from raypp.records import Coordinates, Seat
         from raypp.storage import open_store
@@ -97,7 +97,7 @@ class Raypp:
         seat = Seat(run, 1, place.rank, place.world, Coordinates(pp=place.rank), Coordinates(place.world, 1, 1, 1))
         self._begin_s = 0.0
         self.saver = CheckpointSaver(
-            open_store(f"s3://{BUCKET}/raypp"), run, {}, seat, StoreAnnouncements(self.server, 1),
+            open_store(f"s3://{BUCKET}/raypp"), run, {}, seat, Announcements(self.server, 1),
             self, keep=1,  # type: ignore[arg-type]
         )  # fmt: skip
 

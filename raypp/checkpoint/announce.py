@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import NotRequired, Protocol
+from typing import NotRequired
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from typing_extensions import TypedDict
@@ -63,16 +63,29 @@ def read_announcement(data: bytes, step: int, rank: int) -> Announcement:
     return parse_as(Announcement, data, f"rank {rank}'s message about step {step}", Bounds(1 << 20))
 
 
-class Announcements(Protocol):
-    """Small messages between the ranks of one attempt, each under (step, rank)."""
+class Announcements:
+    """Small messages between the ranks of one attempt, each under (step, rank).
+
+    They go over a separate connection to a TCPStore: a wait here blocks no training.
+
+    Args:
+        store: The attempt's TCPStore; only its address is used.
+        attempt: Part of the keys, so that attempts do not read each other's messages.
+    """
+
+    def __init__(self, store: TCPStore, attempt: int) -> None:
+        self._attempt = attempt
+        self._store = TCPStore(
+            store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
 
     def announce(self, step: int, rank: int, message: Announcement) -> None:
         """Publishes a message, once. Never waits for other ranks."""
-        ...
+        self._store.set(self._key(step, rank), json.dumps(message, default=asdict))
 
     def progress(self, step: int, rank: int, value: int) -> None:
         """Publishes that a rank still works on its message: it does while the value changes."""
-        ...
+        self._store.set(self._progress_key(step, rank), str(value))
 
     def wait_all(
         self,
@@ -95,41 +108,6 @@ class Announcements(Protocol):
                 message names them.
             CheckpointError: A message is not an announcement.
         """
-        ...
-
-    def forget(self, step: int, ranks: Sequence[int]) -> None:
-        """Removes what ranks have said about a step: nobody will wait for it any more."""
-        ...
-
-
-class StoreAnnouncements:
-    """Announcements over a TCPStore, by a separate connection: a wait here blocks no training.
-
-    Args:
-        store: The attempt's TCPStore; only its address is used.
-        attempt: Part of the keys, so that attempts do not read each other's messages.
-    """
-
-    def __init__(self, store: TCPStore, attempt: int) -> None:
-        self._attempt = attempt
-        self._store = TCPStore(
-            store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-
-    def announce(self, step: int, rank: int, message: Announcement) -> None:
-        self._store.set(self._key(step, rank), json.dumps(message, default=asdict))
-
-    def progress(self, step: int, rank: int, value: int) -> None:
-        self._store.set(self._progress_key(step, rank), str(value))
-
-    def wait_all(
-        self,
-        step: int,
-        ranks: Sequence[int],
-        timeout_s: float,
-        stopped: Callable[[], bool] = lambda: False,
-        progressed: Callable[[], None] = lambda: None,
-    ) -> dict[int, Announcement]:
         begun = looked = time.monotonic()
         messages: dict[int, Announcement] = {}
         heard: dict[int, tuple[bytes, float]] = {}
@@ -152,6 +130,7 @@ class StoreAnnouncements:
         return messages
 
     def forget(self, step: int, ranks: Sequence[int]) -> None:
+        """Removes what ranks have said about a step: nobody will wait for it any more."""
         for rank in ranks:
             for key in (self._key(step, rank), self._progress_key(step, rank)):
                 self._store.delete_key(key)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.retention import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.errors import RayppError
@@ -87,7 +87,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     with start.part("load"):
         # Connects before the ranks agree on what they load: otherwise rank 0 could end, and its
         # server with it, before all have connected, if no step is left.
-        announcements = StoreAnnouncements(rank.rendezvous, seat.attempt)
+        announcements = Announcements(rank.rendezvous, seat.attempt)
         store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
         if injection is not None:
             store = cast(ObjectStore, FaultyStore(store, injection))

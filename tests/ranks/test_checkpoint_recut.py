@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
@@ -109,7 +109,7 @@ def rank_life(
             optimizer.zero_grad()
             stage(torch.randn(3, width)).square().sum().backward()
             optimizer.step()
-        saver = CheckpointSaver(store, RUN, {}, seat, StoreAnnouncements(server, 1), quiet, 3, commit_timeout_s=60)
+        saver = CheckpointSaver(store, RUN, {}, seat, Announcements(server, 1), quiet, 3, commit_timeout_s=60)
         saver.save(2, [stage], optimizer, {"data_position": {"row": 24}})
         saved = saver.wait()
         saver.close()

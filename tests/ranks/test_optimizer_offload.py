@@ -15,7 +15,7 @@ from late_copies import LateCopies
 from test_optimizers import OPTIMIZERS, Quiet, job
 from training import Batch, seat_of, thinned, train_steps
 
-from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.parallel.shard import local_part
@@ -153,7 +153,7 @@ def lives(
                 made.loader.seek(loaded.data_position)
             watch = Stopwatch()
             runner.run(step, runner.read(Requests(), watch), watch)
-            announcements = StoreAnnouncements(made.rendezvous, 1)
+            announcements = Announcements(made.rendezvous, 1)
             saver = CheckpointSaver(store, parsed.name, {}, seat, announcements, Quiet(), 9, commit_timeout_s=60)
             saver.save(step, made.built.modules, made.optimizer, {"data_position": made.loader.position()})
             assert saver.wait() == step

@@ -13,7 +13,7 @@ from harness import run_ranks
 from test_mesh_does_not_change_numbers import document
 from training import Batch, InBothTypes, seat_of, thinned, whole
 
-from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.kinds import OPTIMIZERS as OPTIMIZER_KINDS
@@ -108,7 +108,7 @@ def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str
             watch = Stopwatch()
             runner.run(step, runner.read(Requests(), watch), watch)
         saver = CheckpointSaver(
-            store, job.name, {}, seat, StoreAnnouncements(made.rendezvous, 1), Quiet(), 3, commit_timeout_s=60
+            store, job.name, {}, seat, Announcements(made.rendezvous, 1), Quiet(), 3, commit_timeout_s=60
         )
         if steps:
             saver.save(done + steps, built.modules, optimizer, {"data_position": loader.position()})

@@ -14,6 +14,7 @@ from test_save_and_load import RUN, adamw
 from told import Told
 from torch import nn
 
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.save import CheckpointSaver
@@ -86,7 +87,7 @@ class Talk:
         self.threads: dict[int, threading.Thread] = {}
 
 
-class Shared:
+class Shared(Announcements):
     """Announcements of one attempt, seen by one process."""
 
     def __init__(self, talk: Talk, life: Life) -> None:

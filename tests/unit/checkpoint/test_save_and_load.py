@@ -18,6 +18,7 @@ from told import Told
 from torch import nn
 
 from raypp.checkpoint import save
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
@@ -37,7 +38,7 @@ RUN = "tiny"
 ONE = Coordinates(1, 1, 1, 1)
 
 
-class Heard:
+class Heard(Announcements):
     """Announcements within one process."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint import announce
 from raypp.checkpoint import save as save_module
-from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.records import Coordinates, Seat
@@ -27,7 +27,7 @@ TIMEOUT_S = 1.0
 """Of `Link.clock`."""
 
 
-class Link(StoreAnnouncements):
+class Link(Announcements):
     """Shows whether a rank waits, and counts how often it saw progress of those it waits for."""
 
     clock: StandInClock

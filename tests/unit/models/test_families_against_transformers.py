@@ -21,7 +21,7 @@ from told import Told
 from torch import nn
 from torch.distributed import TCPStore
 
-from raypp.checkpoint.announce import StoreAnnouncements
+from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.ranged_reads import verify_checkpoint
@@ -173,7 +173,7 @@ def test_import_then_no_step_then_export_gives_the_same_bytes(
     assert load_checkpoint(store, "run", 0, stages, optimizer) is not None
     seat = Seat("again", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    saver = CheckpointSaver(store, "again", job, seat, StoreAnnouncements(server, 1), Told(), 3, commit_timeout_s=5)
+    saver = CheckpointSaver(store, "again", job, seat, Announcements(server, 1), Told(), 3, commit_timeout_s=5)
     saver.save(1, stages, optimizer, {})
     assert saver.wait() == 1
     saver.close()
