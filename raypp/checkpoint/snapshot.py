@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,16 +34,45 @@ _ALIGNED = 64
 """Objects of a snapshot begin at multiples of this many bytes, so that views of any dtype fit."""
 
 
-class _Copy(Protocol):
-    """A copy that may still be in progress."""
+class _Copy:
+    """A copy that may still be in progress.
+
+    Args:
+        event: Comes on a CUDA stream after a device's copies. The host waits for it only where it
+            needs the bytes.
+        rest: Copies what is in host memory; called in a thread of its own, as torch's copies
+            release the GIL.
+    """
+
+    def __init__(self, event: torch.cuda.Event | None = None, rest: Callable[[], None] | None = None) -> None:
+        self.event = event
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        if rest is not None:
+            self._thread = threading.Thread(target=self._run, args=(rest,), name="raypp-snapshot", daemon=True)
+            self._thread.start()
+
+    def _run(self, rest: Callable[[], None]) -> None:
+        try:
+            rest()
+        except Exception as error:  # noqa: BLE001 - raised in `wait`
+            self._error = error
 
     def wait(self) -> None:
         """Waits until it is done; raises the error it failed with."""
-        ...
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if self.event is not None:
+            self.event.synchronize()
 
     def hold_updates(self) -> None:
         """Orders the caller's next changes of the copied tensors after the copy."""
-        ...
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        if self._thread is not None:
+            self._thread.join()
 
 
 @dataclass(frozen=True)
@@ -205,7 +234,7 @@ class SnapshotBuffer:
             known = self._plan = self._lay_out(groups)
         plan, self._busy = known, True
         try:
-            copy: _Copy = self._copy_on_stream(plan.pairs) if plan.on_cuda else self._copy_in_thread(plan.pairs)
+            copy = self._copy_on_stream(plan.pairs) if plan.on_cuda else self._copy_in_thread(plan.pairs)
         except BaseException:
             self._busy = False
             raise
@@ -238,9 +267,7 @@ class SnapshotBuffer:
             last.held = span
 
         # The host does not wait for a device's copy: the device's own clock says how long it stood.
-        with DeviceClock(torch.device("cuda" if isinstance(last._copy, _DeviceCopy | _BothCopies) else "cpu")).timed(
-            note
-        ):
+        with DeviceClock(torch.device("cpu" if last._copy.event is None else "cuda")).timed(note):
             last._copy.hold_updates()
 
     def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
@@ -248,7 +275,7 @@ class SnapshotBuffer:
         for view, part in pairs:
             if part.moving:
                 view.copy_(part.tensor)
-        return _HostCopy(lambda: self._copy_still(pairs))
+        return _Copy(rest=lambda: self._copy_still(pairs))
 
     def _copy_still(self, pairs: list[tuple[Tensor, Slice]]) -> None:
         for view, part in pairs:
@@ -272,7 +299,7 @@ class SnapshotBuffer:
         if any(part.moving for _, part in pairs):
             torch.cuda.current_stream().wait_event(event)
         if len(there) == len(pairs):
-            return _DeviceCopy(event)
+            return _Copy(event)
 
         device = torch.cuda.current_device()
 
@@ -283,7 +310,7 @@ class SnapshotBuffer:
                 if not part.tensor.is_cuda:
                     view.copy_(part.tensor)
 
-        return _BothCopies(event, _HostCopy(rest))
+        return _Copy(event, rest)
 
     def _own_memory(self, size: int, pinned: bool) -> Tensor:
         self.close()
@@ -301,58 +328,6 @@ class SnapshotBuffer:
         with contextlib.suppress(Exception):  # `data` reports a failure; here only the end of writing matters
             copy.wait()
         self._busy = False
-
-
-class _HostCopy:
-    """A copy by a separate thread. torch's copies release the GIL."""
-
-    def __init__(self, copy: Callable[[], None]) -> None:
-        self._copy = copy
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="raypp-snapshot", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._copy()
-        except Exception as error:  # noqa: BLE001 - raised in `wait`
-            self._error = error
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def hold_updates(self) -> None:
-        self._thread.join()
-
-
-@dataclass(frozen=True)
-class _DeviceCopy:
-    """Copies queued on a CUDA stream. The host waits for them only where it needs the bytes."""
-
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def hold_updates(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-
-
-@dataclass(frozen=True)
-class _BothCopies:
-    """Copies queued on a CUDA stream, and a thread's copies of what is in host memory."""
-
-    event: torch.cuda.Event
-    thread: _HostCopy
-
-    def wait(self) -> None:
-        self.thread.wait()
-
-    def hold_updates(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
-        self.thread.hold_updates()
 
 
 def _in_file_order(slices: Iterable[Slice]) -> list[Slice]:
