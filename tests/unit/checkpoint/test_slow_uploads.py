@@ -165,13 +165,14 @@ class SlowStore(DirectoryStore):
     def put_stream(self, key: str, chunks: Any, size: int) -> None:
         def seen() -> Any:
             wait_until(lambda: self._waiting.waits)
+            told, before = self._told(), self._waiting.seen
             for chunk in chunks:
                 yield chunk
-                told, before = self._told(), self._waiting.seen
                 wait_until(lambda told=told: self._told() != told)  # type: ignore[misc]
                 Link.clock.now += 0.4 * TIMEOUT_S
                 wait_until(lambda before=before: self._waiting.seen > before)  # type: ignore[misc]
                 self.pieces += 1
+                told, before = self._told(), self._waiting.seen  # nothing is told before the next piece
 
         super().put_stream(key, seen(), size)
 
