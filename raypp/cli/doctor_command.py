@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,10 @@ from raypp.api.checked_job import load_checked_job
 from raypp.cli.console import Console, Lines, Table, Text
 from raypp.cli.options import set_option
 from raypp.cli.output import check_writable, echo, echo_json, echo_lines, problem_parts, styled, write_file
-from raypp.clusters.find import find_cluster, lend_store_settings
+from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.control import client
-from raypp.doctor.client import examine
-from raypp.doctor.driver import ProbeOptions
+from raypp.control.cluster_call import Call, last_answer, lines_of
+from raypp.doctor.driver import PROGRESS, ProbeOptions
 from raypp.doctor.findings import Finding, Severity, findings, links_document
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, ResourcesError
 from raypp.spec.load import job_document
@@ -24,6 +26,7 @@ from raypp.spec.secret import without_secrets
 from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
 
+_EXAMINATION_S = 1800.0
 _WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}
 _COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cyan"}
 
@@ -68,8 +71,9 @@ def doctor_command(
     if url and not re.match(r"^[a-z0-9]+://", url):
         url = str(expand_home(url).absolute())
     examined = without_secrets(job_document(checked)) if checked else None
-    options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices, nccl)
-    report = examine(cluster, options, lambda line: echo(f"  {line}", err=True))
+    here = cluster.embedded is not None
+    options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices, nccl, share_environment=here)
+    report = last_answer(_examination(cluster, options))
     found = findings(report)
     if checked is not None:
         try:
@@ -84,6 +88,19 @@ def doctor_command(
         write_file(out, (json.dumps(links_document(report), indent=2) + "\n").encode())
         echo(f"wrote {out}; use it with `raypp plan JOB --links {shell_word(out)}`", err=True)
     raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in found) else EXIT_OK)
+
+
+def _examination(cluster: Cluster, options: ProbeOptions) -> Iterator[str]:
+    """Yields what `raypp.doctor.driver` prints in the cluster, and shows its progress."""
+    secrets = client.collect_secrets(here=cluster.embedded is not None)
+    settings = client.collect_settings(cluster)
+    words = (options.as_argument(),)
+    call = Call("doctor", "raypp.doctor.driver", words, secrets, settings, timeout_s=_EXAMINATION_S)
+    with closing(lines_of(cluster, call)) as lines:
+        for line in lines:
+            if line.startswith(PROGRESS):
+                echo(f"  {line.removeprefix(PROGRESS).rstrip()}", err=True)
+            yield line
 
 
 def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:

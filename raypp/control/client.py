@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import secrets
-import shlex
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,15 +12,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypp.checkpoint.run_spec import read_end
-from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
+from raypp.clusters.dashboard import DashboardError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
+from raypp.control.cluster_call import Call, last_answer, lines_of, python_of, refused
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
 from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
 from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
 from raypp.control.reshape import best_for, reshaped
-from raypp.errors import JobError, Problem, ResourcesError, UnreachableError
+from raypp.errors import JobError, Problem, ResourcesError
 from raypp.kinds import STORES
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.shapes import shapes
@@ -253,7 +249,7 @@ def submit_run(
     try:
         accepted = cluster.dashboard.submit_job(document)
     except DashboardError as error:
-        raise UnreachableError(Problem("address", f"the cluster refused the job: {error}")) from None
+        raise refused(error) from None
     return Submission(accepted, cluster.address)
 
 
@@ -288,18 +284,15 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
 def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
     """Sends `save`, `stop`, `stop-now` or `timeline-N` to a run's controller; waits for the answer.
 
-    On the embedded cluster a short-lived process of this machine does it, on other clusters a small
-    Ray job, so that only the dashboard's address is needed.
-
     Returns:
         The result of `driver.command`.
 
     Raises:
         UnreachableError: The cluster does not answer, or not in time.
     """
-    if cluster.embedded is not None:
-        return _by_process(cluster, place, command)
-    return _by_job(cluster, place, command)
+    words = (command, place.name, place.url)
+    call = Call(f"{command} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
+    return last_answer(lines_of(cluster, call))
 
 
 def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None) -> dict[str, Any]:
@@ -343,73 +336,6 @@ def stop_run(
         answer = command_run(cluster, place, command)
     end = None if answer["found"] else read_end(store, place.name)
     return answer if end is None else {"found": True, **asdict(end)}
-
-
-def _by_process(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
-    assert cluster.embedded is not None
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "raypp.control.driver", command, place.name, place.url],
-            env=environment | cluster.embedded.ray_environment(),
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_PATIENCE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise _too_slow(command) from None
-    return answer_in(done.stdout, done.stderr)
-
-
-def _by_job(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
-    dashboard = cluster.dashboard
-    words = " ".join(map(shlex.quote, (command, place.name, place.url)))
-    name, content = build_package(None, {})
-    submission_id = dashboard.submit_job(
-        {
-            "entrypoint": f"{python_of(cluster)} -m raypp.control.driver {words}",
-            "runtime_env": {"working_dir": dashboard.upload_package(name, content)},
-            "metadata": {"job_name": f"{command} {place.name}", "raypp_command": f"{command} {place.name}"},
-        }
-    )
-    end = time.monotonic() + _COMMAND_PATIENCE_S
-    while time.monotonic() < end:
-        job = dashboard.job(submission_id)
-        if job is None or job["status"] in FINAL_JOB_STATES:
-            return answer_in(dashboard.job_logs(submission_id), str((job or {}).get("message", "")))
-        time.sleep(0.1)
-    raise _too_slow(command)
-
-
-def _too_slow(command: str) -> UnreachableError:
-    what = f"the cluster did not carry out `{command}` in {_COMMAND_PATIENCE_S:.0f} s"
-    return UnreachableError(
-        Problem("address", what, "`ray status` on a node shows whether the cluster works; try again")
-    )
-
-
-def answer_in(output: str, errors: str) -> dict[str, Any]:
-    """Returns the JSON object on the last line that has one.
-
-    Raises:
-        UnreachableError: There is none; the message holds the end of the errors.
-    """
-    for line in reversed(output.splitlines()):
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                return dict(json.loads(line))
-    tail = "\n".join((errors or output).splitlines()[-5:])
-    raise UnreachableError(Problem("address", f"the cluster could not be asked: {tail}"))
-
-
-def python_of(cluster: Cluster) -> str:
-    """Returns the interpreter of a job's driver: this one when the head is this machine, else
-    `python` on the raylet's PATH."""
-    if cluster.embedded is not None:
-        return shlex.quote(cluster.embedded.python)
-    here = any(node.head and node.hostname == socket.gethostname() for node in cluster.dashboard.nodes())
-    return shlex.quote(sys.executable) if here else "python"
 
 
 def _paths_for_tests(rank_function: str | None) -> dict[str, str]:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 from typing_extensions import TypedDict
 
-from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError, NodeResources
+from raypp.clusters.dashboard import NodeResources
 from raypp.clusters.find import Cluster
-from raypp.control.client import collect_secrets, collect_settings, device_for, python_of
-from raypp.control.package import INFERENCE_FILE, build_package
-from raypp.errors import Problem, RayppError, ResourcesError, RunFailedError, UnreachableError
+from raypp.control.client import collect_secrets, collect_settings, device_for
+from raypp.control.cluster_call import Call, lines_of
+from raypp.control.package import INFERENCE_FILE
+from raypp.errors import ResourcesError, RunFailedError
 from raypp.inference.processes import first_error
 from raypp.inference.source import Source
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.untrusted.documents import Bounds, Count, parse_as
 
-_POLL_S, _LONGEST_POLL_S = 0.1, 2.0
-_SHARE = 0.1
-"""Share of the time spent fetching the log, which the dashboard always sends whole."""
-_LOOK_EVERY_S = 1.0
-_STOP_S = 15.0
 _FREED_S = 15.0
-_SHOWN = 2000
 _LINE = Bounds(size=1 << 20)
 
 
@@ -83,35 +80,21 @@ def use_on_cluster(
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     name = f"{what}-{source.run or 'model'}-{stamp}"
     whole = {"name": name, "device": device, "source": asdict(source), "job": job_document(job), **request}
-    package = build_package(
-        None,
-        collect_secrets(here=cluster.embedded is not None),
-        [(INFERENCE_FILE, json.dumps(whole).encode())],
+    call = Call(
+        f"{what} {source.place}",
+        "raypp.control.inference_driver",
+        secrets=collect_secrets(here=cluster.embedded is not None),
+        settings=collect_settings(cluster),
+        files=[(INFERENCE_FILE, json.dumps(whole).encode())],
+        timeout_s=math.inf,
+        always_job=True,
     )
-    try:
-        submission_id = cluster.dashboard.submit_job(
-            {
-                "entrypoint": f"{python_of(cluster)} -m raypp.control.inference_driver",
-                "submission_id": f"raypp-{name}",
-                "runtime_env": {
-                    "working_dir": cluster.dashboard.upload_package(*package),
-                    "env_vars": {**collect_settings(cluster), "PYTHONUNBUFFERED": "1"},
-                },
-                "metadata": {"job_name": f"{what} {source.place}", "raypp_command": what},
-            }
-        )
-    except DashboardError as error:
-        raise UnreachableError(Problem("address", f"the cluster refused the job: {error}")) from None
-    over = False
-    try:
-        for report in _reports(cluster, submission_id):
-            if "error" in report:
-                over = True
-                raise first_error({0: report["error"]})
-            yield report
-        over = True
-    finally:
-        _end(cluster, submission_id, stop=not over)
+    with closing(lines_of(cluster, call)) as lines:
+        for line in lines:
+            if (report := report_in(line)) is not None:
+                if "error" in report:
+                    raise first_error({0: report["error"]})
+                yield report
 
 
 def _device(cluster: Cluster, job: Job) -> str:
@@ -142,52 +125,10 @@ def _fits_when_idle(job: Job, nodes: Sequence[NodeResources]) -> bool:
     return True
 
 
-def _reports(cluster: Cluster, submission_id: str) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a job's log until the job has ended or reported an error.
-
-    Raises:
-        RunFailedError: It ended without success.
-    """
-    dashboard = cluster.dashboard
-    read, looked = 0, 0.0
-    job: Mapping[str, Any] | None = {}
-    while True:
-        ended = job is None or job.get("status") in FINAL_JOB_STATES
-        began = time.monotonic()
-        log = dashboard.job_logs(submission_id) if job is not None else ""
-        took = time.monotonic() - began
-        end = len(log) if ended else log.rfind("\n") + 1
-        yield from reports_in(log[read:end])
-        read = max(read, end)
-        if ended:
-            break
-        time.sleep(min(_LONGEST_POLL_S, max(_POLL_S, took / _SHARE)))
-        if time.monotonic() - looked > _LOOK_EVERY_S:
-            job, looked = dashboard.job(submission_id), time.monotonic()
-    if job is None or job.get("status") != "SUCCEEDED":
-        state = str((job or {}).get("message") or "it no longer exists")
-        tail = log.strip()[-_SHOWN:]
-        raise RunFailedError(f"the Ray job {submission_id} ended early: {state}" + (f"\n{tail}" if tail else ""))
-
-
-def reports_in(log: str) -> Iterator[dict[str, Any]]:
-    """Yields the reports among the lines of a job's log. Other lines are those of libraries."""
-    for line in log.split("\n"):
-        if line.startswith("{"):
-            with contextlib.suppress(RunFailedError):
-                data = line.encode("utf-8", "replace")
-                if report := parse_as(_Report, data, "the job's log", _LINE, RunFailedError, unknown="ignore"):
-                    yield dict(report)
-
-
-def _end(cluster: Cluster, submission_id: str, *, stop: bool) -> None:
-    """Waits until a job has ended. Stops it first if `stop` is set."""
-    with contextlib.suppress(RayppError):
-        if stop:
-            cluster.dashboard.stop_job(submission_id)
-        end = time.monotonic() + _STOP_S
-        while time.monotonic() < end:
-            job = cluster.dashboard.job(submission_id)
-            if job is None or job["status"] in FINAL_JOB_STATES:
-                return
-            time.sleep(0.1)
+def report_in(line: str) -> dict[str, Any] | None:
+    """Returns the report on a line of a job's log; None for other lines, those of libraries."""
+    if line.startswith("{"):
+        with contextlib.suppress(RunFailedError):
+            data = line.encode("utf-8", "replace")
+            return dict(parse_as(_Report, data, "the job's log", _LINE, RunFailedError, unknown="ignore")) or None
+    return None

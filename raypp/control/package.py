@@ -69,7 +69,7 @@ def build_package(
     The same content gives the same bytes and the same name, so it is uploaded once.
 
     Args:
-        request: The run to start; None for a job that only sends a command to a controller.
+        request: The run to start; None for a `cluster_call.Call`.
         secrets: Variables for the private file.
         own: Files of the user's own kinds; the package's folder is in `sys.path` of every process
             of the run.

@@ -13,7 +13,7 @@ import pytest
 
 from raypp.clusters.dashboard import Dashboard, dashboard_url
 from raypp.clusters.find import Cluster
-from raypp.control.client import python_of
+from raypp.control.cluster_call import python_of
 from raypp.errors import UnreachableError
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from raypp.control.inference_client import reports_in
+from raypp.control.inference_client import report_in
 
 GOOD = [
     {"token": [0, 5, None]},
@@ -27,16 +27,16 @@ BAD = [
 
 
 def test_reports_are_read_between_other_lines() -> None:
-    log = "\n".join(line for report in GOOD for line in ("WARNING: x", json.dumps(report), ""))
-    found = list(reports_in(log))
+    log = [line for report in GOOD for line in ("WARNING: x", json.dumps(report), "")]
+    found = [report for line in log if (report := report_in(line)) is not None]
     assert [json.loads(json.dumps(one)) for one in found] == GOOD
 
 
 def test_a_loss_that_is_no_number_is_one() -> None:
-    [found] = reports_in(json.dumps({"loss": math.nan, "unknown": [1]}))
-    assert math.isnan(found["loss"]) and found.keys() == {"loss"}
+    found = report_in(json.dumps({"loss": math.nan, "unknown": [1]}))
+    assert found is not None and math.isnan(found["loss"]) and found.keys() == {"loss"}
 
 
 @pytest.mark.parametrize("line", BAD, ids=lambda line: line[:40])
 def test_what_is_no_report_is_left_out(line: str) -> None:
-    assert list(reports_in(line)) == []
+    assert report_in(line) is None

@@ -20,7 +20,7 @@ from raypp.cli.console import Console
 from raypp.cli.main import run
 from raypp.clusters.dashboard import Dashboard, DashboardError
 from raypp.clusters.known_runs import RunPlace
-from raypp.control.client import answer_in
+from raypp.control.cluster_call import last_answer
 from raypp.doctor.findings import Finding, Severity
 from raypp.errors import Problem
 from raypp.observe.reader import RunReader
@@ -204,7 +204,7 @@ def test_an_error_of_the_dashboard_is_shown_without_its_stack() -> None:
 
 
 def test_a_line_that_is_no_answer_is_passed_over() -> None:
-    assert answer_in('{"found": true}\n{broken', "") == {"found": True}
+    assert last_answer(['{"found": true}', "{broken"]) == {"found": True}
 
 
 def s3_error(text: str) -> bytes:
