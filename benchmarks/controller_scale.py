@@ -141,7 +141,7 @@ def measure_relay(period_s: float, seconds: float) -> float:
         stand_in = ray.remote(StandIn).options(num_cpus=0, max_concurrency=50).remote(40)
         controller: Any = ray.remote(HeldController).options(num_cpus=0, max_concurrency=THREADS)
         controller = controller.remote(RunRequest("held", document), stand_in)
-        relay: Any = ray.remote(HeldRelay).options(num_cpus=0).remote("held", controller, 600.0, 5.0, HEARTBEAT_S)
+        relay: Any = ray.remote(HeldRelay).options(num_cpus=0).remote("held", controller, HEARTBEAT_S)
         sender: Any = Sender.remote(relay, 1, ranks, ranks)  # type: ignore[attr-defined]
         ray.get(sender.send.remote(period_s, 2.0))
         before = ray.get(relay.cpu_s.remote())

@@ -20,29 +20,21 @@ from raypp.memory.files import files_of, remove_run
 
 log = logging.getLogger(__name__)
 
-RELAY_MARK = "relay-"
-"""How the last part of a relay's actor name begins."""
 _STATUS_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 20.0
 _EXIT_TIMEOUT_S = 5.0
 _ALL_NODES_TIMEOUT_S = 15.0
 
 
-def is_relay(name: str) -> bool:
-    """Returns whether an actor of this name is a relay of some run."""
-    return name.count("/") == 2 and name.rpartition("/")[2].startswith(RELAY_MARK)
-
-
-def actors_of(run: str) -> tuple[list[Any], list[Any]]:
-    """Returns the living workers and the living relays of a run, no matter which controller started
-    them."""
+def workers_of(run: str) -> list[Any]:
+    """Returns the living workers of a run, no matter which controller started them."""
     workers: list[Any] = []
-    relays: list[Any] = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]
         if entry["namespace"] == NAMESPACE and name.startswith(f"raypp/{run}/"):
             with contextlib.suppress(ValueError):
-                (relays if is_relay(name) else workers).append(ray.get_actor(name, namespace=NAMESPACE))
-    return workers, relays
+                workers.append(ray.get_actor(name, namespace=NAMESPACE))
+    return workers
 
 
 def end_actor(actor: Any) -> None:
@@ -74,8 +66,7 @@ def exit_if_ended() -> None:
 
 def find_workers(run: str) -> list[tuple[Any, WorkerStatus]]:
     """Returns the living workers of a run with their status. Ends those that do not answer."""
-    handles, _ = actors_of(run)
-    asked = {handle.status.remote(): handle for handle in handles}
+    asked = {handle.status.remote(): handle for handle in workers_of(run)}
     ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_STATUS_TIMEOUT_S) if asked else ([], [])
     found = []
     for reference in ready:
@@ -86,17 +77,14 @@ def find_workers(run: str) -> list[tuple[Any, WorkerStatus]]:
     return found
 
 
-def end_workers(run: str, timeout_s: float = 20.0) -> int:
-    """Ends every worker and relay of a run and waits until they are gone; returns how many workers
-    there were."""
-    workers, relays = actors_of(run)
+def end_workers(run: str) -> None:
+    """Ends every worker of a run and waits until they are gone."""
+    workers = workers_of(run)
     waiting = [worker.outcome.remote(-1, 600.0) for worker in workers]  # fails when the process is gone
-    waiting += [relay.stay.remote() for relay in relays]
-    for handle in (*workers, *relays):
-        end_actor(handle)
+    for worker in workers:
+        end_actor(worker)
     if waiting:
-        ray.wait(waiting, num_returns=len(waiting), timeout=timeout_s)
-    return len(workers)
+        ray.wait(waiting, num_returns=len(waiting), timeout=_END_TIMEOUT_S)
 
 
 def remove_snapshots(life: str) -> None:

@@ -191,7 +191,6 @@ class Leader:
             seated, others = [], []
         self._sizing.resume(left.shape)
         self._placement.take_over()
-        self._workers.relays.take_over()
         self._adopt_standbys(others)
         ranks = {status.seat.rank for _, status in seated if status.seat is not None}
         if COMMITTING_RANK not in ranks or left.phase is m.RunPhase.ENDING:  # it reports steps and commits no more

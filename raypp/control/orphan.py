@@ -39,8 +39,8 @@ class OrphanWatch:
         controller: Any,
         timeout_s: float,
         on_orphaned: Callable[[], None],
-        interval_s: float = _INTERVAL_S,
-        last_answer: Callable[[], float] = lambda: 0.0,
+        interval_s: float,
+        last_answer: Callable[[], float],
     ) -> None:
         self._controller = controller
         self._timeout_s = timeout_s

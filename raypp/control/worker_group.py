@@ -84,10 +84,7 @@ class WorkerGroup:
     _watched_at: float = 0.0
 
     def __post_init__(self) -> None:
-        orphan_timeout_s = self.job.recovery.orphan_timeout_s
-        self.relays = Relays(
-            self.request.cluster_name, self.controller, orphan_timeout_s, self.request.relays_from_ranks
-        )
+        self.relays = Relays(self.request.cluster_name, self.controller, self.request.relays_from_ranks)
 
     def fill(self, nodes: list[str], labels: list[str], attempt: int, placement: Placement) -> None:
         """Gives every bundle a process on its node: the one it had, else a standby, else a new one.

@@ -140,7 +140,7 @@ class Started:
         return [rank["pid"] for rank in self.status()["ranks"]]
 
     def living_actors(self) -> set[str]:
-        return {actor["name"] for actor in self.actors() if actor["state"] != "DEAD"}
+        return {actor["name"] or actor["repr_name"] for actor in self.actors() if actor["state"] != "DEAD"}
 
     def groups(self) -> set[str]:
         """Returns the states of the run's placement groups, including those of spares."""
@@ -161,7 +161,7 @@ class Started:
             {**actor, **{key: without_digest(actor[key] or "") for key in ("name", "repr_name")}}
             for actor in answer["data"]["result"]["result"]
         ]
-        return [actor for actor in actors if actor["name"].startswith(f"raypp/{self.name}")]
+        return [actor for actor in actors if (actor["name"] or actor["repr_name"]).startswith(f"raypp/{self.name}")]
 
 
 def running(pids: list[int]) -> list[int]:

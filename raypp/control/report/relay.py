@@ -5,7 +5,7 @@ of its node's ranks and forwards them in one call. A batch with steps, events or
 answered when the controller has taken it; a mere heartbeat is answered at once, with the
 controller's last answer to that rank, and replaces one that waits. A relay holds nothing that
 exists nowhere else: when it dies, the ranks whose batches it held get no answer and send the same
-batches to the controller.
+batches to the controller. It ends with the controller process that started it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
-import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +21,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.control.cleanup import RELAY_MARK, actors_of, end_actor
-from raypp.control.orphan import OrphanWatch, ask_interval_s
-from raypp.control.protocol import NAMESPACE, RELAYS_FROM_RANKS, BatchAnswer, ReportBatch
+from raypp.control.cleanup import end_actor
+from raypp.control.protocol import RELAYS_FROM_RANKS, BatchAnswer, ReportBatch
 from raypp.control.report.reporter import HEARTBEAT_S
 
 log = logging.getLogger(__name__)
@@ -121,25 +117,17 @@ def has_content(batch: ReportBatch) -> bool:
 
 
 class Relay:
-    """The actor around a `RelayQueue`. Like every process of a run it exits when the run has lost
-    its controller.
+    """The actor around a `RelayQueue`.
 
     Args:
-        ask_interval_s: Seconds between two checks of a controller that has not answered.
         heartbeat_s: Seconds between two reports that carry heartbeats only.
     """
 
-    def __init__(
-        self, run: str, controller: Any, orphan_timeout_s: float, ask_interval_s: float, heartbeat_s: float
-    ) -> None:
+    def __init__(self, run: str, controller: Any, heartbeat_s: float) -> None:
         self._run = run
         self._controller = controller
-        self._own = ray.get_runtime_context().current_actor
-        self._queue = queue = RelayQueue(self._send, heartbeat_s=heartbeat_s)
+        self._queue = RelayQueue(self._send, heartbeat_s=heartbeat_s)
         self._task: asyncio.Task[None] | None = None
-        self._orphan_watch = OrphanWatch(
-            controller, orphan_timeout_s, self._exit, ask_interval_s, lambda: queue.answered
-        )
 
     def __repr__(self) -> str:
         return f"raypp/{self._run}/relay"
@@ -150,18 +138,9 @@ class Relay:
             self._task = asyncio.get_running_loop().create_task(self._queue.forward_reports())
         return await self._queue.report(batch)
 
-    async def stay(self) -> None:
-        """Never returns; the call fails when this process ends."""
-        await asyncio.Event().wait()
-
     async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
         answers: Sequence[BatchAnswer] = await self._controller.relayed.remote(batches)
         return answers
-
-    def _exit(self) -> None:
-        threading.Timer(10.0, os._exit, (0,)).start()  # when Ray does not answer either, it restarts nothing
-        with contextlib.suppress(Exception):
-            ray.kill(self._own, no_restart=True)
 
 
 @dataclass
@@ -175,11 +154,9 @@ class Relays:
 
     run: str
     controller: Any
-    orphan_timeout_s: float
     from_ranks: int = RELAYS_FROM_RANKS
     _nodes: tuple[str, ...] = ()
     _by_node: dict[str, Any] = field(default_factory=dict)
-    _found: list[Any] = field(default_factory=list)
 
     def start(self, nodes: Sequence[str]) -> None:
         """Starts a relay on every node of the run, unless they are there; does not wait for them.
@@ -188,13 +165,13 @@ class Relays:
             nodes: The node of each bundle.
         """
         wanted = tuple(nodes) if len(nodes) >= self.from_ranks else ()
-        if wanted == self._nodes and not self._found:
+        if wanted == self._nodes:
             return
         self.stop()
         self._nodes = wanted
         places = list(dict.fromkeys(wanted))
-        for number, node in enumerate(places):
-            self._by_node[node] = self._start(node, number, len(wanted), len(places))
+        for node in places:
+            self._by_node[node] = self._start(node, len(places))
         if places:
             log.info("%d ranks report through %d relays", len(wanted), len(places))
 
@@ -202,31 +179,21 @@ class Relays:
         """Returns the relay of a bundle; None without relays."""
         return self._by_node[self._nodes[bundle]] if self._nodes else None
 
-    def take_over(self) -> None:
-        """Finds the relays that an earlier controller process started; `start` replaces them,
-        `stop` ends them."""
-        self._found += actors_of(self.run)[1]
-
     def stop(self) -> None:
         """Ends all relays."""
-        for relay in (*self._found, *self._by_node.values()):
+        for relay in self._by_node.values():
             end_actor(relay)
-        self._found, self._by_node, self._nodes = [], {}, ()
+        self._by_node, self._nodes = {}, ()
 
-    def _start(self, node: str, number: int, ranks: int, relays: int) -> Any:
-        # Ray frees an actor's name only some time after its end, so each name is new.
-        name = f"raypp/{self.run}/{RELAY_MARK}{number}-{secrets.token_hex(3)}"
+    def _start(self, node: str, relays: int) -> Any:
         return (
             ray.remote(Relay)
             .options(
-                name=name,
-                namespace=NAMESPACE,
-                lifetime="detached",
                 max_restarts=-1,
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
-            .remote(self.run, self.controller, self.orphan_timeout_s, ask_interval_s(ranks), relay_pace_s(relays))
+            .remote(self.run, self.controller, relay_pace_s(relays))
         )
 
 

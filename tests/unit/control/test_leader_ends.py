@@ -17,7 +17,6 @@ from raypp.control.leader import Leader
 from raypp.control.machine import Claimed, Machine, Seated, Start, step
 from raypp.control.machine_log import MachineLog
 from raypp.control.protocol import RunRequest
-from raypp.control.report import relay
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
@@ -121,7 +120,6 @@ def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
     monkeypatch.setattr(leader_module, "_STORE_RETRY", Backoff(timeout_s=0.02, first_s=0.02, longest_s=0.02))
     monkeypatch.setattr(leader_module, "find_workers", lambda run: [])
     monkeypatch.setattr(placement, "existing_group", lambda name: None)
-    monkeypatch.setattr(relay, "actors_of", lambda run: ([], []))
     leader = _Restarted(tmp_path)
     leader.run()
     leader.record.close()

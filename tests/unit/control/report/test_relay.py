@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.control import hang_watch
-from raypp.control.cleanup import is_relay
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report.relay import RelayQueue, Relays, relay_pace_s
 from raypp.control.report.reporter import HEARTBEAT_S, ReportBuffer, ReportRoute
@@ -239,25 +238,20 @@ def test_whoever_dies_on_the_way_every_event_comes_into_the_store_and_no_life_ta
 class _Started(Relays):
     """Notes the relays that it would start as actors."""
 
-    def _start(self, node: str, number: int, ranks: int, relays: int) -> str:
-        return f"{number} on {node}"
+    def _start(self, node: str, relays: int) -> str:
+        return f"of {relays} on {node}"
 
 
 def test_small_runs_have_no_relays_and_large_ones_one_on_each_node() -> None:
-    relays = _Started("run", None, 600.0)
+    relays = _Started("run", None)
     relays.start(["a"] * 63)
     assert relays.of(0) is None
     relays.start(["a"] * 40 + ["b"] * 40)
-    assert [relays.of(bundle) for bundle in (0, 39, 40, 79)] == ["0 on a", "0 on a", "1 on b", "1 on b"]
-    assert _Started("run", None, 600.0).of(5) is None
+    assert [relays.of(bundle) for bundle in (0, 39, 40, 79)] == ["of 2 on a"] * 2 + ["of 2 on b"] * 2
+    assert _Started("run", None).of(5) is None
 
 
 def test_many_relays_send_heartbeats_less_often_but_in_time_for_the_hang_watch() -> None:
     paces = [relay_pace_s(relays) for relays in (1, 50, 100, 125, 1000)]
     assert paces == [HEARTBEAT_S, HEARTBEAT_S, 2.0, 2.5, 2.5]
     assert HEARTBEAT_S + max(paces) < hang_watch._HEARTBEAT_DUE_S - 1.0
-
-
-def test_a_relay_is_known_by_its_name() -> None:
-    assert is_relay("raypp/kjv/relay-0-3-aa00ff") and not is_relay("raypp/kjv/pp0-fsdp1")
-    assert not is_relay("raypp/relay-race/standby-a1b2c3") and not is_relay("raypp/relay-race")
