@@ -144,7 +144,7 @@ class HeldController(Controller):
 
     def usage(self) -> Usage:
         own = next(t for t in psutil.Process().threads() if t.id == self._thread.native_id)
-        watch, now = self._leader._reports.watch, time.monotonic()
+        watch, now = self._leader.reports.watch, time.monotonic()
         oldest = watch.oldest_heartbeat_s(now) if watch is not None else 0.0
         resident = psutil.Process().memory_info().rss
         return Usage(time.process_time(), own.user_time + own.system_time, resident, self._calls, oldest)
@@ -160,7 +160,7 @@ class HeldController(Controller):
             batches = [simulated[number % ranks].batch() for number in range(done, due)]
             made += time.thread_time() - started
             done = due
-            answers = [self._leader.intake.report(batch) for batch in batches]
+            answers = [self._leader.reports.report(batch) for batch in batches]
             started = time.thread_time()
             for batch, answer in zip(batches, answers, strict=True):
                 simulated[batch.rank].buffer.sent(batch, answer)

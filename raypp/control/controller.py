@@ -53,11 +53,11 @@ class Controller:
 
     def report(self, batch: ReportBatch) -> BatchAnswer:
         """Takes a worker's reports."""
-        return self._leader.intake.report(batch)
+        return self._leader.reports.report(batch)
 
     def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
         """Takes the reports of many workers, forwarded by a relay."""
-        return self._leader.intake.relayed(batches)
+        return self._leader.reports.relayed(batches)
 
     def alive(self) -> None:
         """Answers: an idle worker or relay checks whether the controller is there."""
@@ -89,7 +89,7 @@ class Controller:
             if at == 0 and leader.machine.committed_step is None:
                 at = 1
             if (leader.machine.committed_step or 0) < at:
-                leader.intake.save_wanted = True
+                leader.reports.save_wanted = True
         while (leader.machine.committed_step or 0) < at:
             at = min(at, max(1, leader.record.step))  # the attempt may have resumed before that step
             answer = {"committed": None, "what": f"no checkpoint was committed; the run is {leader.machine.state}"}
@@ -110,12 +110,12 @@ class Controller:
         leader.begun.wait(_BEGINNING_S)
         if not leader.training:
             return {"traced": False, "what": f"the run is {leader.machine.state}, no rank is training"}
-        leader.intake.trace_wanted = steps
+        leader.reports.trace_wanted = steps
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}
 
     def stop(self, save: bool = True) -> None:
         """Requests the end of the run; returns at once."""
-        self._leader.intake.request_stop(save)
+        self._leader.reports.request_stop(save)
 
     def outcome(self, patience_s: float = 0.0) -> RunEnd | None:
         """Returns how the run ended, waiting up to `patience_s` for it."""
@@ -132,7 +132,7 @@ class Controller:
         return {
             **leader.record.status().as_dict(),
             "controller_pid": os.getpid(),
-            "relay_reports": leader.intake.relay_reports,
+            "relay_reports": leader.reports.relayed_calls,
         }
 
     def over_for_another(self, submission_id: str) -> bool:

@@ -25,8 +25,7 @@ from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
 from raypp.control.placement import Placement, choose_device, remove_groups_of
 from raypp.control.protocol import RunRequest
-from raypp.control.report.intake import ReportIntake
-from raypp.control.report.processing import ReportProcessing
+from raypp.control.report.reports import Reports
 from raypp.control.run_record import RunRecord
 from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
@@ -51,7 +50,7 @@ T = TypeVar("T")
 
 
 class Leader:
-    """Leads one run to its end. `run` is the thread; other threads use `intake`, and read `record`
+    """Leads one run to its end. `run` is the thread; other threads use `reports`, and read `record`
     and `outcome`.
 
     Args:
@@ -63,7 +62,6 @@ class Leader:
         self.begun = threading.Event()
         """Set once the ranks of an earlier controller process, if any, are taken over."""
         self.machine = m.Machine()
-        self.intake = ReportIntake(secrets.token_hex(4))
         self._request = request
         self._handle = handle
         self._restarted = restarted
@@ -82,8 +80,9 @@ class Leader:
         # long as they would without one.
         patience_s = max(_STORE_RETRY.timeout_s, self._job.recovery.orphan_timeout_s)
         self._store_retry = replace(_STORE_RETRY, timeout_s=patience_s) if restarted else _STORE_RETRY
-        self.record = RunRecord(self._store, self._job, f"c-{self.intake.incarnation}")
-        self._reports = ReportProcessing(self.intake, self.record)
+        incarnation = secrets.token_hex(4)
+        self.record = RunRecord(self._store, self._job, f"c-{incarnation}")
+        self.reports = Reports(incarnation, self.record)
         self._sizing = ElasticSizing(self._job, self.record.event)
         self._policy: Policy = DefaultPolicy()
         self._preemption = Preemptions()
@@ -124,13 +123,12 @@ class Leader:
                 self._process_event(event)
             for watcher in self._watchers:
                 workers, placement = self._workers, self._placement
-                turn = Turn(self.machine, attempt, workers, placement, self.intake, self._reports, self.record)
+                turn = Turn(self.machine, attempt, workers, placement, self.reports, self.record)
                 if (seen := watcher.check(turn)) is not None:
                     self._process_event(seen)
-            self._reports.stepped = False
+            self.reports.stepped = False
         else:
             self._process_reports(wait_s=_POLL_S)
-        self.intake.acknowledge(self.record.durable)
         if self._wake_at is not None and time.monotonic() >= self._wake_at:
             self._wake_at = None
             self._apply(m.DelayOver())
@@ -199,7 +197,7 @@ class Leader:
             attempt = self._new_attempt(last)
             attempt.adopt(seated, self.record.status().ranks, self.record.step)
             self._attempt = attempt
-            self.intake.start_attempt(last)
+            self.reports.start_attempt(last)
             self.record.event(run_events.adoption_event(last, attempt.ranks))
             self._start_watch(attempt)
         elif not over:
@@ -249,7 +247,7 @@ class Leader:
     # Processing reports and events ----------------------------------------------------------------
 
     def _process_reports(self, wait_s: float) -> None:
-        for found in self._reports.process(self._attempt, wait_s):
+        for found in self.reports.process(self._attempt, wait_s):
             match found:
                 case m.Committed():
                     self._apply(found)
@@ -273,8 +271,7 @@ class Leader:
                 lost = {one.rank for one in self.machine.failures if one.kind.traits.node_lost}
                 self._placement.lost_nodes.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
-            self._reports.watch = self._reports.preempted = None
-            self.intake.end_attempt()
+            self.reports.end_attempt()
             if self._preemption.reset():
                 self._workers.empty_bundles()
                 self._placement.remove()
@@ -288,7 +285,7 @@ class Leader:
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
-        self._reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
+        self.reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
 
     # Carrying out commands ------------------------------------------------------------------------
 
@@ -311,7 +308,7 @@ class Leader:
                     suspects = {one.rank for one in self.machine.failures if one.kind.traits.ends_process}
                     self._attempt.end(command.keep, suspects)
                 case m.SendRequests():
-                    self.intake.stop = command.requests
+                    self.reports.stop = command.requests
                 case m.Delay():
                     self._wake_at = time.monotonic() + command.seconds
                     kept, world = len(self._workers.seated), self._placement.world
@@ -331,13 +328,13 @@ class Leader:
         message = f"attempt {number} asks for {self._placement.world} ranks"
         self.record.event(Event("attempt_started", message, attempt=number))
         self._attempt = self._new_attempt(number)
-        self.intake.start_attempt(number, keep_stop=self.machine.stop)
+        self.reports.start_attempt(number, keep_stop=self.machine.stop)
         self._attempt.launch()
 
     def _new_attempt(self, number: int) -> Attempt:
         job = self._sizing.job(self.machine)
         self.record.set_mesh(job.mesh)
-        return Attempt(job, number, self._workers, self._placement, self.intake.add)
+        return Attempt(job, number, self._workers, self._placement, self.reports.add)
 
     # The end --------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from raypp.control.machine import Machine, MachineEvent, RankFailed, RunPhase
 from raypp.control.placement import Placement
 from raypp.control.postmortem import collect_stacks
 from raypp.control.ray_nodes import draining_nodes
-from raypp.control.report.intake import ReportIntake
-from raypp.control.report.processing import ReportProcessing
+from raypp.control.report.reports import Reports
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
@@ -39,8 +38,7 @@ class Turn:
     attempt: Attempt
     workers: WorkerGroup
     placement: Placement
-    intake: ReportIntake
-    reports: ReportProcessing
+    reports: Reports
     record: RunRecord
     now: float = field(default_factory=lambda: time.monotonic())
 
@@ -141,7 +139,7 @@ class Preemptions:
             message = f"{place}: {self._why}; saving a checkpoint before it leaves"
             turn.record.event(turn.event("preemption_notice", rank, message))
         self._rank, self._deadline, self._committed = rank, turn.now + left_s, turn.machine.committed_step
-        turn.intake.save_wanted = True
+        turn.reports.save_wanted = True
 
     def reset(self) -> bool:
         """Forgets the notice at the end of the attempt; returns whether a node of it drains and its

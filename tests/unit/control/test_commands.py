@@ -77,11 +77,11 @@ def test_a_save_that_takes_long_is_waited_for_and_not_requested_again(tmp_path: 
     controller._leader = leader
     leader.machine = replace(leader.machine, phase=RunPhase.RUNNING, attempt=2)
     assert controller.save(0.0)["pending"] == (1, 2)
-    assert leader.intake.save_wanted
-    leader.intake.save_wanted = False
+    assert leader.reports.save_wanted
+    leader.reports.save_wanted = False
     leader.record.add_step(StepReport(40, 1.0, 1.0, 10, 10, 0.1, 100.0, 2))
     assert controller.save(0.0, (1, 2))["pending"] == (1, 2)
-    assert not leader.intake.save_wanted
+    assert not leader.reports.save_wanted
     training = leader.machine
     leader.machine = replace(training, committed_step=3)
     assert controller.save(0.0, (1, 2))["committed"] == 3

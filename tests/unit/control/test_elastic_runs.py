@@ -95,7 +95,7 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
     for _ in range(2):
         sizing._checked_at = 0.0
         nothing: Any = None
-        turn = Turn(machine, cast(Attempt, placing), nothing, _Room("r", 4, {}), nothing, nothing, nothing, 9.0)
+        turn = Turn(machine, cast(Attempt, placing), nothing, _Room("r", 4, {}), nothing, nothing, 9.0)
         reshape = sizing.check(turn)
         assert (reshape.shape.pp if reshape else None) == (None if gib == 20 else 3)
     assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)

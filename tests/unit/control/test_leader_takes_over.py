@@ -21,7 +21,7 @@ from raypp.control import rank_ends, watchers
 from raypp.control.leader import Leader
 from raypp.control.machine_log import MachineLog
 from raypp.control.protocol import RunRequest, WorkerInfo, WorkerStatus
-from raypp.control.report import processing
+from raypp.control.report import reports
 from raypp.control.run_events import end_event
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
@@ -61,7 +61,7 @@ class Heir(Leader):
 
     def _new_attempt(self, number: int) -> StandIns:
         self.record.set_mesh(self.job.mesh)
-        return StandIns(self.job, number, self._workers, self._placement, self.intake.add)
+        return StandIns(self.job, number, self._workers, self._placement, self.reports.add)
 
     def _end_by_name(self) -> None:
         self.ended_by_name += 1
@@ -77,7 +77,7 @@ class Heir(Leader):
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     clock = StandInClock()
-    for module in (leader_module, attempt_module, rank_ends, processing, watchers):
+    for module in (leader_module, attempt_module, rank_ends, reports, watchers):
         monkeypatch.setattr(module, "time", clock)
     for module in (attempt_module, rank_ends):
         monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
@@ -251,7 +251,7 @@ def test_a_process_that_was_taken_for_dead_gives_no_command_any_more(
     assert machine is not None
     other.put(m.step(machine, m.Committed(STEP))[0])
     other.write()
-    heir.intake.request_stop(save=False)
+    heir.reports.request_stop(save=False)
     heir._turn()
     assert heir.record.machines.overtaken and heir.outcome is None
     assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome"]] * 4
@@ -272,7 +272,7 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPa
     _left_also(left, m.StopAsked(True))
     heir = take_over(monkeypatch, left, 0, 1, 2, 3)
     assert heir.machine.state is RunState.STOPPING
-    assert heir.intake.stop is not None and heir.intake.stop.save_before_stop
+    assert heir.reports.stop is not None and heir.reports.stop.save_before_stop
     for rank in range(4):
         attempt_of(heir).tells(rank, RankResult(rank, 9, True, 9))
     heir._turn()

@@ -18,7 +18,7 @@ from raypp.control import machine as m
 from raypp.control import rank_ends, watchers
 from raypp.control.leader import Leader
 from raypp.control.protocol import ReportBatch, RunRequest
-from raypp.control.report import processing
+from raypp.control.report import reports
 from raypp.failure_kinds import FailureKind
 from raypp.memory.files import life_of
 from raypp.observe.reader import RunReader
@@ -54,7 +54,7 @@ class Led(Leader):
     def _new_attempt(self, number: int) -> StandIns:
         job = self._sizing.job(self.machine)
         self.record.set_mesh(job.mesh)
-        return StandIns(job, number, self._workers, self._placement, self.intake.add)
+        return StandIns(job, number, self._workers, self._placement, self.reports.add)
 
     def _end_by_handle(self) -> None:
         for bundle in list(self._workers.seated):
@@ -83,7 +83,7 @@ class Led(Leader):
     def hear(self, rank: int, phase: str = "step 9", idle_s: float = 0.0, **more: Any) -> None:
         """A report of a rank comes."""
         self._numbers[rank] += 1
-        self.intake.report(ReportBatch(self.machine.attempt, rank, self._numbers[rank], phase, idle_s, **more))
+        self.reports.report(ReportBatch(self.machine.attempt, rank, self._numbers[rank], phase, idle_s, **more))
 
     def step_done(self, step: int) -> None:
         report = StepReport(step, 1.0, 1.0, 10, 10, 0.1, 100.0, self.machine.attempt)
@@ -108,7 +108,7 @@ class Led(Leader):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     clock = StandInClock()
-    for module in (leader_module, attempt_module, rank_ends, processing, watchers):
+    for module in (leader_module, attempt_module, rank_ends, reports, watchers):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
     monkeypatch.setattr(watchers, "draining_nodes", dict)
@@ -209,7 +209,7 @@ def test_a_rank_that_is_told_to_end_is_saved_first_if_there_is_time(
     leader.seat()
     leader.hear(2, events=(Event("preemption_notice", "SIGTERM", attempt=1, rank=2),))
     leader._turn()
-    assert leader.intake.save_wanted and leader.failures() == []
+    assert leader.reports.save_wanted and leader.failures() == []
     for _ in range(24):
         clock.advance(1)
         leader._turn()
@@ -233,7 +233,7 @@ def test_a_drained_node_is_left_after_a_save_with_new_devices_and_processes(
     clock.advance(3)
     leader._turn()
     (notice,) = leader.events("preemption_notice")
-    assert notice.node == "10.0.0.2" and "drains" in notice.message and leader.intake.save_wanted
+    assert notice.node == "10.0.0.2" and "drains" in notice.message and leader.reports.save_wanted
     leader.committed(7)
     leader._turn()
     leader._turn()
@@ -267,14 +267,14 @@ def test_a_stop_is_in_the_store_before_the_ranks_learn_of_it(leader: Led, monkey
     flush = leader.record.flush
 
     def flushed() -> bool:
-        known.append(leader.intake.stop is not None)
+        known.append(leader.reports.stop is not None)
         return flush()
 
     monkeypatch.setattr(leader.record, "flush", flushed)
-    leader.intake.request_stop(save=True)
+    leader.reports.request_stop(save=True)
     leader._turn()
-    assert known[0] is False and leader.intake.stop is not None and leader.intake.stop.save_before_stop
-    leader.intake.request_stop(save=True)
+    assert known[0] is False and leader.reports.stop is not None and leader.reports.stop.save_before_stop
+    leader.reports.request_stop(save=True)
     leader._turn()
     assert len(leader.events("stop_requested")) == 1, "asked again, it is told once"
 

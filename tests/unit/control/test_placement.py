@@ -135,7 +135,7 @@ def test_a_run_grows_when_there_has_been_room_for_seconds(clock: StandInClock, m
     def grows() -> bool:
         clock.advance(1.1)
         nothing: Any = None
-        turn = Turn(machine, nothing, nothing, found, nothing, nothing, nothing)
+        turn = Turn(machine, nothing, nothing, found, nothing, nothing)
         return sizing.check(turn) is not None
 
     assert not grows() and not grows()

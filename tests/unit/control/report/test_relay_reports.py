@@ -12,7 +12,7 @@ from stand_in_clock import StandInClock
 from raypp.control.hang_watch import HangWatch
 from raypp.control.leader import Leader
 from raypp.control.protocol import ReportBatch, RunRequest
-from raypp.control.report import processing
+from raypp.control.report import reports
 from raypp.control.seats import Rank
 from raypp.observe.json_lines import LogLine
 from raypp.records import Coordinates, Event, Requests
@@ -27,8 +27,8 @@ def leader(tmp_path: Path) -> Leader:
     leader._workers = leader._placement = None  # type: ignore[assignment]
     attempt = leader._attempt = leader._new_attempt(3)
     attempt.ranks = [Rank(n, f"pp{n}", Coordinates(n), n, "", state="starting") for n in range(4)]
-    leader.intake.start_attempt(3)
-    leader._reports.watch = HangWatch(attempt.ranks, 60.0, time.monotonic() - 30)
+    leader.reports.start_attempt(3)
+    leader.reports.watch = HangWatch(attempt.ranks, 60.0, time.monotonic() - 30)
     return leader
 
 
@@ -46,10 +46,10 @@ def _written(leader: Leader) -> list[str]:
 
 
 def test_a_batch_that_comes_by_a_relay_and_directly_is_written_once(leader: Leader) -> None:
-    leader.intake.relayed([_news(1, 7, "a"), _news(2, 1, "b")])
-    leader.intake.report(_news(1, 7, "a"))
-    leader.intake.report(_news(1, 8, "c"))
-    leader.intake.relayed([_news(1, 8, "c"), _news(1, 7, "a"), _news(2, 2, "d")])
+    leader.reports.relayed([_news(1, 7, "a"), _news(2, 1, "b")])
+    leader.reports.report(_news(1, 7, "a"))
+    leader.reports.report(_news(1, 8, "c"))
+    leader.reports.relayed([_news(1, 8, "c"), _news(1, 7, "a"), _news(2, 2, "d")])
     assert _written(leader) == ["a", "b", "c", "d"]
     assert leader.record.taken == 4
 
@@ -57,48 +57,48 @@ def test_a_batch_that_comes_by_a_relay_and_directly_is_written_once(leader: Lead
 def test_older_heartbeats_change_nothing(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StandInClock()
     clock.advance(time.monotonic() + 100)
-    monkeypatch.setattr(processing, "time", clock)
-    assert leader._reports.watch is not None and leader._attempt is not None
-    leader._reports.watch._listened_at = clock.now  # no pause
-    leader.intake.report(ReportBatch(3, 1, 5, "step 9", 0.5))
-    leader.intake.relayed([ReportBatch(3, 0, 4, "step 2F1", 11.0), ReportBatch(3, 1, 4, "step 8", 0.0)])
+    monkeypatch.setattr(reports, "time", clock)
+    assert leader.reports.watch is not None and leader._attempt is not None
+    leader.reports.watch._listened_at = clock.now  # no pause
+    leader.reports.report(ReportBatch(3, 1, 5, "step 9", 0.5))
+    leader.reports.relayed([ReportBatch(3, 0, 4, "step 2F1", 11.0), ReportBatch(3, 1, 4, "step 8", 0.0)])
     leader._process_reports(wait_s=0.0)
-    signs = leader._reports.watch._heartbeats
+    signs = leader.reports.watch._heartbeats
     assert (signs[0].phase, signs[0].idle_s, signs[0].at) == ("step 2F1", 11.0, clock.now)
     assert (signs[1].phase, signs[1].at) == ("step 9", clock.now)
     assert [rank.state for rank in leader._attempt.ranks[:3]] == ["step", "step", "starting"]
 
 
 def test_the_answer_names_the_written_batches_and_passes_on_the_stop_request(leader: Leader) -> None:
-    leader.intake.report(_news(2, 4, "b"))
-    leader.intake.relayed([_news(1, 7, "a")])
+    leader.reports.report(_news(2, 4, "b"))
+    leader.reports.relayed([_news(1, 7, "a")])
     _written(leader)
     leader.record.close()
-    leader.intake.acknowledge(leader.record.durable)
+    _written(leader)
     beats = [ReportBatch(3, 1, 8, "step 1"), ReportBatch(3, 3, 1, "step 1"), ReportBatch(2, 1, 8, "step 1")]
-    assert [answer.durable for answer in leader.intake.relayed(beats)] == [7, 0, 0]
-    leader.intake.save_wanted, leader.intake.stop = True, Requests(stop=True, save_before_stop=True)
-    (answer,) = leader.intake.relayed([ReportBatch(3, 1, 9, "step 1")])
-    assert answer.incarnation == leader.intake.incarnation
+    assert [answer.durable for answer in leader.reports.relayed(beats)] == [7, 0, 0]
+    leader.reports.save_wanted, leader.reports.stop = True, Requests(stop=True, save_before_stop=True)
+    (answer,) = leader.reports.relayed([ReportBatch(3, 1, 9, "step 1")])
+    assert answer.incarnation == leader.reports.incarnation
     assert answer.requests == Requests(stop=True, save_before_stop=True)
-    assert leader.intake.report(ReportBatch(3, 0, 1, "step 1")).requests.save, "the save was asked of a relay"
+    assert leader.reports.report(ReportBatch(3, 0, 1, "step 1")).requests.save, "the save was asked of a relay"
 
 
 def test_a_trace_is_asked_of_rank_0_once(leader: Leader) -> None:
-    leader.intake.trace_wanted = 3
-    asked = [leader.intake.report(ReportBatch(3, rank, number, "step 1")).requests.trace for rank, number in
+    leader.reports.trace_wanted = 3
+    asked = [leader.reports.report(ReportBatch(3, rank, number, "step 1")).requests.trace for rank, number in
              ((1, 1), (0, 1), (0, 2))]  # fmt: skip
     assert asked == [0, 3, 0]
 
 
 def test_news_of_another_attempt_is_left_alone(leader: Leader) -> None:
-    leader.intake.relayed([_news(1, 1, "old", attempt=2), _news(1, 1, "new"), ReportBatch(2, 2, 1, "step 5")])
+    leader.reports.relayed([_news(1, 1, "old", attempt=2), _news(1, 1, "new"), ReportBatch(2, 2, 1, "step 5")])
     assert _written(leader) == ["new"]
     assert leader._attempt is not None and leader._attempt.ranks[2].state == "starting"
 
 
 def test_what_a_rank_leaves_over_does_not_hide_what_it_handed_over_just_before(leader: Leader) -> None:
     assert leader._attempt is not None
-    leader.intake.report(_news(1, 7, "its last line"))
+    leader.reports.report(_news(1, 7, "its last line"))
     leader._attempt.on_unwritten(_news(1, 8, "left over"))
     assert _written(leader) == ["its last line", "left over"]

@@ -1,0 +1,159 @@
+"""The reports of ranks: taken and answered in any thread, recorded in the leading one."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from raypp.control.attempt import Attempt
+from raypp.control.hang_watch import HangWatch
+from raypp.control.machine import Committed
+from raypp.control.protocol import BatchAnswer, ReportBatch
+from raypp.control.run_record import RunRecord
+from raypp.control.seats import Rank
+from raypp.observe.status import ENDED
+from raypp.records import Requests
+
+Item = ReportBatch | Requests
+Finding = Committed | Requests
+
+
+class Reports:
+    """The queue between the controller's callers and its leader, the data of their answers, and
+    what the leader does with the reports.
+
+    Args:
+        incarnation: Identifies this controller process.
+
+    Attributes:
+        stop: The stop request for all ranks.
+        save_wanted: Rank 0 is asked to save with the next answer.
+        trace_wanted: Rank 0 is asked to trace so many steps with the next answer.
+        relayed_calls: How many times relays have reported.
+        watch: Gets the heartbeats of the running attempt; None without one.
+        stepped: The ranks have finished a step in this turn; the leader resets it.
+        preempted: A rank of the attempt whose process received SIGTERM.
+    """
+
+    def __init__(self, incarnation: str, record: RunRecord) -> None:
+        self.incarnation = incarnation
+        self.stop: Requests | None = None
+        self.save_wanted = False
+        self.trace_wanted = 0
+        self.relayed_calls = 0
+        self.watch: HangWatch | None = None
+        self.stepped = False
+        self.preempted: Rank | None = None
+        self._record = record
+        self._queue: queue.Queue[Item] = queue.Queue()
+        self._attempt = 0
+        self._processed: dict[int, int] = {}
+        self._durable: dict[int, int] = {}
+        self._unwritten: deque[tuple[int, int, int]] = deque()
+        """Steps and events taken until then, rank and number of a batch."""
+
+    # In any thread --------------------------------------------------------------------------------
+
+    def report(self, batch: ReportBatch) -> BatchAnswer:
+        """Takes a rank's batch; returns what the operator wants, and which of its batches are in
+        the store."""
+        self._queue.put(batch)
+        durable = self._durable.get(batch.rank, 0) if self._attempt == batch.attempt else 0
+        save, trace = False, 0
+        if batch.rank == 0:  # the ranks take the maximum over all of them: one is enough, and they act once
+            save, self.save_wanted = self.save_wanted, False
+            trace, self.trace_wanted = self.trace_wanted, 0
+        stop = self.stop
+        if stop is None:
+            return BatchAnswer(Requests(save=save, trace=trace), self.incarnation, durable)
+        requests = Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
+        return BatchAnswer(requests, self.incarnation, durable)
+
+    def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
+        """Takes the batches that a relay forwards."""
+        self.relayed_calls += 1
+        return [self.report(batch) for batch in batches]
+
+    def request_stop(self, save: bool) -> None:
+        """Takes the operator's stop request."""
+        self._queue.put(Requests(stop=True, save_before_stop=save))
+
+    def add(self, batch: ReportBatch) -> None:
+        """Queues the reports that an ended rank left."""
+        self._queue.put(batch)
+
+    # In the leading thread ------------------------------------------------------------------------
+
+    def start_attempt(self, number: int, keep_stop: bool = True) -> None:
+        """Answers for this attempt from now on.
+
+        Args:
+            keep_stop: False withdraws the stop request that ended the last attempt for a larger
+                one.
+        """
+        for numbers in (self._processed, self._durable, self._unwritten):
+            numbers.clear()
+        if not keep_stop:
+            self.stop = None
+        self._attempt = number
+
+    def end_attempt(self) -> None:
+        """Answers for no attempt until the next one starts."""
+        self._attempt, self.watch, self.preempted = 0, None, None
+
+    def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Finding]:
+        """Records everything queued, waiting up to `wait_s` for the first report.
+
+        Yields what the leader must react to, in the order of the reports. Ignores reports of other
+        attempts, and those that come a second time: directly, and through a slow relay.
+        """
+        if self.watch is not None:
+            self.watch.listen(time.monotonic())
+        for item in self._items(wait_s):
+            if isinstance(item, Requests):
+                yield item
+            elif attempt is not None and item.attempt == attempt.number and self._is_new(item):
+                yield from self._batch(attempt, item)
+        while self._unwritten and self._unwritten[0][0] <= self._record.durable:
+            _, rank, number = self._unwritten.popleft()
+            self._durable[rank] = number
+
+    def _is_new(self, batch: ReportBatch) -> bool:
+        if batch.number <= self._processed.get(batch.rank, 0):
+            return False
+        self._processed[batch.rank] = batch.number
+        return True
+
+    def _items(self, wait_s: float) -> Iterator[Item]:
+        with contextlib.suppress(queue.Empty):
+            yield self._queue.get(timeout=wait_s) if wait_s else self._queue.get_nowait()
+            while True:
+                yield self._queue.get_nowait()
+
+    def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Finding]:
+        rank = attempt.ranks[batch.rank] if attempt.ranks else None
+        if rank is not None and rank.state not in ENDED:
+            rank.state = batch.phase.partition(" ")[0]
+        if self.watch is not None:
+            now = time.monotonic()
+            self.watch.add_heartbeat(batch.rank, batch.phase, batch.idle_s, now, batch.inside, batch.reached)
+        for line in batch.logs:
+            self._record.log(line)
+        for report in batch.steps:
+            if self.watch is not None:
+                self.watch.add_step(report.step_s)
+            if self._record.add_step(report, batch.attempt):
+                for one in attempt.ranks:
+                    one.step = report.step
+            self.stepped = True
+        for event in batch.events:
+            self._record.event(event)
+            if event.kind == "committed" and event.step is not None:
+                yield Committed(event.step)
+            elif event.kind == "preemption_notice" and rank is not None:
+                self.preempted = rank
+        if batch.steps or batch.events:
+            self._unwritten.append((self._record.taken, batch.rank, batch.number))
