@@ -145,7 +145,7 @@ class HeldController(Controller):
     def usage(self) -> Usage:
         own = next(t for t in psutil.Process().threads() if t.id == self._thread.native_id)
         watch, now = self._leader.reports.watch, time.monotonic()
-        oldest = watch.oldest_heartbeat_s(now) if watch is not None else 0.0
+        oldest = max(now - last.at for last in watch._heartbeats) if watch is not None else 0.0
         resident = psutil.Process().memory_info().rss
         return Usage(time.process_time(), own.user_time + own.system_time, resident, self._calls, oldest)
 

@@ -67,7 +67,10 @@ class Controller:
         self._watched_at = time.monotonic()
         outcome = self._leader.outcome
         lines, after = self._leader.record.lines_since(cursor, patience_s if outcome is None else 0.0)
-        return lines, after, self._leader.outcome if not lines else None
+        outcome = self._leader.outcome if not lines else None
+        if outcome is not None:
+            self._read.set()
+        return lines, after, outcome
 
     def save(self, patience_s: float = 60.0, pending: tuple[int, int] | None = None) -> dict[str, Any]:
         """Requests a checkpoint of the current step and waits for its commit.
@@ -137,12 +140,11 @@ class Controller:
 
     def over_for_another(self, submission_id: str) -> bool:
         """Returns whether this controller has ended its run and the caller is the Ray job of a
-        newer submission."""
-        return self._leader.outcome is not None and submission_id != self._request.submission_id
-
-    def dismiss(self) -> None:
-        """Lets the controller exit: its outcome has been read."""
-        self._read.set()
+        newer submission; then it exits."""
+        over = self._leader.outcome is not None and submission_id != self._request.submission_id
+        if over:
+            self._read.set()
+        return over
 
     def _lead(self) -> None:
         self._leader.run()
@@ -155,5 +157,5 @@ class Controller:
             os._exit(1)  # another process of this actor leads the run
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S
         self._read.wait(_UNREAD_OUTCOME_S if watched else _UNWATCHED_S / 5)
-        time.sleep(0.2)  # let the answer to `dismiss` get out
+        time.sleep(0.2)  # let the answer get out
         ray.kill(self._handle, no_restart=True)

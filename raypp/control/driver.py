@@ -169,7 +169,6 @@ def _controller(request: RunRequest) -> Any:
         try:
             if not ray.get(controller.over_for_another.remote(request.submission_id)):
                 return controller
-            ray.get(controller.dismiss.remote())
         except ray.exceptions.RayActorError as error:  # it has just exited
             dying_since = dying_since or time.monotonic()
             if error.actor_init_failed or time.monotonic() - dying_since > _LOST_S:
@@ -216,8 +215,6 @@ def _follow_run(request: RunRequest) -> int:
         return 1
     reason = outcome.reason or f"step {outcome.step}"
     print(f"{outcome.state.lower()}: {visible_lines(reason)}", flush=True)  # noqa: T201
-    with contextlib.suppress(ray.exceptions.RayActorError):
-        ray.get(controller.dismiss.remote())
     return outcome.exit_code
 
 

@@ -101,10 +101,6 @@ class HangWatch:
         """Records the duration of a step."""
         self._steps.append(seconds)
 
-    def oldest_heartbeat_s(self, now: float) -> float:
-        """Returns the age of the oldest of all ranks' last heartbeats."""
-        return max(now - heartbeat.at for heartbeat in self._heartbeats)
-
     def limit_s(self) -> float:
         """Returns how long a rank may make no progress now."""
         if not self._steps:
