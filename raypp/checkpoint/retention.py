@@ -6,13 +6,12 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from raypp.checkpoint.commit import list_checkpoints, newest_attempt, read_commit
 from raypp.checkpoint.layout import attempt_number, commit_key, step_of, steps_prefix
 from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.errors import CheckpointError, RayppError
-from raypp.records import Event, EventKind, Reporter, Seat
+from raypp.records import Reporter, Seat
 from raypp.storage import ObjectInfo, ObjectStore, Unfinished
 
 log = logging.getLogger(__name__)
@@ -213,18 +212,17 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
     failure: saves report their own.
     """
 
-    def report(kind: EventKind, message: str, **details: Any) -> None:
-        reporter.event(Event(kind, message, attempt=seat.attempt, rank=seat.rank, details=details))
-
     def look() -> None:
         try:
             for limit in store.limitations():
-                report("store_limited", f"{limit.key}: {limit.what}", fix=limit.fix)
+                reporter.event(seat.event("store_limited", f"{limit.key}: {limit.what}", fix=limit.fix))
             found = find_leftovers(store, run, seat.attempt, just_begun=True)
             if found:
                 remove_leftovers(store, run, found)
                 keys = [*(upload.key for upload in found.uploads), *(info.key for info in found.objects)]
-                report("leftovers_removed", f"removed {found}", objects=keys[:100], bytes=found.size)
+                reporter.event(
+                    seat.event("leftovers_removed", f"removed {found}", objects=keys[:100], bytes=found.size)
+                )
         except RayppError as error:
             log.warning("cannot remove leftovers of %s: %s", run, error)
 

@@ -28,7 +28,7 @@ from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import RETRIES, is_store_error, upload_snapshot
 from raypp.errors import CheckpointError, Problem, RayppError, in_words
 from raypp.failure_kinds import FailureKind
-from raypp.records import Event, EventKind, Reporter, Seat
+from raypp.records import EventKind, Reporter, Seat
 from raypp.storage import ObjectStore, StoreError
 from raypp.storage.rate_limit import Abandoned, Pace
 
@@ -429,7 +429,4 @@ class CheckpointSaver:
         self._report("save_failed", f"step {step} was not saved: {why}", step)
 
     def _report(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
-        seat = self.seat
-        self._reporter.event(
-            Event(kind, message, attempt=seat.attempt, step=step, rank=seat.rank, node=seat.node, details=details)
-        )
+        self._reporter.event(self.seat.event(kind, message, step, **details))

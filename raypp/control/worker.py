@@ -26,7 +26,7 @@ from raypp.control.rank_process import on_sigterm, process_title, set_seat_envir
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.environment import check_node
 from raypp.failure_kinds import FailureKind
-from raypp.records import Event, RankFailure, RankResult, Reporter, Seat
+from raypp.records import RankFailure, RankResult, Reporter, Seat
 from raypp.recovery.cause_of_death import DeathEvidence, within_rank_frame
 from raypp.spec.job import Job
 
@@ -289,7 +289,7 @@ class Worker:
         if reporter is None or seat is None or self._end is not None:
             return False
         message = f"{seat.label} (rank {seat.rank}) on {seat.node} received SIGTERM: saving a checkpoint before it ends"
-        reporter.event(Event("preemption_notice", message, attempt=seat.attempt, rank=seat.rank, node=seat.node))
+        reporter.event(seat.event("preemption_notice", message))
         return True
 
     def _last_answer(self) -> float:

@@ -36,7 +36,7 @@ from raypp.memory.slot import Slot
 from raypp.pipeline.agreement import SnapshotState
 from raypp.pipeline.device_clock import Span
 from raypp.planning.host_memory import COPIES, OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER
-from raypp.records import Event, EventKind, Reporter, Seat
+from raypp.records import EventKind, Reporter, Seat
 from raypp.storage.rate_limit import Pace
 
 log = logging.getLogger(__name__)
@@ -485,10 +485,7 @@ class MemoryTier:
         self._report("memory_tier_off" if trouble >= _OFF else "memory_tier_reduced", why)
 
     def _report(self, kind: EventKind, message: str, **details: Any) -> None:
-        seat = self.seat
-        self._reporter.event(
-            Event(kind, message, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=details)
-        )
+        self._reporter.event(self.seat.event(kind, message, **details))
 
 
 def _need(files: int, size: int, ranks: int, there: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -138,7 +138,7 @@ def assemble(
                 )
                 stack.callback(optimizer.close)
             if seat.rank == 0 and (words := offload_in_words(job, device.type == "cpu")):
-                tell(Event("offload", words, attempt=seat.attempt, rank=seat.rank, node=seat.node))
+                tell(seat.event("offload", words))
             names, outer = parameter_names(job.model, trained=True), None
             if job.outer is not None:
                 changed = getattr(optimizer, "weights_changed", lambda: None)
@@ -154,9 +154,9 @@ def assemble(
             loader = open_loader(job, seat.replica, job.mesh.replicas)
             if seat.rank == 0 and (words := loader.documents.in_words(job.data)):
                 counts = {"documents": loader.documents.total, "too_long": loader.documents.too_long}
-                tell(Event("data", words, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=counts))
+                tell(seat.event("data", words, **counts))
             for remark in loader.documents.remarks if seat.rank == 0 else ():
-                tell(Event("data", remark, attempt=seat.attempt, rank=seat.rank, node=seat.node))
+                tell(seat.event("data", remark))
         stack.callback(loader.close)
         yield AssembledRank(
             job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer
@@ -197,7 +197,5 @@ def _attention(job: Job, seat: Seat, device: torch.device, tell: Callable[[Event
     if device.type == "cuda":
         log.info("rank %d: %s", seat.rank, choice)
         if seat.rank == 0 or choice.failed:
-            details = {"kernel": choice.kernel.name, "against": choice.against}
-            event = Event("attention", str(choice), attempt=seat.attempt, rank=seat.rank, node=seat.node)
-            tell(replace(event, details=details))
+            tell(seat.event("attention", str(choice), kernel=choice.kernel.name, against=choice.against))
     return choice.kernel

@@ -84,16 +84,17 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str |
     precision = job.train.precision
     compute = job.train.dtypes.compute
     products = "tf32" if compute is FP32 and job.train.tf32 else compute.name
-    details = {
-        "device": device,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "precision": precision,
-        "products": products,
-        "allocator": allocator,
-        "kernels": "triton" if unfused is None else "torch",
-    }
     words = f"{device}, torch {torch.__version__}: precision {precision}, products in {products}; {allocator}"
     if unfused is not None:
         words += f"; AdamW by rows and quantised weights use torch's slower kernels, with the same bits: {unfused}"
-    return Event("cuda", words, attempt=seat.attempt, rank=seat.rank, node=seat.node, details=details)
+    return seat.event(
+        "cuda",
+        words,
+        device=device,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        precision=precision,
+        products=products,
+        allocator=allocator,
+        kernels="triton" if unfused is None else "torch",
+    )

@@ -247,7 +247,7 @@ def joined(
     attempt_store = PrefixStore(f"{seat.run}/attempt-{seat.attempt}", store)
 
     def tell_here(kind: EventKind, message: str) -> None:
-        tell(Event(kind, message, attempt=seat.attempt, rank=seat.rank, node=seat.node))
+        tell(seat.event(kind, message))
 
     if reports := check_links(seat, chosen, attempt_store, tell=partial(tell_here, "refused_connection")):
         tell_here("network", links_in_words(chosen, reports))
