@@ -55,13 +55,13 @@ def prune(
             Commits above it by older attempts are void, because the caller started below them, and
             are removed. Uncommitted objects above it stay unless they are of older attempts: they
             may belong to a save in progress.
-        attempt: The caller's attempt, with `newest`. Without it, uncommitted objects of the newest
-            claimed attempt stay, whatever their step: it may have fallen back below the newest
-            commit, and be saving there.
+        attempt: The caller's attempt, with `newest`; None for the newest claimed one, which may
+            have fallen back below the newest commit, and be saving there.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
-    living = newest_attempt(store, run) if attempt is None else None
+    # Before the commits are listed: one that appears meanwhile is then not of an ended attempt.
+    living = newest_attempt(store, run) if attempt is None else attempt
     committed = [checkpoint.step for checkpoint in list_checkpoints(store, run)]
     if not committed:
         return Pruned((), (), 0)
@@ -89,15 +89,12 @@ def prune(
         step = step_of(run, info.key)
         if step is None or info.key in used or step in unreadable:
             continue
-        writer = attempt_number(info.key.rpartition("/")[0]) or 0
-        if attempt is not None and writer > attempt:
-            continue
-        if living is not None and writer >= living and not _is_past(store, run, committed, step, writer):
-            continue
         if info.key == commit_key(run, step):
             if step in doomed:
                 commits[info.key] = info.size
-        elif step in doomed or step <= top or (attempt is not None and 0 < writer < attempt):
+        elif (step <= top or attempt is not None) and _is_over(
+            store, run, committed, living, _owner(info.key) or 0, step
+        ):
             others[info.key] = info.size
     gone = {**commits, **others}
     if not dry_run:
@@ -123,13 +120,12 @@ def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[se
     return used, unreadable
 
 
-def _is_past(store: ObjectStore, run: str, committed: Sequence[int], step: int, attempt: int) -> bool:
-    """Returns whether this or a newer attempt committed this or a higher step.
-
-    If so, this attempt's save of the step is over, because an attempt saves its steps in order.
-    """
-    later = (other for other in reversed(committed) if other >= step)
-    return any(_attempt_of(store, run, other) >= attempt for other in later)
+def _is_over(store: ObjectStore, run: str, committed: Iterable[int], living: int, owner: int, step: int) -> bool:
+    """Returns whether an attempt will surely not commit a step any more: a newer one, `living`, has
+    begun, or it has committed this or a higher step. An attempt saves its steps in order."""
+    if owner != living:
+        return owner < living
+    return any(_attempt_of(store, run, other) >= owner for other in committed if other >= step)
 
 
 @dataclass(frozen=True)
@@ -192,7 +188,7 @@ def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, 
         owner, step = _owner(upload.key), step_of(run, upload.key)
         if owner is None or step is None or owner > living:
             continue
-        over = owner < living or (step in committed and _attempt_of(store, run, step) == owner)
+        over = _is_over(store, run, committed, living, owner, step)
         (uploads if over else under_way).append(upload)
     return Leftovers(tuple(uploads), tuple(objects), tuple(under_way))
 

@@ -269,6 +269,7 @@ def test_a_prune_by_hand_removes_what_the_newest_attempt_left_below_its_own_comm
 
 
 def test_a_dry_run_removes_nothing(store: DirectoryStore) -> None:
+    claim_attempt(store, RUN, 1)
     for step in (10, 20):
         save(store, step)
     before = {info.key for info in store.list()}
