@@ -1,5 +1,5 @@
 """Checkpoints: what they hold, how they are committed, and how another mesh reads them.
 
-`announce`, `dtypes`, `load_checkpoint`, `save`, `snapshot`, `state` and `upload` import torch. The
-other files handle objects, bytes and numpy arrays, so that commands read checkpoints without it.
+`announce`, `load_checkpoint`, `save`, `snapshot`, `state` and `upload` import torch. The other
+files handle objects, bytes and numpy arrays, so that commands read checkpoints without it.
 """
