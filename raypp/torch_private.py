@@ -54,11 +54,13 @@ __all__ = [
     "inductor_config",
     "integer_weights",
     "kernels_on_cuda",
+    "order_of_streams",
     "read_scalar",
     "reduced_together",
     "register_fake_device",
     "restart_group_names",
     "run_step_pre_hooks",
+    "schema_of",
     "set_local",
     "set_operation_timeout",
     "stage_backward_input",
@@ -378,6 +380,14 @@ copy_to = torch.ops.aten._to_copy.default
 """The operator of `Tensor.to`. Since 2.4."""
 
 
+def schema_of(operator: Any) -> Any:
+    """Returns an operator's schema: which arguments it writes, which of its results are views.
+
+    `OpOverload._schema`, since 1.10.
+    """
+    return operator._schema
+
+
 def inductor_config() -> Any:
     """Returns the settings of torch.compile: `compile_threads` (since 2.0) is how many processes it
     starts, and is read when it first compiles."""
@@ -398,6 +408,16 @@ def register_fake_device(name: str, module: Any) -> None:
 
     _setup_privateuseone_for_python_backend(name, module)
     dist.Backend.register_backend(f"fake_{name}", _create_fake_pg, extended_api=True, devices=[name])
+
+
+def order_of_streams() -> Any:
+    """Returns torch's record of which work of which stream is ordered before which, by events.
+
+    `cuda._sanitizer.StreamSynchronizations`, which needs no device. Since 1.13.
+    """
+    from torch.cuda._sanitizer import StreamSynchronizations
+
+    return StreamSynchronizations()
 
 
 def fake_tensors() -> Any:

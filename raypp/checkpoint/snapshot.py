@@ -2,7 +2,7 @@
 
 Between two optimizer steps nothing changes the weights and the optimizer state. So the copy may
 overlap with the next step's forward and backward passes, and only the next change of the copied
-tensors must wait for it (`before_update`). The copy runs on a separate stream on CUDA, and in a
+tensors must wait for it (`before_update`). The copy runs on a separate stream on a GPU, and in a
 thread on the CPU.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from raypp.checkpoint.state import DTYPES, Slice, dtype_name
 from raypp.checkpoint.tensor_file import HeaderWriter, TensorEntry, block_digests
-from raypp.parallel.host_copies import HostMemory
+from raypp.parallel.host_copies import CopyStreams, HostMemory
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import DeviceClock, Span
 
@@ -38,14 +38,14 @@ class _Copy:
     """A copy that may still be in progress.
 
     Args:
-        event: Comes on a CUDA stream after a device's copies. The host waits for it only where it
-            needs the bytes.
+        queued: A device's copies: its streams, and the event that comes after them. The host waits
+            for it only where it needs the bytes.
         rest: Copies what is in host memory; called in a thread of its own, as torch's copies
             release the GIL.
     """
 
-    def __init__(self, event: torch.cuda.Event | None = None, rest: Callable[[], None] | None = None) -> None:
-        self.event = event
+    def __init__(self, queued: tuple[CopyStreams, Any] | None = None, rest: Callable[[], None] | None = None) -> None:
+        self.queued = queued
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         if rest is not None:
@@ -64,13 +64,14 @@ class _Copy:
             self._thread.join()
         if self._error is not None:
             raise self._error
-        if self.event is not None:
-            self.event.synchronize()
+        if self.queued is not None:
+            self.queued[1].synchronize()
 
     def hold_updates(self) -> None:
         """Orders the caller's next changes of the copied tensors after the copy."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+        if self.queued is not None:
+            copies, event = self.queued
+            copies.wait(event)
         if self._thread is not None:
             self._thread.join()
 
@@ -174,12 +175,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The position of each slice in a buffer."""
+    """The position of each slice in a buffer, and the device that slices are copied from."""
 
     groups: tuple[Iterable[Slice], ...]
     parts: list[Part]
     pairs: list[tuple[Tensor, Slice]]
-    on_cuda: bool
+    device: torch.device
     buffer: Tensor
 
 
@@ -195,7 +196,7 @@ class SnapshotBuffer:
         self._allocate = allocate or self._own_memory
         self._own: HostMemory | None = None
         self._memory: Tensor | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._copies: CopyStreams | None = None
         self._last: Snapshot | None = None
         self._plan: _Plan | None = None
         self._busy = False
@@ -234,7 +235,8 @@ class SnapshotBuffer:
             known = self._plan = self._lay_out(groups)
         plan, self._busy = known, True
         try:
-            copy = self._copy_on_stream(plan.pairs) if plan.on_cuda else self._copy_in_thread(plan.pairs)
+            on_cpu = plan.device.type == "cpu"
+            copy = self._copy_in_thread(plan.pairs) if on_cpu else self._copy_on_stream(plan.pairs, plan.device)
         except BaseException:
             self._busy = False
             raise
@@ -251,11 +253,13 @@ class SnapshotBuffer:
             places += [(begin + entry.begin, begin + entry.end, entry) for entry in entries]
             every += ordered
             size = begin + length
-        # Page-locked memory is written by a device's copies (`train.optimizer_offload`).
-        on_cuda = any(part.tensor.is_cuda or part.tensor.is_pinned() for part in every)
-        buffer = self._sized(size, on_cuda)
+        device = next((part.tensor.device for part in every if part.tensor.device.type != "cpu"), torch.device("cpu"))
+        if device.type == "cpu" and any(part.tensor.is_pinned() for part in every):
+            # Page-locked memory is written by a device's copies (`train.optimizer_offload`).
+            device = torch.device("cuda", torch.cuda.current_device())
+        buffer = self._sized(size, device.type == "cuda")
         views = [buffer[first:last].view(DTYPES[entry.dtype]).view(entry.shape) for first, last, entry in places]
-        return _Plan(groups, parts, list(zip(views, every, strict=True)), on_cuda, buffer)
+        return _Plan(groups, parts, list(zip(views, every, strict=True)), device, buffer)
 
     def before_update(self, *_unused: Any) -> None:
         """Waits for the copy. An optimizer's pre-hook: must run before the tensors change."""
@@ -267,7 +271,8 @@ class SnapshotBuffer:
             last.held = span
 
         # The host does not wait for a device's copy: the device's own clock says how long it stood.
-        with DeviceClock(torch.device("cpu" if last._copy.event is None else "cuda")).timed(note):
+        queued = last._copy.queued
+        with DeviceClock(torch.device("cpu") if queued is None else queued[0].device).timed(note):
             last._copy.hold_updates()
 
     def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
@@ -282,35 +287,27 @@ class SnapshotBuffer:
             if not part.moving:
                 view.copy_(part.tensor)
 
-    def _copy_on_stream(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
+    def _copy_on_stream(self, pairs: list[tuple[Tensor, Slice]], device: torch.device) -> _Copy:
         """Copies slices into views `[...]` of the buffer: the device's on a stream.
 
         Slices in host memory are copied by a thread.
         """
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream())
-        there = [(view, part) for view, part in pairs if part.tensor.is_cuda]
-        with torch.cuda.stream(self._stream):
-            for view, part in there:
-                view.copy_(part.tensor, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
+        self._copies = copies = self._copies or CopyStreams(device)
+        there = [(view, part.tensor) for view, part in pairs if part.tensor.device.type != "cpu"]
+        event = copies.to_host(there)
         if any(part.moving for _, part in pairs):
-            torch.cuda.current_stream().wait_event(event)
+            copies.wait(event)
         if len(there) == len(pairs):
-            return _Copy(event)
-
-        device = torch.cuda.current_device()
+            return _Copy((copies, event))
 
         def rest() -> None:
-            torch.cuda.set_device(device)  # a new thread would use device 0, and its memory
+            torch.get_device_module(device).set_device(device)  # a new thread would use device 0, and its memory
             event.synchronize()  # what is in host memory has been copied there by then
             for view, part in pairs:
-                if not part.tensor.is_cuda:
+                if part.tensor.device.type == "cpu":
                     view.copy_(part.tensor)
 
-        return _Copy(event, rest)
+        return _Copy((copies, event), rest)
 
     def _own_memory(self, size: int, pinned: bool) -> Tensor:
         self.close()

@@ -37,6 +37,9 @@ from raypp.train.step import ReadStep, StepRunner, Stopwatch
 NAME = "fake"
 """The device's type. torch knows it within `fake_rank`, and afterwards in that process."""
 
+_PRIVATE_USE_1 = 20
+"""torch's number for devices of its users, of which `NAME` is one."""
+
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
@@ -62,14 +65,17 @@ class Event:
         raise HostWaitsError("the host waits for an event")
 
 
-class Stream:
+class Stream(torch.Stream):
+    def __new__(cls, *_: Any, **__: Any) -> Stream:
+        return super().__new__(cls, stream_id=0, device_index=0, device_type=_PRIVATE_USE_1)
+
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def wait_event(self, event: Event) -> None: ...
+    def wait_event(self, event: Event) -> None: ...  # type: ignore[override]
 
-    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_stream(self, stream: Stream) -> None: ...  # type: ignore[override]
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
         return Event()
 
     def synchronize(self) -> None:
@@ -133,6 +139,7 @@ def fake_rank(rank: int, world: int) -> Iterator[torch.device]:
         # One kernel, as on CUDA; torch's own for other devices computes it from several.
         kernel = ("silu_backward", lambda gradient, x: torch.empty_like(x), "PrivateUse1")
         _KERNELS.impl(*kernel)  # type: ignore[no-untyped-call]
+        _KERNELS.impl("record_stream", lambda memory, stream: None, "Meta")  # type: ignore[no-untyped-call]
     backend = f"cpu:fake,{NAME}:fake_{NAME}"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from raypp.parallel.shard import local_part
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,17 @@ class CopyStreams:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
         return stream.record_event()
+
+
+def await_on_host(parameters: Iterable[Tensor]) -> None:
+    """Lets the host wait until the last update's copies to host memory have arrived.
+
+    Call it before the host reads or writes the local parts of parameters `[...]`, which may be
+    there.
+    """
+    device = next((one.device for one in parameters if local_part(one).device != one.device), None)
+    if device is not None:
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 class HostMemory:

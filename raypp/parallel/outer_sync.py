@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from raypp.parallel.host_copies import await_on_host
 from raypp.parallel.int8_sums import decoded, encode, message_size
 from raypp.parallel.replica_sums import Residuals
 from raypp.parallel.shard import local_part
@@ -401,9 +402,7 @@ class OuterSync:
         """Makes the parameters' own memory that of this rank's shards, with all updates in it."""
         for module in (m for stage in self._stages for m in stage.modules() if isinstance(m, FSDPModule)):
             module.reshard()
-        weights = (weight.parameter for fragment in self._fragments for weight in fragment.weights)
-        if any(weight.is_cuda and not local_part(weight).is_cuda for weight in weights):
-            torch.cuda.current_stream().synchronize()  # the last update's copies to host memory have arrived
+        await_on_host(weight.parameter for fragment in self._fragments for weight in fragment.weights)
 
     @torch.no_grad()
     def _write(self, weights: Sequence[_Weight], values: Sequence[Tensor]) -> None:

@@ -246,8 +246,8 @@ def _last_number(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device)
 
 
 def posting_receives(device: torch.device) -> AbstractContextManager[object]:
@@ -260,7 +260,7 @@ def posting_receives(device: torch.device) -> AbstractContextManager[object]:
     may still be read by kernels in its queue, for which such a receive does not wait. Nothing of
     this happens on a CPU.
     """
-    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).stream(_stream(device))
 
 
 def computes_on(buffer: Tensor) -> Tensor:
@@ -268,6 +268,6 @@ def computes_on(buffer: Tensor) -> Tensor:
 
     The allocator then gives its memory to a later receive only after the kernels that read it.
     """
-    if buffer.is_cuda:
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+    if buffer.device.type != "cpu":
+        buffer.record_stream(torch.get_device_module(buffer.device).current_stream(buffer.device))
     return buffer

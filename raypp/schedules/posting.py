@@ -63,7 +63,7 @@ def posting_on(device_type: str) -> Posting:
         device_type: The device of the run's stages, the same on all ranks: cuda (NCCL) or cpu
             (gloo).
     """
-    return "one_order" if device_type == "cuda" else "ahead"
+    return "ahead" if device_type == "cpu" else "one_order"
 
 
 def with_messages(program: Program, rank_of_stage: Sequence[int], posting: Posting) -> dict[int, Line]:

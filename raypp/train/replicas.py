@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
+from raypp.parallel.host_copies import await_on_host
 from raypp.parallel.outer_sync import agreed_weights
 from raypp.parallel.shard import local_part
 
@@ -59,8 +60,7 @@ class ReplicaCheck:
         """
         slots = len(self._names) * self._shards
         sums: dict[int, list[int]] = defaultdict(list)
-        if any(parameter.is_cuda and not local_part(parameter).is_cuda for *_, parameter in self._own):
-            torch.cuda.current_stream().synchronize()  # the last update's copies to host memory have arrived
+        await_on_host(parameter for *_, parameter in self._own)
         for index, shard, _, parameter in self._own:
             sums[index * self._shards + shard].append(checksum(local_part(parameter)))
         vector = torch.full((2 * slots,), _NONE, dtype=torch.int64)

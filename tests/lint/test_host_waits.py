@@ -58,7 +58,7 @@ ALLOWED = {
     ("raypp.checkpoint.snapshot._Copy.wait", "synchronize"): _SAVER,
     ("raypp.parallel.outer_sync.OuterSync._exchanged", "cpu"): _OUTER,
     ("raypp.parallel.outer_sync.OuterSync._receive", "cpu"): _OUTER,
-    ("raypp.parallel.outer_sync.OuterSync._reshard", "synchronize"): _OUTER,
+    ("raypp.parallel.host_copies.await_on_host", "synchronize"): _OUTER,
     ("raypp.parallel.outer_sync.OuterSync._of_all", "tolist"): _OUTER,
     ("raypp.pipeline.agreement.unpack", "tolist"): _HOST,
     ("raypp.parallel.attention_choice.try_kernel", "synchronize"): "tries a kernel before the stages are built",

@@ -390,7 +390,7 @@ FAULTS = [
     # Posting.
     Fault(
         "posting-ahead-on-cuda", _POSTING,
-        'return "one_order" if device_type == "cuda" else "ahead"',
+        'return "ahead" if device_type == "cpu" else "one_order"',
         'return "ahead"',
         "NCCL deadlocks where kernels wait for all that was posted",
     ),
