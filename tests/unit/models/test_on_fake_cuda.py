@@ -16,12 +16,15 @@ import torch
 from small_models import small_options
 from torch import Tensor, nn
 
+from raypp.models import layers
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
 from raypp.models.experts import can_group
 from raypp.models.loss import IGNORED, Targets
+from raypp.models.moe import MixtureOfExperts
 from raypp.models.stage import build_stage
 from raypp.models.varlen_attention import varlen_kernel
+from raypp.parallel.apply import _compile_blocks
 from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions
 from raypp.torch_private import fake_tensors
@@ -52,7 +55,9 @@ def stage_of(options: DecoderOptions, layers: range, **ends: bool) -> nn.Module:
     stage = build_stage(options, layers, **ends)
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16, device=CUDA)))
+            dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
+            made = torch.empty(parameter.shape, dtype=dtype, device=CUDA)
+            setattr(module, name, nn.Parameter(made, parameter.requires_grad))
     return stage
 
 
@@ -71,11 +76,14 @@ def run(options: DecoderOptions) -> None:
     assert (logits.device, logits.shape[-1]) == (CUDA, options.vocab_size)
 
 
+def experts_of(kind: str) -> dict[str, Any]:
+    return {"expert_ffn_size": 24} if "expert_ffn_size" in FAMILIES[kind].options.model_fields else {}
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_runs_on_cuda_without_waiting(kind: str) -> None:
-    experts = {"expert_ffn_size": 24} if "expert_ffn_size" in FAMILIES[kind].options.model_fields else {}
     with fake_tensors():
-        run(small_options(kind, **experts))
+        run(small_options(kind, **experts_of(kind)))
 
 
 def test_a_wait_is_found() -> None:
@@ -91,3 +99,42 @@ def test_experts_are_grouped_where_the_host_need_not_wait(
     with fake_tensors():
         rows = torch.empty(4, 16, dtype=torch.bfloat16, device=CUDA)
         assert can_group(rows, torch.empty(2, 16, 24).bfloat16()) == fast
+
+
+WIDE = {"hidden_size": 64, "ffn_size": 128, "expert_ffn_size": 64}
+QUANTISED = [
+    (kind, {**WIDE, "lora": {"rank": 4, "base": base, "dropout": 0.1}}) for kind in FAMILIES for base in ("int8", "nf4")
+]
+COMPILED = [*((kind, {}) for kind in FAMILIES), *(case for case in QUANTISED if case[0] in ("llama", "gpt_oss"))]
+
+
+@pytest.mark.parametrize(("kind", "changed"), COMPILED)
+def test_each_block_compiles_to_one_graph_for_all_lengths(
+    monkeypatch: pytest.MonkeyPatch, kind: str, changed: dict[str, Any]
+) -> None:
+    """But for attention and experts, which the compiler leaves alone."""
+    compile_, compiled = torch.compile, []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def whole(function: Any, **options: Any) -> Any:
+        return compile_(function, backend=counting, fullgraph=True, **options)
+
+    monkeypatch.setattr(torch, "compile", whole)
+    monkeypatch.setattr(layers, "packed_attention", lambda q_SHD, *_: q_SHD.clone())
+    monkeypatch.setattr(MixtureOfExperts, "forward", lambda self, x_BTC, labelled_BT: x_BTC.clone())
+    torch.compiler.reset()
+    sizes = {name: value for name, value in changed.items() if name in FAMILIES[kind].options.model_fields}
+    options = small_options(kind, **{**experts_of(kind), **sizes})
+    with fake_tensors():
+        stage = stage_of(options, range(options.num_layers), first=False, last=False)
+        _compile_blocks(stage)
+        for tokens in (60, 31, 200, 17):  # none is another size: equal sizes are taken for one
+            documents = PackedDocuments.of_rows([[tokens - 5, 5], [tokens]], tokens, kernel=kernel_for(options))
+            positions = torch.zeros(2, tokens, dtype=torch.int64, device=CUDA)
+            hidden = torch.empty(2, tokens, options.hidden_size, dtype=torch.bfloat16, device=CUDA)
+            arguments = {"positions_BT": positions, "documents": documents.moved(on_cuda), "labelled_BT": positions > 0}
+            assert stage(hidden, **arguments).shape == hidden.shape
+            assert len(compiled) == options.num_layers
