@@ -9,6 +9,7 @@ products and attention are neither. GB are read and written, each tensor once a 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from benchmarks.surroundings import announce
 from raypp.measure.played_step import Norm
-from raypp.models import loss
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
 from raypp.models.layers import RMSNorm
+from raypp.models.loss import losses_and_errors
 from raypp.models.rotary import rotated
 from raypp.models.stage import build_stage
 from raypp.planning.loss_memory import chunk_size
@@ -96,12 +97,6 @@ def block(lora: dict[str, Any] | None) -> tuple[Any, list[Tensor]]:
     return forward, [tensor(1, TOKENS, SIZES["hidden_size"]), *table(), *weights.values()]
 
 
-def chunk_of_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """What `models.loss` computes of a chunk's logits: the loss, and their gradients."""
-    logs = loss._wide(logits).log_softmax(-1)
-    return F.nll_loss(logs, labels, reduction="sum"), loss._logit_gradients(logs, labels).to(logits.dtype)
-
-
 def main() -> None:
     """Prints the table."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -115,7 +110,7 @@ def main() -> None:
         count("layer, LoRA of all matrices", *block({"rank": 16, "alpha": 32, "base": "bf16"}), fake)
         rows = chunk_size(TOKENS, VOCABULARY, "cuda")
         logits, labels = tensor(rows, VOCABULARY, trained=False), torch.empty(rows, dtype=torch.int64)
-        count(f"loss, a chunk of {rows}", chunk_of_loss, [logits, labels], fake)
+        count(f"loss, a chunk of {rows}", partial(losses_and_errors, cap=None), [logits, labels], fake)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from raypp.errors import JobError, Problem
 from raypp.measure.fake_device import NAME, fake_runner, run_fake_step
-from raypp.models import experts
+from raypp.models import experts, loss
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.layers import RMSNorm
 from raypp.parallel.compute_copies import copies_of
@@ -52,10 +52,11 @@ def step_peak(job: Job, rank: int, mark: Callable[[str], None] = lambda action: 
     job = parse_job(document).for_device("cuda")
     if problems := [*check_plan(job), *_not_playable(job)]:
         raise JobError(problems)
-    changed: tuple[Any, ...] = RMSNorm, nn.Module, experts
+    changed: tuple[Any, ...] = RMSNorm, nn.Module, experts, loss
     changed[0].forward = lambda self, x: Norm.apply(x, self.weight)  # type: ignore[no-untyped-call]
     changed[1].to_empty = _allocate
     changed[2].can_group = lambda rows, stack: True
+    changed[3].for_chunks = lambda device: _losses_and_errors
     memory = Memory()
 
     def marked(action: str) -> None:
@@ -196,6 +197,11 @@ class Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _losses_and_errors(logits: Tensor, labels: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Allocates what the kernel of the loss does."""
+    return torch.empty(len(labels), dtype=torch.float32, device=logits.device), torch.empty_like(logits)
 
 
 def _allocate(stage: nn.Module, *, device: Any, recurse: bool = True, to_empty: Any = nn.Module.to_empty) -> nn.Module:

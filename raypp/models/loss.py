@@ -4,13 +4,16 @@
 through `token_loss_sum`, the reference. One with many goes through `loss_sum_in_chunks`: it is cut
 into chunks of tokens, and no more than one chunk's logits exist at a time. The forward then also
 computes the gradients: each chunk's logits are used for everything that needs them and dropped.
+On CUDA a chunk's losses and the gradients of its logits are one kernel (docs/design/0062).
 
 Legend: B rows, T tokens, S = B · T, s tokens of a chunk, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from raypp.models import fused
 from raypp.planning.loss_memory import chunk_sizes
 
 IGNORED = -100
@@ -156,36 +160,59 @@ def _over_chunks(
     x_grad = torch.empty_like(x_SC) if for_x else None
     wide = torch.promote_types(x_SC.dtype, torch.float32)
     weight_grad = torch.empty_like(weight_VC, dtype=wide) if for_weight else None
+    compute = for_chunks(x_SC.device)
     losses, start = [], 0
     for x_sC, labels_s in zip(torch.split(x_SC, sizes), torch.split(labels_S, sizes), strict=True):
-        logits_sV = soft_capped(F.linear(x_sC, weight_VC), cap)
-        slopes_sV = None if cap is None else 1 - (_wide(logits_sV) / cap).square()
-        logs_sV = _wide(logits_sV).log_softmax(-1)
-        del logits_sV
-        losses.append(F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="sum"))
-        if for_x or for_weight:
-            errors_sV = _logit_gradients(logs_sV, labels_s)
-            if slopes_sV is not None:
-                errors_sV *= slopes_sV
-            errors_sV = errors_sV.to(x_SC.dtype)
-            del logs_sV, slopes_sV
-            if x_grad is not None:
-                torch.mm(errors_sV, weight_VC, out=x_grad[start : start + len(x_sC)])
-            if weight_grad is not None:
-                _add_product(weight_grad, errors_sV, x_sC, first=start == 0)
-            del errors_sV  # before the next chunk
+        losses_s, errors_sV = compute(F.linear(x_sC, weight_VC), labels_s, cap)
+        losses.append(losses_s.sum())
+        if x_grad is not None:
+            torch.mm(errors_sV, weight_VC, out=x_grad[start : start + len(x_sC)])
+        if weight_grad is not None:
+            _add_product(weight_grad, errors_sV, x_sC, first=start == 0)
+        del errors_sV  # before the next chunk
         start += len(x_sC)
     if weight_grad is not None:
         weight_grad = weight_grad.to(weight_VC.dtype)
     return torch.stack(losses).sum(), x_grad, weight_grad
 
 
-def _logit_gradients(logs_sV: Tensor, labels_s: Tensor) -> Tensor:
-    """Turns log-probabilities `[s, V]` into gradients of the logits, in place; labels `[s]`."""
-    labelled_s1 = (labels_s != IGNORED).unsqueeze(1)
-    ones_s1 = labelled_s1.to(logs_sV.dtype)
+LossesAndErrors = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
+
+
+@cache
+def for_chunks(device: torch.device) -> LossesAndErrors:
+    """Returns `losses_and_errors`, compiled if Triton runs on the device, whatever `train.compile`.
+
+    "deterministic" keeps the compiler from timing sizes of blocks: in these a row is summed. It
+    does not split rows, because a chunk has enough of them to fill a card. So the bits of a row do
+    not depend on the rows beside it, nor on those of earlier chunks.
+    """
+    if fused.kernels(device) is None:
+        return losses_and_errors
+    return torch.compile(losses_and_errors, options={"deterministic": True})
+
+
+def losses_and_errors(logits_sV: Tensor, labels_s: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Returns the losses `[s]` of tokens, 0 without a label, and the gradients `[s, V]` of logits.
+
+    The logits are not yet capped. Compiled for CUDA it is one kernel, which reads them twice and
+    writes the gradients once.
+    """
+    dtype = logits_sV.dtype
+    logits_sV = soft_capped(logits_sV, cap)
+    slopes_sV = None if cap is None else 1 - (_wide(logits_sV) / cap).square()
+    logs_sV = _wide(logits_sV).log_softmax(-1)
+    del logits_sV
+    losses_s = F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="none")
+    ones_s1 = (labels_s != IGNORED).unsqueeze(1).to(logs_sV.dtype)
     errors_sV = logs_sV.exp_().mul_(ones_s1)
-    return errors_sV.scatter_add_(1, labels_s.clamp(min=0).unsqueeze(1), -ones_s1)
+    if torch.compiler.is_compiling():  # a scatter would not be fused; without a compiler this needs memory
+        errors_sV -= torch.arange(errors_sV.shape[1], device=errors_sV.device) == labels_s.unsqueeze(1)
+    else:
+        errors_sV.scatter_add_(1, labels_s.clamp(min=0).unsqueeze(1), -ones_s1)
+    if slopes_sV is not None:
+        errors_sV *= slopes_sV
+    return losses_s, errors_sV.to(dtype)
 
 
 def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bool) -> None:

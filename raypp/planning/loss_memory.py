@@ -81,9 +81,11 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
 
     In chunks: the gradient of the projection's input is kept. Meanwhile there are the logits of a
     chunk, in the compute dtype and in fp32, their log-softmax (fp32), and the gradient of a trained
-    projection (fp32, and in the end a copy in the compute dtype).
+    projection (fp32, and in the end a copy in the compute dtype). On CUDA one kernel makes the
+    logits' gradients of them, in the compute dtype; without Triton it is as on CPUs.
 
-    A soft cap of the logits keeps its tanh in the compute dtype; in chunks, its slope in fp32.
+    A soft cap of the logits keeps its tanh in the compute dtype; in chunks, its slope in fp32, but
+    nothing in that kernel.
 
     Args:
         job: The job.
@@ -102,7 +104,8 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
             backward=values * 2 * FP32.bytes,
         )
     narrow = compute if compute < FP32.bytes else 0
-    logits = ((3 if capped else 2) * FP32.bytes + narrow) * chunk * model.vocab_size
+    each = 2 * compute if kind == "cuda" else (3 if capped else 2) * FP32.bytes + narrow
+    logits = each * chunk * model.vocab_size
     projection = 0 if model.lora is not None else model.vocab_size * model.hidden_size
     working = projection * FP32.bytes + max(logits, projection * narrow)
     backward = working if projection else 0  # of the projection, from logits that it computes again

@@ -79,14 +79,15 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str |
         seat: The rank's seat.
         allocator: From `prepare_allocator`.
         device: The device's name.
-        unfused: Why the kernels of `models.triton_kernels` do not run; None: they do.
+        unfused: Why Triton's kernels do not run; None: they do.
     """
     precision = job.train.precision
     compute = job.train.dtypes.compute
     products = "tf32" if compute is FP32 and job.train.tf32 else compute.name
     words = f"{device}, torch {torch.__version__}: precision {precision}, products in {products}; {allocator}"
     if unfused is not None:
-        words += f"; AdamW by rows and quantised weights use torch's slower kernels, with the same bits: {unfused}"
+        words += "; AdamW by rows and quantised weights use torch's slower kernels, with the same bits, and the loss "
+        words += f"in chunks is slower and takes more memory than planned: {unfused}"
     return seat.event(
         "cuda",
         words,

@@ -121,7 +121,7 @@ def test_the_run_records_precision_and_allocator(train: dict[str, object], preci
     job = job_with(**train)
     seat = local_seat(0, Mesh.of(job.mesh).world, 1, job, device="cuda")
     event = cuda_event(job, seat, "PYTORCH_ALLOC_CONF=expandable_segments:True", "NVIDIA H100", "no C compiler")
-    assert event.details["kernels"] == "torch" and event.message.endswith("with the same bits: no C compiler")
+    assert event.details["kernels"] == "torch" and event.message.endswith("memory than planned: no C compiler")
     assert (event.kind, event.details["precision"], event.details["products"]) == ("cuda", precision, products)
     assert event.details["allocator"] == "PYTORCH_ALLOC_CONF=expandable_segments:True"
     assert "NVIDIA H100" in event.message and f"products in {products}" in event.message
