@@ -45,7 +45,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> LossesAndErrors:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "cap"), [(torch.bfloat16, None), (torch.float32, None), (torch.float32, 30.0)])
+@pytest.mark.parametrize(
+    ("dtype", "cap"),
+    [
+        (torch.bfloat16, None),
+        (torch.float32, 30.0),
+        pytest.param(torch.float32, None, marks=pytest.mark.slow),
+    ],
+)
 def test_the_kernel_of_the_loss_is_as_exact_as_fp32(
     kernel: LossesAndErrors, dtype: torch.dtype, cap: float | None
 ) -> None:
