@@ -137,6 +137,7 @@ class FoundInMemory:
             rank has none on its node that fits this mesh.
         extra: The JSON that the trainer stored with it; rank 0's also contains the recent reports.
         from_partner: Ranks whose snapshot came from another node.
+        remark: What is not as it was kept, for people; "" if all is.
     """
 
     nodes: list[int]
@@ -146,6 +147,7 @@ class FoundInMemory:
     slot: Slot | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     from_partner: list[int] = field(default_factory=list)
+    remark: str = ""
 
     @property
     def step(self) -> int:
@@ -220,6 +222,7 @@ def load_from_memory(
             attempt = _Try(tier, best, here, result.nodes, damaged, files)
             if attempt.load(stages, optimizer):
                 result.best, result.extra, result.reason = best, attempt.extra, "; ".join(reasons)
+                result.remark = attempt.remark
                 break
         reasons += attempt.reasons
         if not attempt.found_damage:
@@ -256,6 +259,7 @@ class _Try:
 
     Attributes:
         extra: What the trainer stored with them.
+        remark: `Load.apply`.
         reasons: Why it failed.
         found_damage: Whether there is a file to leave out next time.
     """
@@ -271,6 +275,7 @@ class _Try:
         self._bad: list[int] = []
         self.same_mesh = best.layout == tier.life.layout and not best.missing
         self.extra: dict[str, Any] = {}
+        self.remark = ""
         self.reasons: list[str] = []
         self.found_damage = False
 
@@ -313,7 +318,7 @@ class _Try:
                 self._bad += [keys[problem.key] for problem in error.problems if problem.key in keys]
         if self._agree({}) is None or load is None:
             return False
-        load.apply()
+        self.remark = load.apply()
         return True
 
     def _needed(self, reader: int) -> list[int]:

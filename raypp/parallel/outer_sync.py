@@ -44,7 +44,7 @@ _END_S = 30.0
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-@dataclass(frozen=True)
+@dataclass
 class OuterState:
     """What outer steps add to the state of a stage on this rank.
 
@@ -53,8 +53,8 @@ class OuterState:
         replicas: Their number, R.
         momentum: By global name, sharded like the parameter, in host memory; equal on all replicas.
         agreed: The weights on which replicas last agreed, likewise.
-        differs: Whether a replica's own weights differ from these when state is saved: state then
-            has both.
+        differs: Whether this replica's own weights may differ from these: saved state then has
+            both.
         own: A checkpoint's weights of this replica, likewise, until `OuterSync.begin`.
     """
 
@@ -62,7 +62,7 @@ class OuterState:
     replicas: int
     momentum: dict[str, Tensor]
     agreed: dict[str, Tensor]
-    differs: bool
+    differs: bool = False
     own: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -184,8 +184,7 @@ class OuterSync:
         for stage in stages:
             trained = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
             momentum, agreed = ({name: host_zeros(weight) for name, weight in trained.items()} for _ in range(2))
-            state = OuterState(self.replica, self.replicas, momentum, agreed, options.differs)
-            stage.outer_state = state  # type: ignore[assignment]
+            stage.outer_state = OuterState(self.replica, self.replicas, momentum, agreed)  # type: ignore[assignment]
             residuals = {name: host_zeros(weight) for name, weight in trained.items()} if self._bits else {}
             if residuals:
                 stage.replica_residuals = Residuals(self.replica, self.replicas, residuals)  # type: ignore[assignment]
@@ -220,18 +219,31 @@ class OuterSync:
             if tokens and (known := tokens[index % len(tokens)]):
                 self._tokens_of_all[index] = [known[replica % len(known)] for replica in range(self.replicas)]
                 fragment.tokens = self._tokens_of_all[index][self.replica]
-        for stage in self._stages:
-            own = state.own if (state := outer_state_of(stage)) is not None else {}
+        for stage, state in zip(self._stages, self._states, strict=True):
+            state.differs = bool(state.own)
             for name, parameter in stage.named_parameters():
-                if name in own:
-                    local_part(parameter).copy_(local_part(own.pop(name)))
+                if name in state.own:
+                    local_part(parameter).copy_(local_part(state.own.pop(name)))
+
+    @property
+    def _states(self) -> list[OuterState]:
+        return [state for stage in self._stages if (state := outer_state_of(stage)) is not None]
+
+    @property
+    def differs(self) -> bool:
+        """Whether this replica's weights may differ from those on which replicas agreed."""
+        return any(state.differs for state in self._states)
+
+    def _note(self, differs: bool) -> None:
+        for state in self._states:
+            state.differs = differs
 
     @contextmanager
     def agreed_in_place(self, before: Callable[[], None]) -> Iterator[None]:
         """Lets this rank compute with the weights on which replicas agreed, inside a `with` block.
         Calls `before`, which waits until weights may change.
         """
-        if not self._options.differs:
+        if not self.differs:
             yield
             return
         before()
@@ -246,6 +258,7 @@ class OuterSync:
 
     def count(self, tokens: int) -> None:
         """Counts the tokens with a label on which this replica trained in a step."""
+        self._note(differs=True)
         for fragment in self._fragments:
             fragment.tokens += tokens
 
@@ -261,6 +274,8 @@ class OuterSync:
         `progress` around each exchange that it waits for.
         """
         last, due = step == self._steps, self._due(step)
+        if (last or due) and not self._options.differs:
+            self._note(differs=False)
         for fragment in self._fragments if last else due:
             if not self._receive(fragment, progress) or last:
                 self._send(fragment, beside=False)

@@ -42,14 +42,13 @@ class ReplicaCheck:
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], labels: Sequence[str]) -> None:
         place = {name: index for index, name in enumerate(names)}
         self._names, self._labels = list(names), list(labels)
-        own = [
-            (name, agreed_weights(stage).get(name, parameter))
+        self._stages = stages
+        self._own = {
+            name: (place[name], *shard_of(parameter))
             for stage in stages
             for name, parameter in stage.named_parameters()
-        ]
-        self._own = [(place[name], *shard_of(parameter), parameter) for name, parameter in own]
-        shards = max((count for _, _, count, _ in self._own), default=1)
-        self._shards = int(_most(shards))
+        }
+        self._shards = int(_most(max((count for _, _, count in self._own.values()), default=1)))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -60,9 +59,14 @@ class ReplicaCheck:
         """
         slots = len(self._names) * self._shards
         sums: dict[int, list[int]] = defaultdict(list)
-        await_on_host(parameter for *_, parameter in self._own)
-        for index, shard, _, parameter in self._own:
-            sums[index * self._shards + shard].append(checksum(local_part(parameter)))
+        own = [
+            (self._own[name], agreed_weights(stage).get(name, parameter))
+            for stage in self._stages
+            for name, parameter in stage.named_parameters()
+        ]
+        await_on_host(weight for _, weight in own)
+        for (index, shard, _), weight in own:
+            sums[index * self._shards + shard].append(checksum(local_part(weight)))
         vector = torch.full((2 * slots,), _NONE, dtype=torch.int64)
         for slot, values in sums.items():
             vector[slot], vector[slots + slot] = max(values), -min(values)

@@ -108,7 +108,7 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
     found = load_from_memory(tier, newest, mine.stages, mine.optimizer)
     step = found.step
     if step:
-        _take_up(mine, found.extra, step)
+        _take_up(mine, found.extra, step, found.remark)
     else:
         step = _from_store(mine, candidates)
     if seat.rank == 0 and step:
@@ -146,9 +146,7 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
                 rejected.append(Problem(f"step-{step:08d}", "another rank could not use its part"))
             continue
         assert loaded is not None
-        _take_up(mine, loaded.extra, step)
-        if loaded.remark and mine.seat.rank == 0:
-            mine.tell("sync", loaded.remark, step)
+        _take_up(mine, loaded.extra, step, loaded.remark)
         if mine.seat.rank == 0:
             before = read_commit(mine.store, mine.job.name, step).job
             if jump := rate_jump(before, mine.job, step):
@@ -156,7 +154,7 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
         return step
 
 
-def _take_up(mine: Restorable, extra: dict[str, Any], step: int) -> None:
+def _take_up(mine: Restorable, extra: dict[str, Any], step: int, remark: str) -> None:
     """Restores what is saved with the tensors: the data position and the recent reports."""
     known = read_extra(extra, f"step {step}")
     if known.data_position is not None:
@@ -167,6 +165,8 @@ def _take_up(mine: Restorable, extra: dict[str, Any], step: int) -> None:
     if mine.seat.rank == 0:
         mine.recent.report_again(mine.reporter)
         mine.tell("resumed", f"from step {step}", step)
+        if remark:
+            mine.tell("sync", remark, step)
 
 
 def _set_frozen(mine: Restorable) -> None:

@@ -439,12 +439,15 @@ def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_
     killed = lives(tmp_path, "killed", sync)
     killed.attempt_once(Fate((1,), after=6, memory=False, commit=4))
     killed.end()
-    shutil.copytree(tmp_path / "killed", tmp_path / "alone")
+    for other in ("alone", "whole"):
+        shutil.copytree(tmp_path / "killed", tmp_path / other)
     resumed = go_on(lives(tmp_path, "killed", sync, pp=2), expected)
     assert [resumed.losses[step] for step in range(5, 9)] == [told.losses[step] for step in range(5, 9)]
     assert evaluated(resumed) == evaluated(told)
     alone = go_on(lives(tmp_path, "alone", sync, dp_replicate=1))
     assert evaluated(alone)[4] == evaluated(told)[4], "what was evaluated is not what was saved"
+    whole = go_on(lives(tmp_path, "whole", {"every": 4}))
+    assert evaluated(whole)[4] == evaluated(told)[4], "a replica's own weights were evaluated"
 
 
 def go_on(other: Lives, expected: Weights | None = None) -> Told:
