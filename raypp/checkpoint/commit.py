@@ -300,11 +300,13 @@ class Extra:
         data_position: None for a checkpoint of imported weights.
         recent_steps: The reports of the last steps, oldest first.
         outer_tokens: `OuterSync.tokens`, where replicas train apart.
+        own_steps: There, the reports of one replica since the last outer step; in memory only.
     """
 
     data_position: DataPosition | None = None
     recent_steps: tuple[StepReport, ...] = ()
     outer_tokens: tuple[tuple[Count, ...], ...] = ()
+    own_steps: tuple[StepReport, ...] = ()
 
 
 def read_extra(extra: Mapping[str, Any], place: str) -> Extra:

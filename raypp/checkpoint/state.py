@@ -152,7 +152,7 @@ def optimizer_slices(
         key, tensor.
     """
     keys: dict[str, list[str]] = {}
-    end = _of_replica(_apart(stages)[0] % _replicas_apart(saved))
+    end = _of_replica(_origin(stages, saved))
     for full_name in saved:
         name, _, key = full_name[len(OPTIMIZER) :].rpartition("/")
         of_optimizer = not key.startswith((RESIDUAL, RESIDUAL_OF_COPY, OUTER_MOMENTUM, OWN_WEIGHT))
@@ -219,7 +219,9 @@ def residual_slices(stages: Sequence[nn.Module], saved: Collection[str]) -> Save
     """Plans how to load residuals that may be those of another number of replicas.
 
     What counts is their sum over the replicas: that is what the weights have not received yet. With
-    fewer replicas, each takes the residuals of several; with more, some begin at zero.
+    fewer replicas, each takes the residuals of several; with more, some begin at zero. What is
+    sent by replicas that train apart counts in a mean: each takes the residual of the one that it
+    goes on as.
 
     Args:
         stages: Modules whose parameters have global names.
@@ -231,11 +233,12 @@ def residual_slices(stages: Sequence[nn.Module], saved: Collection[str]) -> Save
         if f"{start}.".endswith((f"/{RESIDUAL}", f"/{RESIDUAL_OF_COPY}")) and number.isdecimal():
             found.setdefault(f"{start}.", []).append(int(number))
     before = max((len(numbers) for numbers in found.values()), default=0)
-    now = 0
+    now, apart, origin = 0, _apart(stages)[1], _origin(stages, saved)
     plan = SavedResiduals({}, [], [], "")
     for full_name, value, held, starts in _residuals(stages):
         now, own = held.replicas, slice_of(full_name, value).tensor
-        taken = [f"{start}{n}" for start in starts for n in sorted(found.get(start, ())) if n % now == held.replica]
+        numbers = [(start, n) for start in starts for n in sorted(found.get(start, ()))]
+        taken = [f"{start}{n}" for start, n in numbers if (n == origin if apart else n % now == held.replica)]
         for position, name in enumerate(taken):
             into = own if position == 0 else torch.zeros_like(own)
             plan.targets.setdefault(name, []).append(replace(slice_of(name, value), tensor=into))
@@ -251,7 +254,7 @@ def residual_slices(stages: Sequence[nn.Module], saved: Collection[str]) -> Save
             plan.cleared.append(part.tensor)
     for full_name, value in _own_weights(stages, saved):
         plan.targets.setdefault(full_name, []).append(slice_of(full_name, value))
-    remarks = _residuals_remark(before, now), _apart_remark(saved, _apart(stages)[1])
+    remarks = "" if apart and before else _residuals_remark(before, now), _apart_remark(saved, apart)
     return replace(plan, remark="; ".join(filter(None, remarks)))
 
 
@@ -276,10 +279,23 @@ def _apart(stages: Sequence[nn.Module]) -> tuple[int, int]:
     return (0, 0) if held is None else (held.replica, held.replicas)
 
 
-def _replicas_apart(saved: Collection[str]) -> int:
-    """Returns the number of replicas whose optimizer states a checkpoint has."""
-    keys = (full_name.rpartition("/")[2].partition(OF_REPLICA) for full_name in saved)
-    return 1 + max((int(number) for _, end, number in keys if end and number.isdecimal()), default=0)
+def _replicas_there(saved: Collection[str]) -> list[int]:
+    """Returns the replicas whose optimizer states or own weights a state has; [0] if it has none.
+
+    A checkpoint has all. In memory, each rank sees those of the replica that it goes on as.
+    """
+    found = set()
+    for full_name in saved:
+        key, end, number = full_name.rpartition("/")[2].partition(OF_REPLICA)
+        if not key.startswith((RESIDUAL, RESIDUAL_OF_COPY, OUTER_MOMENTUM)) and (not end or number.isdecimal()):
+            found.add(int(number or 0))
+    return sorted(found) or [0]
+
+
+def _origin(stages: Sequence[nn.Module], saved: Collection[str]) -> int:
+    """Returns the replica of a saved state that this one goes on as."""
+    there = _replicas_there(saved)
+    return there[_apart(stages)[0] % len(there)]
 
 
 def _outer_momenta(stages: Sequence[nn.Module], *, copies: bool) -> Iterator[tuple[str, Tensor]]:
@@ -298,7 +314,7 @@ def _own_weights(stages: Sequence[nn.Module], saved: Collection[str]) -> Iterato
         if held is None:
             continue
         held.own.clear()
-        end = _of_replica(held.replica % _replicas_apart(saved))
+        end = _of_replica(_origin(stages, saved))
         for name, parameter in stage.named_parameters():
             if (full_name := f"{OPTIMIZER}{name}/{OWN_WEIGHT}{end}") in saved:
                 held.own[name] = host_zeros(parameter)
@@ -308,7 +324,7 @@ def _own_weights(stages: Sequence[nn.Module], saved: Collection[str]) -> Iterato
 def _apart_remark(saved: Collection[str], now: int) -> str:
     """Says what becomes of the state of replicas that trained apart, on so many that do."""
     momentum = any(full_name.endswith(f"/{OUTER_MOMENTUM}") for full_name in saved)
-    before = _replicas_apart(saved) if momentum else 0
+    before = len(_replicas_there(saved)) if momentum else 0
     if momentum and not now:
         return "replicas no longer train apart: the momentum of outer steps is dropped, the first's optimizer goes on"
     if saved and now and not momentum:

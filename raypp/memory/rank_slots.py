@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class RankSlots:
         self._numbers: dict[Slot, int] = {}
         self._copies: dict[int, list[Slot]] = {}
         self._buffers: dict[Slot, SnapshotBuffer] = {}
-        self._kept: tuple[int, int] | None = None
+        self._kept: tuple[int, Mapping[int, int]] = (0, {})
         self._keeper = keeper()
         remove_dead(self.directory)
 
@@ -67,34 +67,42 @@ class RankSlots:
             if (name.run, name.life) == (self.life.run, self.life.life) and name.attempt < self.seat.attempt
         ]
 
-    def keep(self, attempt: int, step: int) -> None:
+    def keep(self, attempt: int, steps: Mapping[int, int]) -> None:
         """Keeps the files that other ranks, or this one, have restored, until `forget_earlier`.
 
         Removes all others of earlier attempts now: their sizes may not fit this mesh.
+
+        Args:
+            attempt: The attempt that wrote them.
+            steps: By rank, the step of its snapshot.
         """
-        self._kept = (attempt, step)
+        self._kept = (attempt, steps)
         for name, path in self.earlier():
-            if (name.attempt, name.step) != self._kept:
+            if not self._is_kept(name):
                 remove(path)
+
+    def _is_kept(self, name: SlotName) -> bool:
+        attempt, steps = self._kept
+        return name.attempt == attempt and name.step is not None and steps.get(name.rank) == name.step
 
     def forget_earlier(self) -> None:
         """Removes the files of earlier attempts."""
-        self._kept = None
+        self._kept = (0, {})
         for _, path in self.earlier():
             remove(path)
 
     def room(self) -> int:
         """Returns how many bytes of host memory the ranks of this node may take."""
         kept = 0
-        for name, path in self.earlier() if self._kept is not None else ():
+        for name, path in self.earlier():
             with contextlib.suppress(OSError):
-                kept += path.stat().st_blocks * 512 * ((name.attempt, name.step) == self._kept)
+                kept += path.stat().st_blocks * 512 * self._is_kept(name)
         return max(0, int(TIER_SHARE * room(self.directory, self.life.run, self.life.life)) - kept)
 
     def take_memory(self, files: int, size: int) -> None:
         """Allocates `files` files of `size` bytes; reuses this rank's files of earlier attempts."""
         for name, path in self.earlier():
-            mine = (name.rank, name.kind) == (self.seat.rank, "own") and (name.attempt, name.step) != self._kept
+            mine = (name.rank, name.kind) == (self.seat.rank, "own") and not self._is_kept(name)
             if mine and len(self.slots) < files and (slot := Slot.open(path, name)) is not None:
                 self.add(slot)
         while len(self.slots) < files:

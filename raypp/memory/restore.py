@@ -1,9 +1,11 @@
 """Restores an attempt from snapshots in memory, on the mesh that took them or on another.
 
 Every rank lists the files of its node. One exchange gives all ranks the same list, so that all
-choose the same step. On the mesh that took it, each rank needs its own snapshot; on another, parts
-of several, as of a checkpoint. What is not on a rank's node comes from a rank that has it. If
-something turns out to be missing or damaged, all leave it out and choose again.
+choose the same step; where replicas train apart, each goes on from its newest step since the same
+outer step. On the mesh that took them, each rank needs its own snapshot; on another, parts of
+several, as of a checkpoint, or those of the replica that it goes on as. What is not on a rank's
+node comes from a rank that has it. If something turns out to be missing or damaged, all leave it
+out and choose again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from raypp.memory.files import CONTROL_BYTES, LARGEST_TAIL, SlotName, life_of, p
 from raypp.memory.peer import parse_facts
 from raypp.memory.rank_slots import RunLife
 from raypp.memory.slot import Slot, StoredSlot, reading, snapshot_name
-from raypp.memory.tier import MemoryTier
+from raypp.memory.tier import Apart, MemoryTier
 from raypp.mesh.geometry import Mesh
 from raypp.records import Coordinates, Reporter, Seat
 from raypp.spec.job import Job
@@ -50,12 +52,14 @@ class Snapshots:
     """The snapshots of one step of one attempt, a candidate to resume from.
 
     Attributes:
-        step: Number of completed optimizer steps.
+        step: Number of completed optimizer steps, of the replica that had done most.
         attempt: The attempt that took the snapshots.
         mesh: The length of each axis of its mesh.
         layout: Hash of its mesh and pipeline.
-        holders: For each rank of that mesh, the ranks on whose node its snapshot lies.
+        holders: For each rank of that mesh, the ranks on whose node its snapshot lies. Of replicas
+            that train apart: those whose snapshots are all there.
         committed: The newest commit that was known when the snapshots were taken.
+        steps: The step of each rank, where they differ.
     """
 
     step: int
@@ -64,6 +68,27 @@ class Snapshots:
     layout: str
     holders: dict[int, list[int]]
     committed: int
+    steps: Mapping[int, int] = field(default_factory=dict)
+
+    def step_of(self, owner: int) -> int:
+        """Returns the step of a rank's snapshot."""
+        return self.steps.get(owner, self.step)
+
+    def replica_of(self, owner: int) -> int:
+        """Returns which replica of dp_replicate a rank belongs to."""
+        return Mesh(self.mesh).coordinates(owner).dp_replicate
+
+    @property
+    def replicas(self) -> dict[int, int]:
+        """The step of each replica that is there."""
+        return {self.replica_of(owner): self.step_of(owner) for owner in sorted(self.holders)}
+
+    def origins(self, now: int) -> list[int]:
+        """Returns for each of `now` replicas the one that it goes on as: if they are fewer, those
+        that had done most; if they are more, some twice."""
+        most = sorted(self.replicas, key=lambda replica: (-self.replicas[replica], replica))
+        there = sorted(most[:now])
+        return [there[replica % len(there)] for replica in range(now)]
 
     @property
     def world(self) -> int:
@@ -94,7 +119,10 @@ class Snapshots:
 
 
 def choose(
-    seen: Sequence[Sequence[Sequence[Any]]], newest_commit: int, refused: Collection[tuple[int, int]] = ()
+    seen: Sequence[Sequence[Sequence[Any]]],
+    newest_commit: int,
+    refused: Collection[tuple[int, int]] = (),
+    job: Job | None = None,
 ) -> tuple[Snapshots | None, str]:
     """Returns the snapshots to resume from, or None and the reason why there are none.
 
@@ -103,6 +131,7 @@ def choose(
             newest commit known when it was taken, and the mesh and its hash.
         newest_commit: Step of the newest commit in the store.
         refused: Step and attempt of snapshots that turned out to lack something.
+        job: A job whose replicas train apart. Snapshots of as many replicas as it needs come first.
     """
     found: dict[tuple[int, int], Snapshots] = {}
     for rank, snapshots in enumerate(seen):
@@ -112,7 +141,13 @@ def choose(
             )
             known.holders.setdefault(owner, []).append(rank)
             found[step, attempt] = replace(known, committed=max(known.committed, committed))
-    newer = [found[key] for key in sorted(found, reverse=True) if key[0] > newest_commit and key not in refused]
+    first = [found[key] for key in sorted(found, reverse=True)]
+    if job is not None:
+        most = job.mesh.dp_replicate
+        first = sorted(_by_period(found, job), key=lambda one: (-min(most, len(one.replicas)), -one.step, -one.attempt))
+    newer = [one for one in first if one.step > newest_commit and (one.step, one.attempt) not in refused]
+    if found and not first:
+        return None, found[max(found)].in_no_memory()
     if not newer:
         return None, "memory has no snapshot" if not found else "no snapshot in memory is newer"
     gone_back = [one for one in newer if one.committed > newest_commit]
@@ -124,6 +159,24 @@ def choose(
     return best, "" if best is not None else newer[0].in_no_memory()
 
 
+def _by_period(found: Mapping[tuple[int, int], Snapshots], job: Job) -> list[Snapshots]:
+    """Returns the snapshots that belong together of replicas that train apart: of one attempt and
+    period, of each replica the newest step of which all its ranks have one."""
+    together: dict[tuple[int, int], Snapshots] = {}
+    for (step, attempt), one in sorted(found.items()):
+        for replica in range(one.mesh.dp_replicate):
+            ranks = [rank for rank in range(one.world) if one.replica_of(rank) == replica]
+            if not all(rank in one.holders for rank in ranks):
+                continue
+            key = (job.period(step), attempt)
+            before = together.get(key, replace(one, holders={}))
+            holders = before.holders | {rank: one.holders[rank] for rank in ranks}
+            steps = {**before.steps, **dict.fromkeys(ranks, step)}
+            committed = max(before.committed, one.committed)
+            together[key] = replace(before, step=step, holders=holders, steps=steps, committed=committed)
+    return list(together.values())
+
+
 @dataclass
 class FoundInMemory:
     """The result of looking for snapshots in memory.
@@ -131,6 +184,7 @@ class FoundInMemory:
     Attributes:
         nodes: The node of every rank.
         addresses: The address at which every rank receives copies.
+        step: The step that this rank has restored; 0 if none was.
         best: The snapshots that were restored; None if none were.
         reason: Why these or why none were restored; may be empty.
         slot: This rank's own snapshot, to keep and to overwrite later. None, on every rank, if some
@@ -138,21 +192,26 @@ class FoundInMemory:
         extra: The JSON that the trainer stored with it; rank 0's also contains the recent reports.
         from_partner: Ranks whose snapshot came from another node.
         remark: What is not as it was kept, for people; "" if all is.
+        origins: For each replica that trains apart the one that it goes on as.
     """
 
     nodes: list[int]
     addresses: list[tuple[str, int] | None]
+    step: int = 0
     best: Snapshots | None = None
     reason: str = ""
     slot: Slot | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     from_partner: list[int] = field(default_factory=list)
     remark: str = ""
+    origins: list[int] = field(default_factory=list)
 
     @property
-    def step(self) -> int:
-        """The step that was restored; 0 if none was."""
-        return 0 if self.best is None else self.best.step
+    def steps(self) -> set[int]:
+        """The steps that ranks have restored: those of a replica the same."""
+        if self.best is None or not self.origins:
+            return {self.step}
+        return {self.best.replicas[origin] for origin in self.origins}
 
     def in_words(self, step: int, newest_commit: int) -> str:
         """Returns the message of the event that reports where the attempt starts from."""
@@ -164,13 +223,20 @@ class FoundInMemory:
             through = f" ({ranks} {', '.join(map(str, self.from_partner))} from the copy on another node)"
         if self.best.world != len(self.nodes):
             through = f", of {self.best.world} ranks' snapshots"
+        if others := sorted(self.steps - {step}):
+            through += f", other replicas from step {', '.join(map(str, others))}"
         commit = f"newest commit is step {newest_commit}" if newest_commit >= 0 else "nothing is committed"
         refused = f"; {self.reason}" if self.reason else ""
         return f"from memory: step {step} on all {len(self.nodes)} ranks{through}; {commit}{refused}"
 
 
 def open_memory_tier(
-    job: Job, seat: Seat, store: ObjectStore, reporter: Reporter, pace: Pace | None = None
+    job: Job,
+    seat: Seat,
+    store: ObjectStore,
+    reporter: Reporter,
+    pace: Pace | None = None,
+    apart: Apart | None = None,
 ) -> MemoryTier | None:
     """Creates this rank's memory tier, not yet started; None if the job has none.
 
@@ -178,6 +244,7 @@ def open_memory_tier(
 
     Args:
         pace: The rate limit that this rank's uploads and copies share.
+        apart: Where replicas train apart.
     """
     if not job.checkpoint.memory_tier:
         return None
@@ -188,8 +255,7 @@ def open_memory_tier(
     layout = _hash([sections.pop("mesh"), sections.pop("pipeline")])
     same_job = _hash([sections, job.mesh.replicas * job.pipeline.microbatches])  # a step's rows are the same
     about = RunLife(job.name, life, same_job, layout, bytes.fromhex(seat.secret or secret))
-    sites = [place.dp_replicate for place in Mesh.of(job.mesh).places()] if job.outer is not None else []
-    return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace, sites)
+    return MemoryTier(about, seat, job.checkpoint.memory_every_steps, reporter, pace, apart)
 
 
 def load_from_memory(
@@ -214,7 +280,8 @@ def load_from_memory(
         if result is None:
             where = [None if one["address"] is None else tuple(one["address"]) for one in answers]
             result = FoundInMemory([one["node"] for one in answers], where)
-        best, why = choose([one["seen"] for one in answers], newest_commit, refused)
+        job = None if tier.apart is None else tier.apart.job
+        best, why = choose([one["seen"] for one in answers], newest_commit, refused, job)
         if best is None:
             result.reason = "; ".join([*reasons, why])
             return result
@@ -222,7 +289,7 @@ def load_from_memory(
             attempt = _Try(tier, best, here, result.nodes, damaged, files)
             if attempt.load(stages, optimizer):
                 result.best, result.extra, result.reason = best, attempt.extra, "; ".join(reasons)
-                result.remark = attempt.remark
+                result.remark, result.origins, result.step = attempt.remark, attempt.origins, attempt.step
                 break
         reasons += attempt.reasons
         if not attempt.found_damage:
@@ -239,7 +306,7 @@ def load_from_memory(
 
 def _own_slot(here: Here, best: Snapshots, rank: int) -> Slot | None:
     """Takes over this rank's snapshot. Collective: every rank does, or none."""
-    name, path, _ = here[best.attempt, best.step, rank]
+    name, path, _ = here[best.attempt, best.step_of(rank), rank]
     slot = Slot.open(path, name) if name.kind == "own" else None
     if all(gather_json(slot is not None)):
         return slot
@@ -259,7 +326,9 @@ class _Try:
 
     Attributes:
         extra: What the trainer stored with them.
-        remark: `Load.apply`.
+        remark: `Load.apply`; where replicas train apart, which ones go on.
+        origins: For each replica that trains apart the one that it goes on as.
+        step: The step of this rank's state.
         reasons: Why it failed.
         found_damage: Whether there is a file to leave out next time.
     """
@@ -275,7 +344,9 @@ class _Try:
         self._bad: list[int] = []
         self.same_mesh = best.layout == tier.life.layout and not best.missing
         self.extra: dict[str, Any] = {}
-        self.remark = ""
+        self.remark, self.step = "", best.step
+        apart, self._now = tier.apart, Mesh(tier.seat.mesh_sizes)
+        self.origins = [] if apart is None else best.origins(tier.seat.mesh_sizes.dp_replicate)
         self.reasons: list[str] = []
         self.found_damage = False
 
@@ -295,7 +366,7 @@ class _Try:
             except CheckpointError as error:
                 self._failure = self._best.in_no_memory() if self._best.missing else _words(error)
             else:
-                self.extra = self._slots[min(self._slots)].extra
+                self.extra, self.step = self._slots[min(self._slots)].extra, self._best.step_of(min(self._slots))
                 for owner, slot in self._slots.items():
                     if slot.data is None:
                         wants[owner] = [
@@ -319,11 +390,23 @@ class _Try:
         if self._agree({}) is None or load is None:
             return False
         self.remark = load.apply()
+        before = self._best.mesh.dp_replicate
+        if self.origins and self.origins != list(range(before)):
+            who = f"of {before} replicas that trained apart, {len(self.origins)} go on"
+            self.remark = f"{who}, with the states of replicas {', '.join(map(str, self.origins))}"
+        elif self.origins:
+            self.remark = ""
         return True
 
     def _needed(self, reader: int) -> list[int]:
         """Returns whose snapshots a rank needs."""
-        return [reader] if self.same_mesh else sorted(self._best.holders)
+        if self.same_mesh:
+            return [reader]
+        owners = sorted(self._best.holders)
+        if not self.origins:
+            return owners
+        origin = self.origins[self._now.coordinates(reader).dp_replicate]
+        return [owner for owner in owners if self._best.replica_of(owner) == origin]
 
     def _transfers(self) -> Iterator[tuple[int, int, int]]:
         """Yields owner, sender and reader of what this rank reads or sends, on all in one order."""
@@ -338,7 +421,7 @@ class _Try:
         try:
             action()
         except (CheckpointError, ValueError, OSError) as error:
-            who = snapshot_name(owner, self._best.step)
+            who = snapshot_name(owner, self._best.step_of(owner))
             self._failure = self._failure or (_words(error) if isinstance(error, CheckpointError) else f"{who} {error}")
             self._bad.append(owner)
 
@@ -354,7 +437,8 @@ class _Try:
             give(_bytes(json.dumps(slot.control).encode() + b"\n" + slot.tail), reader)
         else:
             received = take(source, 0, CONTROL_BYTES + 1 + LARGEST_TAIL).numpy().tobytes()
-            control, tail = parse_facts(received, self._best.step, owner, f"rank {source}'s node")
+            step = self._best.step_of(owner)
+            control, tail = parse_facts(received, step, owner, f"rank {source}'s node")
             self._slots[owner] = StoredSlot(control, tail)
 
     def _pass_data(self, owner: int, source: int, reader: int, number: int, begin: int, end: int) -> None:
@@ -372,16 +456,20 @@ class _Try:
     def _open(self, owner: int) -> StoredSlot:
         if owner in self._given:
             return self._given[owner]
-        name, path, _ = self._here[self._best.attempt, self._best.step, owner]
+        name, path, _ = self._here[self._best.attempt, self._best.step_of(owner), owner]
         return self._files.enter_context(reading(path, name))
 
     def _check_own_state(self) -> None:
         """Raises CheckpointError if state is lost that no other replica holds."""
-        if self._best.missing and any(
-            of_one_replica(entry.name)
-            for slot in self._slots.values()
-            for file in slot.files
-            for entry in file.header.entries
+        if (
+            not self.origins
+            and self._best.missing
+            and any(
+                of_one_replica(entry.name)
+                for slot in self._slots.values()
+                for file in slot.files
+                for entry in file.header.entries
+            )
         ):
             raise CheckpointError(self._best.in_no_memory())
 
@@ -391,7 +479,7 @@ class _Try:
         answers = gather_json({"failure": self._failure, "bad": bad, "wants": wants})
         for owner, source in (pair for one in answers for pair in one["bad"]):
             self.found_damage = True
-            key = (self._best.attempt, self._best.step, owner)
+            key = (self._best.attempt, self._best.step_of(owner), owner)
             if self._nodes[source] == self._nodes[self._me] and key in self._here:
                 self._damaged.add(self._here[key][1])
         self.reasons = list(dict.fromkeys(one["failure"] for one in answers if one["failure"]))

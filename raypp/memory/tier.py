@@ -5,6 +5,11 @@ starts each step takes the maximum of `signals` over all ranks. A file may be ov
 its step is none of these: the newest complete on every rank; the newest complete on every partner;
 the one being sent to the partners; the one that a save uploads. So at every moment, all ranks have
 some common step to resume from.
+
+Where replicas train apart, each does so by itself between outer steps, and what is said here of all
+ranks holds for those of a replica: a restart takes of each replica its newest step since the same
+outer step. So the first snapshot after an outer step replaces none from before it until all
+replicas are known to have one (`hear`).
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,10 +38,13 @@ from raypp.memory.files import LARGEST_STEP, SlotName
 from raypp.memory.peer import CopyReceiver, CopySender, own_address, partner_of
 from raypp.memory.rank_slots import RankSlots, RunLife
 from raypp.memory.slot import Slot
+from raypp.mesh.geometry import Mesh
+from raypp.parallel.outer_sync import OuterSync
 from raypp.pipeline.agreement import SnapshotState
 from raypp.pipeline.device_clock import Span
 from raypp.planning.host_memory import COPIES, OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER
 from raypp.records import EventKind, Reporter, Seat
+from raypp.spec.job import Job
 from raypp.storage.rate_limit import Pace
 
 log = logging.getLogger(__name__)
@@ -93,6 +101,26 @@ class SnapshotCosts:
         return max(1, math.ceil(median(self.snapshots) / (_SHARE * median(self.steps))))
 
 
+@dataclass(frozen=True)
+class Apart:
+    """What a tier knows of replicas that train apart.
+
+    Attributes:
+        job: The job.
+        outer: This rank's outer steps.
+        group: The ranks of this replica.
+    """
+
+    job: Job
+    outer: OuterSync
+    group: dist.ProcessGroup | None
+
+    @property
+    def sites(self) -> list[int]:
+        """The site of every rank, where links between sites are slow."""
+        return [place.dp_replicate for place in Mesh.of(self.job.mesh).places()]
+
+
 class MemoryTier:
     """Keeps the newest snapshots of one rank in host memory, and copies of them on another node.
 
@@ -103,7 +131,7 @@ class MemoryTier:
         every: checkpoint.memory_every_steps.
         reporter: Receives the events memory_tier, memory_tier_reduced, memory_tier_off and
             refused_connection.
-        sites: The site of every rank, where links between sites are slow.
+        apart: Where replicas train apart.
     """
 
     def __init__(
@@ -113,9 +141,11 @@ class MemoryTier:
         every: int | Literal["auto"],
         reporter: Reporter,
         pace: Pace | None = None,
-        sites: Sequence[int] = (),
+        apart: Apart | None = None,
     ) -> None:
-        self.life, self.seat, self._pace, self._sites = life, seat, pace or Pace(), sites
+        self.life, self.seat, self._pace, self.apart = life, seat, pace or Pace(), apart
+        self._sites = [] if apart is None else apart.sites
+        self._alone = apart is None or apart.outer.replicas == 1
         self._slots = RankSlots(life, seat)
         self.directory = self._slots.directory
         self.trouble = 0
@@ -124,6 +154,7 @@ class MemoryTier:
         a commit which the store no longer has."""
         self._every, self._reporter = every, reporter
         self._known: tuple[list[Any], State] | None = None
+        self._near = True
         self._optimizer: Any = None
         self._nodes: list[int] = [0] * seat.world_size
         self._sender: CopySender | None = None
@@ -135,6 +166,7 @@ class MemoryTier:
         self._common = self._copied = self._ticket = -1
         self._superseded = self._fewer = self._closed = False
         self._pinned = -1
+        self._newest = self._heard = (-1, -1)
         self._latest: Snapshot | None = None
         self._unsealed: Slot | None = None
         self._lock = threading.Lock()
@@ -162,9 +194,10 @@ class MemoryTier:
         restored: Slot | None,
         optimizer: torch.optim.Optimizer,
         committed: int,
-        kept: tuple[int, int] | None = None,
+        kept: tuple[int, Mapping[int, int]] | None = None,
     ) -> None:
-        """Starts the tier. All ranks pass the same nodes, addresses, step, commit and `kept`.
+        """Starts the tier. All ranks pass the same nodes, addresses, commit and `kept`, those of a
+        replica the same step.
 
         Args:
             nodes: The node of every rank.
@@ -173,8 +206,8 @@ class MemoryTier:
             restored: The snapshot that was restored; it is kept until a newer one is complete. None
                 if the attempt did not restore from memory.
             optimizer: Its update waits for a copy of the state in progress.
-            kept: Attempt and step of the snapshots that were restored, if no rank passes its own:
-                they stay, and the first snapshot follows at once.
+            kept: Attempt, and by rank the step, of the snapshots that were restored, if no rank
+                passes its own: they stay, and the first snapshot follows at once.
         """
         self.committed = committed
         self._started, self._nodes, self._begun_at, self._taken = True, list(nodes), step, step
@@ -192,6 +225,7 @@ class MemoryTier:
         if partner is not None:
             there = addresses[partner]
             assert there is not None
+            self._near = not self._sites or self._sites[partner] == self._sites[self.seat.rank]
             self._sender = CopySender(self.seat.rank, there, self.life.secret, self._pace)
         elif self._receiver is not None:
             self._receiver.close()
@@ -213,7 +247,18 @@ class MemoryTier:
             self._fail(f"{why}: no copies on another node", _NO_COPIES)
         every = self._every if isinstance(self._every, int) else self._costs.every()
         arrived = -1 if self._sender is None or self._sender.arrived is None else self._sender.arrived
-        return SnapshotState(every, self._own_step, arrived, self.trouble, unready)
+        return SnapshotState(every, self._own_step, arrived, self.trouble, unready, *self._heard)
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """The newest step of which all ranks of the replica have a snapshot of this attempt, and
+        the newest that all their partners have; -1: none."""
+        own, arrived = (step if step > self._begun_at else -1 for step in self._newest)
+        return own, arrived
+
+    def hear(self, kept: tuple[int, int]) -> None:
+        """Takes the oldest of all replicas' `kept`, to tell the ranks of this one."""
+        self._heard = kept
 
     def step_begins(
         self,
@@ -235,7 +280,7 @@ class MemoryTier:
             slices: Returns the state; called only if needed.
             extra: Returns JSON text to store with the snapshot; called only if needed.
             saving: Whether a save is in progress on any rank, as agreed on.
-            may: Whether the state after this step may be kept, the same on all ranks.
+            may: Whether the state after this step may be kept, the same on all ranks of a replica.
         """
         if not self._started:
             return
@@ -251,25 +296,29 @@ class MemoryTier:
         self._fewer = agreed.trouble == _FEWER
         if self._fewer:
             self._do_with_fewer()
-        self._common, self._copied = max(self._common, agreed.own), max(self._copied, agreed.arrived)
+        self._newest = (agreed.own, agreed.arrived)
+        others = self._newest if self._alone else (agreed.others, agreed.others_arrived)
+        self._common = self._kept_step(self._common, agreed.own, others[0])
+        self._copied = self._kept_step(self._copied, agreed.arrived, others[1])
         if done == 0:
             return  # there is no optimizer state yet
         if not self._asked:
             self._asked = True
             size = sum(part.tensor.numel() * part.tensor.element_size() for group in slices() for part in group)
             size += _GAP
+            size += 0 if self.apart is None or self.apart.outer.differs else self.apart.outer.own_bytes
             self._jobs.put(lambda: self._prepare(size))
         if agreed.unready:
             return
         self._announce_ready(agreed.every)
-        self._forget_earlier(agreed.arrived if self._sender is not None else agreed.own)
+        self._forget_earlier(others[0] if self._sender is None else others[1])
         link_free = self._sender is not None and self._ticket <= self._copied
         # With two files, the one to write is that of a step which the partners have no longer: the
         # other file's step must be with all of them.
-        may = may and self._is_free() and (not self._fewer or (link_free and self._common <= self._copied))
+        may = may and self._is_free(agreed.own) and (not self._fewer or (link_free and self._common <= self._copied))
         if may and done - self._taken >= agreed.every and agreed.own == self._expected:
-            self._take(done, self._state(slices), extra(), link_free)
-        elif link_free and self._common > self._copied:
+            self._take(done, self._state(slices), extra(), link_free and self._is_copied(done))
+        elif link_free and self._common > self._copied and self._is_copied(self._common):
             self._ticket = self._common
             self._send(self._slots.of_step(self._ticket))
 
@@ -277,10 +326,11 @@ class MemoryTier:
         """Returns the snapshot of the completed step for a save, which uploads it from its file.
 
         Takes it if there is none yet. All ranks call it at the same steps, when no save is in
-        progress on this one; the caller releases the snapshot. May be collective over the world.
+        progress on this one; the caller releases the snapshot. May be collective over the world, or
+        over the replica if it trains apart.
 
         Returns:
-            None, on all ranks, if the files do not exist yet or none of them is free.
+            None, on all these ranks, if the files do not exist yet or none of them is free.
         """
         self._pinned = -1
         if not self._started or not self._announced:
@@ -292,14 +342,33 @@ class MemoryTier:
                 self._jobs.put(sealed.set)
                 sealed.wait()
                 own = torch.tensor([self._own_step])
-                dist.all_reduce(own, op=dist.ReduceOp.MIN)
-                self._common = max(self._common, int(own))
+                dist.all_reduce(own, op=dist.ReduceOp.MIN, group=None if self.apart is None else self.apart.group)
+                self._common = self._kept_step(self._common, int(own), int(own) if self._alone else self._heard[0])
             if not self._is_free(self._taken):
                 return None
             self._take(done, self._state(slices), extra(), copy=False)
         assert self._latest is not None
         self._pinned = done
         return self._latest.share()
+
+    def _kept_step(self, kept: int, newest: int, others: int) -> int:
+        """Returns the step that a restart may need: the newest, once all replicas have one that
+        belongs to it.
+
+        Args:
+            kept: The step so far; -1: none.
+            newest: The newest step of this replica.
+            others: The oldest of all replicas' newest steps in this attempt, as far as is known.
+        """
+        if newest <= kept or self.apart is None:
+            return max(newest, kept)
+        begin = self.apart.job.period(newest)
+        same = kept > self._begun_at and self.apart.job.period(kept) == begin
+        return newest if kept < 0 or same or others >= begin else kept
+
+    def _is_copied(self, step: int) -> bool:
+        """Whether a snapshot is sent to the partner: to another site, only those of outer steps."""
+        return self._near or (self.apart is not None and self.apart.job.savable(step))
 
     def _is_free(self, taken: int = -1) -> bool:
         """Returns whether a file may be overwritten; the same on all ranks, by what they agreed."""
@@ -345,6 +414,7 @@ class MemoryTier:
         holds a Python value.
         """
         values = [value for state in self._optimizer.state.values() for value in state.values()]
+        values += [self.apart is not None and self.apart.outer.differs]
         known = self._known
         if (
             known is None

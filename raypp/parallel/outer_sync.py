@@ -195,20 +195,36 @@ class OuterSync:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Tokens of each fragment and replica since its last exchange: part of a checkpoint.
+        """Tokens of each fragment and replica since its last exchange: part of a state.
 
-        They are as of the last outer step.
+        Those of other replicas are as of the last outer step.
         """
-        return self._tokens_of_all
+        found = [list(of_fragment) for of_fragment in self._tokens_of_all]
+        for of_fragment, fragment in zip(found, self._fragments, strict=True):
+            of_fragment[self.replica] = fragment.tokens
+        return found
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no exchange is under way."""
+        return all(fragment.sent is None for fragment in self._fragments)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of this rank's part of a replica's own weights."""
+        weights = (local_part(weight.parameter) for fragment in self._fragments for weight in fragment.weights)
+        return sum(weight.numel() * weight.element_size() for weight in weights)
 
     @torch.no_grad()
-    def begin(self, tokens: Sequence[Sequence[int]] = ()) -> None:
+    def begin(self, tokens: Sequence[Sequence[int]] = (), origins: Sequence[int] = ()) -> None:
         """Keeps the weights as those on which replicas agree. Idempotent.
 
         Call it before the first step of an attempt, once they are set.
 
         Args:
-            tokens: Those of a checkpoint; maybe of another number of fragments or replicas.
+            tokens: Those of a state; maybe of another number of fragments or replicas.
+            origins: For each replica that of the state which it goes on as; (): r as r modulo their
+                number.
         """
         if self._begun:
             return
@@ -217,7 +233,8 @@ class OuterSync:
             for weight in fragment.weights:
                 weight.agreed.copy_(local_part(weight.parameter))
             if tokens and (known := tokens[index % len(tokens)]):
-                self._tokens_of_all[index] = [known[replica % len(known)] for replica in range(self.replicas)]
+                of = origins or range(self.replicas)
+                self._tokens_of_all[index] = [known[replica % len(known)] for replica in of]
                 fragment.tokens = self._tokens_of_all[index][self.replica]
         for stage, state in zip(self._stages, self._states, strict=True):
             state.differs = bool(state.own)

@@ -29,6 +29,8 @@ _UNSAID = -(2**62)
 """Fills the places of other replicas; smaller than any value a rank sends."""
 _FLAGS = 5
 _MEMORY = 5
+_OF_REPLICA = 2
+"""Numbers of the memory tier beside the rows of each replica."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,14 @@ class SnapshotState:
     Attributes:
         every: Steps between two snapshots; over all ranks, the maximum.
         own: Step of the newest complete snapshot, -1 if there is none; over all ranks, the oldest.
-        arrived: Step of the newest copy that has arrived on another node, -1 if there is none; over
-            all ranks, the oldest.
+            Where replicas train apart: over those of this one.
+        arrived: Step of the newest copy that has arrived on another node, -1 if there is none;
+            likewise.
         trouble: 0, or how much of the memory tier must be given up; over all ranks, the maximum.
         unready: Whether the tier's files do not exist yet; over all ranks, whether any lacks them.
+        others: The oldest of all replicas' `own` in this attempt, as far as is known where they
+            train apart; over all ranks, the newest.
+        others_arrived: Likewise of `arrived`.
     """
 
     every: int
@@ -49,6 +55,8 @@ class SnapshotState:
     arrived: int
     trouble: int
     unready: bool
+    others: int = -1
+    others_arrived: int = -1
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ def padded_length(tokens: int, *, cp: int = 1, multiple: int = 1, bucket: int = 
 
 
 def agree_on_step(
-    proposal: StepProposal, *, replica: int, replicas: int, group: dist.ProcessGroup | None = None
+    proposal: StepProposal, *, replica: int, replicas: int, group: dist.ProcessGroup | None = None, apart: int = 1
 ) -> StepPlan:
     """Agrees on a step with all other ranks.
 
@@ -131,55 +139,60 @@ def agree_on_step(
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.
         group: The ranks that agree, of whole replicas; None: the world.
+        apart: Number of groups of replicas that train apart.
 
     Raises:
         DataError: Two ranks of one replica read different rows. Raised on every rank of the group.
     """
     vector = pack(proposal, replica, replicas)
     dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=group)
-    return unpack(vector, proposal, replica, replicas)
+    return unpack(vector, proposal, replica, replicas, apart)
 
 
 def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
     """Packs one rank's proposal into a vector.
 
     Returns:
-        int64 `[replicas · (M + 3) + 5 + 5 + P + W]`: for each replica its lengths, tokens, digest
-        and negated digest; four flags and the steps to trace; five numbers of the memory tier, only
-        if there is one; P bytes, only if asked for; W microseconds, only if the last step was
-        timed.
+        int64 `[replicas · (M + 5) + 5 + 5 + P + W]`: for each replica its lengths, tokens, digest
+        and negated digest, and two negated steps of the memory tier; four flags and the steps to
+        trace; five more numbers of the tier; P bytes, only if asked for; W microseconds, only if
+        the last step was timed. Without a tier its numbers are left out.
     """
     count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
-    slots = replicas * (count + 3)
+    width = count + 3 + _OF_REPLICA * (memory is not None)
+    slots = replicas * width
     last_save_wanted = asked.stop and asked.save_before_stop
     rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving, asked.trace]
     if memory is not None:
-        rest += [memory.every, -memory.own, -memory.arrived, memory.trouble, memory.unready]
+        rest += [memory.every, memory.trouble, memory.unready, memory.others, memory.others_arrived]
     rest += [*proposal.peak_bytes, *proposal.compute_us]
     vector = torch.full((slots + len(rest),), _UNSAID, dtype=torch.int64)
-    own = vector[replica * (count + 3) : (replica + 1) * (count + 3)]
-    own[:] = torch.tensor([*proposal.seq_lens, proposal.tokens, proposal.digest, -proposal.digest])
+    own = [*proposal.seq_lens, proposal.tokens, proposal.digest, -proposal.digest]
+    own += [] if memory is None else [-memory.own, -memory.arrived]
+    vector[replica * width : (replica + 1) * width] = torch.tensor(own)
     vector[slots:] = torch.tensor(rest)
     return vector
 
 
-def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) -> StepPlan:
+def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, apart: int = 1) -> StepPlan:
     """Unpacks the plan from the maximum of all ranks' vectors.
 
     Args:
-        vector: int64 `[replicas · (M + 3) + 5 + 5 + P + W]`, in the layout of `pack`.
+        vector: int64 `[replicas · (M + 5) + 5 + 5 + P + W]`, in the layout of `pack`.
         proposal: This rank's proposal; the optional parts are the same on all ranks.
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.
+        apart: Number of groups of replicas that train apart.
 
     Raises:
         DataError: Two ranks of one replica read different rows.
     """
     count = len(proposal.seq_lens)
-    slots = replicas * (count + 3)
-    table = vector[:slots].view(replicas, count + 3)
-    said = table[:, -1] != _UNSAID  # not by replicas outside the group
-    differing = [r for r in range(replicas) if said[r] and int(table[r, -2]) != -int(table[r, -1])]
+    width = count + 3 + _OF_REPLICA * (proposal.snapshots is not None)
+    slots = replicas * width
+    table = vector[:slots].view(replicas, width)
+    said = table[:, count] != _UNSAID  # not by replicas outside the group
+    differing = [r for r in range(replicas) if said[r] and int(table[r, count + 1]) != -int(table[r, count + 2])]
     if differing:
         raise DataError(
             Problem(
@@ -192,8 +205,11 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int) 
     save, stop, last_save, saving, trace = rest[:_FLAGS]
     rest, memory = rest[_FLAGS:], None
     if proposal.snapshots is not None:
-        every, own, arrived, trouble, unready = rest[:_MEMORY]
-        rest, memory = rest[_MEMORY:], SnapshotState(every, -own, -arrived, trouble, bool(unready))
+        every, trouble, unready, *others = rest[:_MEMORY]
+        each = replicas // apart
+        begin = replica // each * each
+        own, arrived = table[begin : begin + each, -_OF_REPLICA:].amax(0).tolist()
+        rest, memory = rest[_MEMORY:], SnapshotState(every, -own, -arrived, trouble, bool(unready), *others)
     peaks, tokens = len(proposal.peak_bytes), torch.where(said, table[:, count], 0).tolist()
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),

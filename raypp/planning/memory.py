@@ -208,11 +208,12 @@ def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
 
 def outer_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], *, saved: bool = False) -> int:
     """Returns the bytes of a rank's state of outer steps, in host memory: momentum and residuals,
-    which are saved, and the weights on which replicas last agreed, saved if their own differ; and
-    what is under way beside the compute: weights in fp32, results in fp64."""
+    which are saved, and the weights on which replicas last agreed: beside their own in snapshots
+    between outer steps; and what is under way beside the compute: weights in fp32, results in
+    fp64."""
     if job.outer is None:
         return 0
-    kept = 1 + (job.outer.compression != "none") + (not saved or job.outer.differs)
+    kept = 2 + (job.outer.compression != "none")
     beside = 0 if saved or not job.outer.overlap_steps else 3 + (job.outer.compression != "none")
     share = _trained_share(job, stages, cut)
     return FP32.bytes * (kept * share + beside * share // job.outer.fragments)

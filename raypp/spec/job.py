@@ -624,6 +624,15 @@ class Job(Section):
         sync = self.train.sync.model_copy(update={"every_steps": steps})
         return self.model_copy(update={"train": self.train.model_copy(update={"sync": sync})})
 
+    def period(self, step: int) -> int:
+        """Returns the last outer step of any fragment up to a step, which must be the same for
+        replicas' states to belong together; 0 where they do not train apart."""
+        if self.outer is None:
+            return 0
+        if step == self.train.steps:
+            return step
+        return step - step % (self.outer.every // self.outer.fragments)
+
     @property
     def summed_replicas(self) -> int:
         """Replicas over which each step sums gradients: one where they train apart."""

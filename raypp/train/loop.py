@@ -29,13 +29,14 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
     holds what took how long before."""
     place, due, watch = run.place(restored), Due(), Stopwatch(run.runner.device)
     position = run.runner.loader.position()
-    if 0 < restored == place.saved:  # snapshots are taken after all that is due, checkpoints before
+    run.report_again()
+    if run.together and 0 < restored == place.saved:  # snapshots are taken after all that is due, checkpoints before
         run.between.resume(restored)
     while place.done < run.job.train.steps:
         watch.next_step()
         run.reporter.phase("step", f"{place.done + 1} read")
-        savable = place.done == restored or run.job.savable(place.done)
-        everyone = savable or run.job.all_meet(place.done)
+        savable = run.together if place.done == restored else run.job.savable(place.done)
+        everyone = savable or run.job.savable(place.done + 1)
         read = run.runner.read(place.requests(run.reporter.requests()), watch, everyone=everyone)
         run.keep_snapshot(place.done, position, read.plan, watch)
         place, due = before_step(place, read.plan.requests, savable=savable, everyone=everyone)
@@ -70,7 +71,10 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
 
 @dataclass(frozen=True)
 class Training:
-    """What the loop of one rank works with."""
+    """What the loop of one rank works with.
+
+    `together`: Whether all replicas begin after the same step, between which they had agreed.
+    """
 
     job: Job
     reporter: Reporter
@@ -83,6 +87,7 @@ class Training:
     recent: RecentReports
     spikes: SpikeWatch
     gathered: ReplicaReports | None = None
+    together: bool = True
 
     def place(self, restored: int) -> Place:
         """Returns where an attempt begins. What came from memory is in no checkpoint yet."""
@@ -96,7 +101,7 @@ class Training:
         tier, known = self.tier, self.saver.committed
         with watch.part("memory"):
             tier.committed = max(tier.committed, -1 if known is None else known)
-            may = self.job.savable(done)
+            may = self.runner.outer is None or self.runner.outer.quiet
             tier.step_begins(done, plan.snapshots, self._state, lambda: self._extra(position), plan.saving, may=may)
 
     def save(self, step: int, position: dict[str, Any]) -> None:
@@ -120,8 +125,28 @@ class Training:
             This step's report; if replicas train apart, those of steps that all have done.
         """
         reports = [own]
+        if self.runner.outer is not None:
+            self.recent.add_own(own)
         if self.gathered is not None:
-            reports = self.gathered.add(own, wait=self.job.all_meet(own.step))  # there the run may stop
+            kept = (-1, -1) if self.tier is None else self.tier.kept
+            reports = self.gathered.add(own, wait=self.job.all_meet(own.step), kept=kept)  # there the run may stop
+            if self.tier is not None:
+                self.tier.hear(self.gathered.kept)
+        if self.job.savable(own.step):
+            self.recent.forget_own()
+        return self._new(reports)
+
+    def report_again(self) -> None:
+        """Reports what this replica has done since the last outer step, in case others have not."""
+        for own in list(self.recent.own):
+            reports = [own] if self.gathered is None else self.gathered.add(own, wait=False)
+            for report in self._new(reports):
+                if self.runner.seat.rank == 0:
+                    self.reporter.step(report)
+
+    def _new(self, reports: Sequence[StepReport]) -> list[StepReport]:
+        """Keeps reports of steps that had none; returns them."""
+        reports = [report for report in reports if report.step > self.recent.newest]
         for report in reports:
             usual = self.spikes.seen(report.loss)
             if usual is not None:
@@ -129,7 +154,7 @@ class Training:
                 words = f"the loss is {report.loss:.4f}, {ratio:.1f} times the recent median ({usual:.4f})"
                 self._tell("loss_spike", words, report.step)
             self.recent.add(report)
-        return reports
+        return list(reports)
 
     def report(self, own: StepReport, reports: Sequence[StepReport], watch: Stopwatch, start: Stopwatch | None) -> None:
         """Reports steps on rank 0, and after the first one how long the start took."""
@@ -148,9 +173,12 @@ class Training:
         return state_in_objects(runner.built.modules, runner.optimizer, runner.seat.coordinates)
 
     def _extra(self, position: dict[str, Any]) -> str:
-        """Returns what a snapshot in memory also holds; only rank 0 has the reports."""
-        reports = "[]" if self.runner.seat.rank else self.recent.json_text()
-        return f'{json.dumps(self._small(position))[:-1]},"recent_steps":{reports}}}'
+        """Returns what a snapshot in memory also holds; only rank 0 has the reports, and the first
+        rank of each replica that trains apart."""
+        reports, own = "[]", "[]"
+        if self.gathered is not None or not self.runner.seat.rank:
+            reports, own = self.recent.json_text(), self.recent.own_text()
+        return f'{json.dumps(self._small(position))[:-1]},"recent_steps":{reports},"own_steps":{own}}}'
 
     def _small(self, position: dict[str, Any]) -> dict[str, Any]:
         """Returns what is saved beside tensors and reports, the same on all ranks."""

@@ -14,6 +14,7 @@ from raypp.checkpoint.retention import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
+from raypp.memory.tier import Apart
 from raypp.mesh.geometry import Mesh
 from raypp.models.stage import parameter_names
 from raypp.parallel.rank_groups import check_groups
@@ -97,13 +98,14 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         recent = RecentReports()
         rate = job.checkpoint.max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size)
         pace = CablePace(rate, gives_way=OtherTraffic().is_under_way)
-        tier = open_memory_tier(job, seat, store, reporter, pace)
+        apart = None if rank.outer is None else Apart(job, rank.outer, rank.groups.replica)
+        tier = open_memory_tier(job, seat, store, reporter, pace, apart)
         if tier is not None:
             stack.push(tier.leave)
         mine = Restorable(
             store, job, rank.built.modules, rank.optimizer, rank.loader, seat, reporter, recent, rank.outer
         )
-        restored = restore_newest(mine, tier)
+        restored, together = restore_newest(mine, tier)
     saver = CheckpointSaver(
         store,
         job.name,
@@ -125,7 +127,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         tell=reporter.event if leads else lambda event: None,
         saving=lambda: saver.busy,
         snapshots=tier.signals if tier is not None else None,
-        pace=Pace(rank) if job.recovery.straggler_factor and seat.world_size > 1 else None,
+        pace=Pace(rank, restored) if job.recovery.straggler_factor and seat.world_size > 1 else None,
         injection=injection,
     )
     tracer = StepTracer(runner, store, reporter.event)
@@ -139,7 +141,9 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
         gathered = None
         if rank.outer is not None and rank.outer.replicas > 1 and leads:
             gathered = ReplicaReports(rank.groups.mesh["dp_replicate"].get_group())
-        run = Training(job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes, gathered)
+        run = Training(
+            job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes, gathered, together
+        )
         return train(run, restored, start)
     except BaseException as error:
         kind = error.failure_kind if isinstance(error, RayppError) else None

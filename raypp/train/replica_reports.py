@@ -18,7 +18,7 @@ _MEANS = ("aux_loss", "z_loss")
 
 @dataclass(frozen=True)
 class _Gathering:
-    """A step's report of this replica, and the figures `[R, 4 + E]` of all that are under way."""
+    """A step's report of this replica, and the figures `[R, 6 + E]` of all that are under way."""
 
     report: StepReport
     figures: list[Tensor]
@@ -33,13 +33,17 @@ class ReplicaReports:
 
     Args:
         group: One rank of each replica, in their order; computes on CPUs.
+
+    Attributes:
+        kept: The oldest of all replicas' `kept`, as of the last complete report.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._replicas = group, group.size()
         self._under_way: deque[_Gathering] = deque()
+        self.kept = (-1, -1)
 
-    def add(self, report: StepReport, *, wait: bool) -> list[StepReport]:
+    def add(self, report: StepReport, *, wait: bool, kept: tuple[int, int] = (-1, -1)) -> list[StepReport]:
         """Takes this replica's report of a step; returns those that are complete, in their order.
 
         Collective over the group, with a rank's part of it done in the background.
@@ -47,9 +51,10 @@ class ReplicaReports:
         Args:
             report: Of this replica. Its `parts_s` may still change until it is returned.
             wait: Whether to wait until all that were added are complete.
+            kept: `MemoryTier.kept` of this replica.
         """
         means = [report.loss, report.grad_norm, *(report.extras[name] for name in _MEANS if name in report.extras)]
-        own = torch.tensor([float(report.tokens), float(report.wire_bytes), *means], dtype=torch.float64)
+        own = torch.tensor([*map(float, (report.tokens, report.wire_bytes, *kept)), *means], dtype=torch.float64)
         figures = list(own.new_empty(self._replicas, len(own)))
         work = dist.all_gather(figures, own, group=self._group, async_op=True)
         assert work is not None
@@ -58,6 +63,7 @@ class ReplicaReports:
         while self._under_way and (wait or self._under_way[0].work.is_completed()):
             one = self._under_way.popleft()
             one.work.wait()
+            self.kept = min(int(row[2]) for row in one.figures), min(int(row[3]) for row in one.figures)
             complete.append(_of_all(one.report, one.figures))
         return complete
 
@@ -66,7 +72,7 @@ def _of_all(report: StepReport, figures: list[Tensor]) -> StepReport:
     """Returns the report of all replicas: sums, and means weighted by tokens."""
     table = torch.stack(figures)
     tokens = [int(count) for count in table[:, 0]]
-    loss, grad_norm, *extras = weighted_mean([row[2:] for row in table], tokens).tolist() if any(tokens) else [0.0] * 4
+    loss, grad_norm, *extras = weighted_mean([row[4:] for row in table], tokens).tolist() if any(tokens) else [0.0] * 4
     named = zip((name for name in _MEANS if name in report.extras), extras, strict=False)
     return replace(
         report,

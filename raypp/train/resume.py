@@ -80,18 +80,20 @@ def check_shared(store: ObjectStore, run: str, seat: Seat) -> None:
     raise JobError(Problem("checkpoint.url", what, fix))
 
 
-def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
+def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[int, bool]:
     """Restores weights, optimizer, data position and recent reports. Collective over the world.
 
     Frozen weights are not part of a run's state: every attempt loads them from `model.from_hf`, or
     draws them. The rest comes from memory if all ranks have a snapshot of one step that is newer
-    than the newest commit; else from the store. There rank 0 chooses the checkpoint. If any rank
+    than the newest commit; else from the store. Where replicas train apart, each has a step of its
+    own in memory, since the same outer step. In the store rank 0 chooses the checkpoint; if a rank
     finds its part missing or corrupt, all ranks fall back to the next older one. A run with
     checkpoints never starts from initial weights, nor takes trained weights from `model.from_hf`
     again. Every weight is set here, so it may be uninitialised before.
 
     Returns:
-        The restored step; 0 for a new run.
+        The restored step; 0 for a new run. And whether all replicas begin after the same step, at
+        which they agree.
 
     Raises:
         CheckpointError: There are checkpoints, but none can be used.
@@ -102,13 +104,13 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
     _set_frozen(mine)
     candidates = [c.step for c in list_checkpoints(mine.store, mine.job.name)] if seat.rank == 0 else []
     if tier is None:
-        return _from_store(mine, candidates)
+        return _from_store(mine, candidates), True
     started = time.monotonic()
     newest = _from_rank_zero(candidates[-1] if candidates else -1)
     found = load_from_memory(tier, newest, mine.stages, mine.optimizer)
     step = found.step
     if step:
-        _take_up(mine, found.extra, step, found.remark)
+        _take_up(mine, found.extra, step, found.remark, found.origins)
     else:
         step = _from_store(mine, candidates)
     if seat.rank == 0 and step:
@@ -116,9 +118,10 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> int:
         source = "memory" if found.step else "store"
         details = {"source": source, "seconds": seconds, "committed": newest, "from_partner": found.from_partner}
         mine.tell("restored", found.in_words(step, newest), step, details=details)
-    kept = None if found.best is None else (found.best.attempt, found.best.step)
+    best = found.best
+    kept = None if best is None else (best.attempt, {owner: best.step_of(owner) for owner in best.holders})
     tier.start(found.nodes, found.addresses, step, found.slot, mine.optimizer, newest, kept)
-    return step
+    return step, best is None or (mine.job.savable(step) and len(found.steps) == 1)
 
 
 def _from_store(mine: Restorable, candidates: list[int]) -> int:
@@ -154,14 +157,14 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
         return step
 
 
-def _take_up(mine: Restorable, extra: dict[str, Any], step: int, remark: str) -> None:
+def _take_up(mine: Restorable, extra: dict[str, Any], step: int, remark: str, origins: Sequence[int] = ()) -> None:
     """Restores what is saved with the tensors: the data position and the recent reports."""
     known = read_extra(extra, f"step {step}")
     if known.data_position is not None:
         mine.loader.seek(asdict(known.data_position))
-    mine.recent.restore(known.recent_steps)
+    mine.recent.restore(known.recent_steps, known.own_steps)
     if mine.outer is not None:
-        mine.outer.begin(known.outer_tokens)
+        mine.outer.begin(known.outer_tokens, origins)
     if mine.seat.rank == 0:
         mine.recent.report_again(mine.reporter)
         mine.tell("resumed", f"from step {step}", step)

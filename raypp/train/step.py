@@ -158,7 +158,7 @@ class StepRunner:
             requests: The operator's requests as this rank knows them.
             watch: Times the agreement.
             compute_us: From `Pace.before_step`.
-            everyone: False: a replica that trains apart agrees in itself, and not on snapshots.
+            everyone: False: a replica that trains apart agrees in itself.
         """
         everyone = everyone or self._replica is None
         rows = [row for microbatch in microbatches for row in microbatch]
@@ -170,12 +170,13 @@ class StepRunner:
                 digest=rows_digest(rows),
                 requests=requests,
                 saving=self._saving(),
-                snapshots=self._snapshots() if self._snapshots is not None and everyone else None,
+                snapshots=self._snapshots() if self._snapshots is not None else None,
                 compute_us=compute_us,
                 peak_bytes=self._peaks(),
             )
             group = None if everyone else self._replica
-            plan = agree_on_step(proposal, replica=self.seat.replica, replicas=self.job.mesh.replicas, group=group)
+            replicas, apart = self.job.mesh.replicas, 1 if self.outer is None else self.outer.replicas
+            plan = agree_on_step(proposal, replica=self.seat.replica, replicas=replicas, group=group, apart=apart)
         return ReadStep(microbatches, plan)
 
     def _peaks(self) -> list[int]:

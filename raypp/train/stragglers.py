@@ -92,9 +92,11 @@ class Pace:
 
     Args:
         rank: This rank; its job has more than one.
+        done: The step that the attempt starts from: which steps are timed depends on their numbers,
+            since replicas that train apart may start from different ones.
     """
 
-    def __init__(self, rank: AssembledRank) -> None:
+    def __init__(self, rank: AssembledRank, done: int = 0) -> None:
         self._seat = rank.seat
         mesh = Mesh.of(rank.job.mesh)
         self._labels = mesh.labels()
@@ -102,7 +104,7 @@ class Pace:
         pp_of_rank = [mesh.coordinates(number).pp for number in range(mesh.world)]
         self._watch = StragglerWatch(pp_of_rank, work_of(rank.pipeline), self._factor)
         self._clock = ActionClock(rank.device)
-        self._steps = 0
+        self._steps = done
 
     @property
     def clock(self) -> ActionClock | None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ class LookaheadTuner:
         self._tokens = 0
 
     def before_step(self, own_lengths: Sequence[int]) -> Choice | None:
-        """Call once before each step, on all ranks. Collective over the world before the fourth.
+        """Call once before each step, on all ranks. Collective before the fourth: over the world,
+        or over the replica if it trains apart.
 
         Args:
             own_lengths: Tokens of a row in each of the step's microbatches, on this rank.
@@ -159,12 +161,14 @@ class LookaheadTuner:
                     own[3, border] = max(float(own[3, border]), channel.wire_s)
                     own[4, border] = max(float(own[4, border]), channel.crowded_s)
         own[5] = self._clock.spread()
-        place = self._rank.groups.coordinates
+        place, replica = self._rank.groups.coordinates, self._rank.groups.replica
+        if replica is not None:
+            place = replace(place, dp_replicate=0)
         for stage, fits in self._room().items():
             if not any(place.column):  # the other replicas are placed alike
                 own[6, stage] = self._rank.seat.node_rank
             own[7, stage] = -fits
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=replica)
         return [float(number) for number in own[:8].flatten()], -int(own[8, 0])
 
     def _channels(self) -> dict[tuple[int, int], Channel]:
@@ -172,7 +176,8 @@ class LookaheadTuner:
         formats = wire_format(wire.activations), wire_format(wire.gradients)
         size = max(form.buffer(shape, torch.device("meta")).nbytes for form in formats)
         groups, ranks, device = self._rank.groups, self.pipeline.rank_of_stage, self._rank.device
-        return time_channels(groups.coordinates.pp, ranks, groups.forward, groups.backward, device, size, dist.barrier)
+        barrier = partial(dist.barrier, groups.replica)
+        return time_channels(groups.coordinates.pp, ranks, groups.forward, groups.backward, device, size, barrier)
 
     def _room(self) -> dict[int, int]:
         """Returns how many microbatches fit, per stage, if its stages share free memory equally."""

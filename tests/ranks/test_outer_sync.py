@@ -28,6 +28,7 @@ from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, OWN_WEIGHT, RESID
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
 from raypp.measure.parity import train_some_steps, whole
+from raypp.memory.tier import MemoryTier
 from raypp.parallel import replica_sums
 from raypp.parallel.outer_sync import OuterSync, fragments_of
 from raypp.records import AXES, Coordinates
@@ -526,6 +527,111 @@ def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path
     assert same(killed.final_state(), straight.final_state())
     for one in (straight, killed):
         one.end()
+
+
+# Restarts between outer steps
+
+
+def snapshots_keep_up(rank: int, world: int, port: int) -> None:
+    """Makes each step wait until the snapshot before is complete."""
+    signals = MemoryTier.signals
+
+    def wait_and_signal(self: MemoryTier) -> Any:
+        while self._asked and not self.trouble and not (self._ready and self._own_step >= self._expected):
+            time.sleep(0.002)
+        return signals(self)
+
+    MemoryTier.signals = wait_and_signal  # type: ignore[method-assign]
+
+
+def in_memory(root: Path, name: str, folders: list[Path], sync: dict[str, Any], **mesh: int) -> Lives:
+    """A run of 16 steps with two outer steps and snapshots in memory, whose rate is constant."""
+    rate = {"lr_schedule": {"kind": "constant", "warmup_steps": 0}}
+    replicas = mesh.get("dp_replicate", 2)
+    job = document(microbatches=12 // replicas, train=outer(**{**sync, "every": 8, "steps": 16, **rate}))
+    job["mesh"] = {"dp_replicate": 2, **mesh}
+    job["checkpoint"] = {"every_steps": 8, "memory_every_steps": 1}
+    world = parse_job(job).mesh.world
+    return Lives(job, root / name, [folders[rank * replicas // world] for rank in range(world)],
+                 [rank * replicas // world for rank in range(world)], prepare=snapshots_keep_up)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(SYNCS, ["beside"], ["whole"]))
+def test_a_killed_rank_costs_the_steps_since_its_newest_snapshot_bit_for_bit(
+    tmp_path: Path, shared_memory: Any, name: str
+) -> None:
+    """The other replica trains on meanwhile, and goes on from a later step."""
+    folders = [shared_memory(), shared_memory()]
+    straight, killed = (in_memory(tmp_path, one, folders, SYNCS[name]) for one in "ab")
+    told = straight.attempt_once()
+    assert not told.errors
+    before = killed.attempt_once(Fate((1,), after=10, memory=False, commit=8))
+    resumed = killed.attempt_once()
+    assert not resumed.errors, resumed.errors
+    (restored,) = resumed.of_kind("restored")
+    assert restored.details["source"] == "memory" and 8 < (restored.step or 0) < 16, restored.message
+    assert same(killed.final_state(), straight.final_state()) and not resumed.of_kind("sync")
+    assert {**before.losses, **resumed.losses} == told.losses
+    assert resumed.steps[-1] == 16 and resumed.steps == sorted(resumed.steps)
+    for one in (straight, killed):
+        one.end()
+
+
+def by_hand(rank: int, world: int, port: int, job: dict[str, Any], replica: int, lost_at: int) -> Weights:
+    """Returns a replica's weights after eight steps: it trains on its rows, and when the others are
+    lost, in a new process, on all."""
+    two = parse_job(job)
+    alone = {**job, "mesh": {}, "train": {**job["train"], "sync": {"kind": "exact"}}}
+    state: dict[str, Any] = {}
+
+    def named(runner: StepRunner) -> dict[str, Any]:
+        return {name: p for module in runner.built.modules for name, p in module.named_parameters()}
+
+    def take(step: int, runner: StepRunner) -> None:
+        if step == lost_at + 1:
+            state["data"] = runner.loader.position()
+            for name, weight in named(runner).items():
+                moments = {key: value.clone() for key, value in runner.optimizer.state[weight].items()}
+                state[name] = weight.detach().clone(), moments
+
+    def give(step: int, runner: StepRunner) -> None:
+        if step == 1:
+            runner.loader.seek(state["data"])
+            for name, weight in named(runner).items():
+                weight.data.copy_(state[name][0])
+                runner.optimizer.state[weight].update(state[name][1])
+
+    train(0, 1, port, alone, lost_at + 1, lambda _, __: open_loader(two, replica, 2), take)
+    whole = {**alone, "pipeline": {**job["pipeline"], "microbatches": 2 * job["pipeline"]["microbatches"]}}
+    return train(0, 1, ports.free_port(), whole, 8 - lost_at, before=give)[-1]
+
+
+@pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_lost_site_costs_the_others_the_steps_since_their_newest_snapshot(
+    tmp_path: Path, shared_memory: Any, left: int
+) -> None:
+    """Then the mean of the replicas that are left has the weights of the one that is."""
+    here, lost = shared_memory(), shared_memory()
+    sync = {"every": 8, "lr": 1.0, "momentum": 0.0}
+    both = in_memory(tmp_path, "run", [here, lost][:: 1 - 2 * left], sync)
+    before = both.attempt_once(Fate((1 - left,), after=4, memory=False))
+    both.end()
+    for file in lost.iterdir():
+        file.unlink()
+    one = in_memory(tmp_path, "run", [here], sync, dp_replicate=1)
+    one.attempt = 1
+    told = one.attempt_once()
+    one.end()
+    assert not told.errors, told.errors
+    (resumed,) = told.of_kind("resumed")
+    assert resumed.step in (3, 4)
+    words = [event.message for event in told.of_kind("sync")]
+    assert words == [f"of 2 replicas that trained apart, 1 go on, with the states of replicas {left}"]
+    assert sorted({**before.losses, **told.losses}) == list(range(1, 17))
+    (expected,) = run_ranks(1, by_hand, both.document, left, resumed.step)
+    kept = one.final_state(8)
+    assert same_weights(expected, {name: value for name, value in kept.items() if not name.startswith("optim/")})
+    assert not any(OWN_WEIGHT in name or OF_REPLICA in name for name in kept)
 
 
 # Failures beside the compute

@@ -1,0 +1,100 @@
+"""Snapshots of replicas that train apart: which belong together, and which a tier keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raypp.memory.files import DIRECTORY_VARIABLE
+from raypp.memory.rank_slots import RunLife
+from raypp.memory.restore import Snapshots, choose
+from raypp.memory.tier import Apart, MemoryTier
+from raypp.records import Coordinates, Reporter, Seat
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
+
+TWO = ([1, 2, 2, 1], "1")
+"""Two replicas of two ranks: 0 and 1, 2 and 3."""
+
+
+def job_of(replicas: int = 2, fragments: int = 1) -> Job:
+    sync = {"kind": "outer", "every_steps": 8, "fragments": fragments}
+    mesh, data = {"dp_replicate": replicas, "fsdp": 2}, {"kind": "synthetic"}
+    return parse_job({"name": "a", "mesh": mesh, "data": data, "train": {"steps": 30, "sync": sync}})
+
+
+def seen(*steps: tuple[int, ...], attempt: int = 1, mesh: Any = TWO) -> list[list[Any]]:
+    """The snapshots of each rank, of these steps."""
+    return [[attempt, step, rank, -1, *mesh] for rank, of_rank in enumerate(steps) for step in of_rank]
+
+
+def chosen(snapshots: list[list[Any]], commit: int = -1, **job: int) -> Snapshots:
+    best, why = choose([snapshots], commit, (), job_of(**job))
+    assert best is not None, why
+    return best
+
+
+def test_each_replica_goes_on_from_its_newest_step_since_the_same_outer_step() -> None:
+    best = chosen(seen((10, 11), (10, 11, 12), (13, 14), (13, 14)), 8)
+    assert best.replicas == {0: 11, 1: 14} and best.step == 14 and not best.missing
+    assert [best.step_of(rank) for rank in range(4)] == [11, 11, 14, 14]
+    assert best.origins(2) == [0, 1] and best.origins(1) == [1] and best.origins(3) == [0, 1, 0]
+
+
+def test_snapshots_of_two_periods_do_not_belong_together() -> None:
+    across = seen((6, 7), (6, 7), (7, 8), (7, 8))
+    assert chosen(across).replicas == {0: 7, 1: 7}
+    assert chosen(across, replicas=1).replicas == {1: 8}, "one that goes on alone needs no other"
+    fragments = seen((3, 4), (3, 4), (3, 5), (3, 5))
+    assert chosen(fragments).replicas == {0: 4, 1: 5}
+    assert chosen(seen((3,), (3,), (3, 5), (3, 5)), fragments=2).replicas == {0: 3, 1: 3}
+
+
+def test_what_is_left_of_a_replica_is_not_used() -> None:
+    best = chosen(seen((), (12,), (11, 12), (11, 12)), 8)
+    assert best.replicas == {1: 12} and best.missing == [0, 1] and best.origins(2) == [1, 1]
+    assert choose([seen((), (12,), (12,), ())], 8, (), job_of())[1] == (
+        "the snapshots of ranks [0, 3] of step 12 are in no memory"
+    )
+    best, why = choose([seen((7,), (7,), (7,), (7,))], 8, (), job_of())
+    assert (best, why) == (None, "no snapshot in memory is newer")
+
+
+@pytest.mark.parametrize(
+    ("kept", "newest", "others", "expected"),
+    [
+        (-1, 5, -1, 5),  # nothing is there that another replica could need
+        (5, 6, -1, 6),  # of one period
+        (7, 8, -1, 7),
+        (7, 8, 7, 7),
+        (7, 9, 8, 9),  # all have a snapshot since the outer step
+        (2, 3, -1, 2),  # the restored one, until all have one of this attempt
+        (2, 3, 3, 3),
+    ],
+)
+def test_the_last_snapshot_before_an_outer_step_stays_until_all_replicas_have_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, newest: int, others: int, expected: int
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    outer = cast(Any, SimpleNamespace(replicas=2, differs=True))
+    seat = Seat("a", 1, 0, 4, Coordinates(), Coordinates(1, 2, 2, 1))
+    apart = Apart(job_of(), outer, None)
+    tier = MemoryTier(RunLife("a", "0" * 12, "0" * 16), seat, 1, cast(Reporter, None), apart=apart)
+    tier._begun_at = 2
+    assert tier._kept_step(kept, newest, others) == expected
+    tier.close(delete=True)
+
+
+def test_snapshots_go_to_another_site_after_outer_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    outer = cast(Any, SimpleNamespace(replicas=2, differs=True))
+    seat = Seat("a", 1, 0, 4, Coordinates(), Coordinates(1, 2, 2, 1))
+    life = RunLife("a", "0" * 12, "0" * 16)
+    tier = MemoryTier(life, seat, 1, cast(Reporter, None), apart=Apart(job_of(), outer, None))
+    assert [step for step in range(1, 31) if tier._is_copied(step)] == list(range(1, 31))
+    tier._near = False
+    assert [step for step in range(1, 31) if tier._is_copied(step)] == [8, 16, 24, 30]
+    tier.close(delete=True)
