@@ -624,7 +624,7 @@ def test_a_lost_site_costs_the_others_the_steps_since_their_newest_snapshot(
     one.end()
     assert not told.errors, told.errors
     (resumed,) = told.of_kind("resumed")
-    assert resumed.step in (3, 4)
+    assert resumed.step in range(3, 7)
     words = [event.message for event in told.of_kind("sync")]
     assert words == [f"of 2 replicas that trained apart, 1 go on, with the states of replicas {left}"]
     assert sorted({**before.losses, **told.losses}) == list(range(1, 17))
