@@ -122,8 +122,9 @@ def _keys_in_use(store: ObjectStore, run: str, steps: Iterable[int]) -> tuple[se
 
 def _is_over(store: ObjectStore, run: str, committed: Iterable[int], living: int, owner: int, step: int) -> bool:
     """Returns whether an attempt will surely not commit a step any more: a newer one, `living`, has
-    begun, or it has committed this or a higher step. An attempt saves its steps in order."""
-    if owner != living:
+    begun, or it has committed this or a higher step. An attempt saves its steps in order. Imported
+    weights are of no claimed attempt: `living` is 0."""
+    if living and owner != living:
         return owner < living
     return any(_attempt_of(store, run, other) >= owner for other in committed if other >= step)
 

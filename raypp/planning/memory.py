@@ -142,8 +142,9 @@ def rank_memory(
     share = _trained_share(job, stages, cut)
     held = state_of(job, stages, cut, kind)
     microbatches = job.pipeline.microbatches if actions and kind == "cuda" else 0
+    fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
     base = RankMemory(
-        weights=held.weights + frozen_bytes(job, stages, cut),
+        weights=held.weights + frozen_bytes(job, stages, cut) + fsdp.copies,
         optimizer=held.optimizer
         + residual_bytes(job, stages, cut)
         + (outer_bytes(job, stages, cut) if kind == "cpu" else 0),
@@ -165,15 +166,10 @@ def rank_memory(
         ),
         fsdp.reduction(base),
         # the update
-        dataclasses.replace(
-            base,
-            gradients=fsdp.sum_bytes * share,
-            gathered=fsdp.kept,
-            working=held.passing + update_bytes(job, kind),
-        ),
+        dataclasses.replace(base, gradients=fsdp.sum_bytes * share, working=held.passing + update_bytes(job, kind)),
     )
     peak = max(moments, key=lambda moment: moment.total)
-    buffers = fsdp.flat - fsdp.kept + fsdp.buffers if actions else 0
+    buffers = fsdp.flat + fsdp.buffers if actions else 0
     if actions and len(cut) - 1 in stages and kind == "cpu":
         buffers += kept_by_heap(job, microbatch_tokens(job))
     return dataclasses.replace(peak, runtime=_runtime(job, stages, cut, peak.total, buffers, kind))
@@ -321,7 +317,7 @@ def _moments(
     # the first one; and only in its own when it is added, if FSDP or `compute_copies` adds it.
     own, summed = weight_bytes(job), gradient_bytes(job)
     each = own if own == summed else own + summed
-    widened = (kind == "cuda" if fsdp.replaces else fsdp.kept > 0) and summed > activation_bytes(job)
+    widened = (kind == "cuda" if fsdp.replaces else fsdp.copies > 0) and summed > activation_bytes(job)
     if widened:
         each = activation_bytes(job)
     matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
@@ -370,7 +366,7 @@ class Gathered:
     Attributes:
         replaces: Whether FSDP manages the stages; else gradients are used as they are, and weights
             too, or copies of them (`parallel.compute_copies`).
-        weights: Bytes of the gathered or copied weights while the program runs.
+        weights: Bytes of the gathered weights while the program runs.
         flat: Bytes of the weights that are gathered when a stage's first action is near. On CPUs
             all of them, also where each block frees its own after use: the heap keeps their memory.
         again: Bytes that more are there while the ends are gathered for an action, if each action
@@ -380,6 +376,7 @@ class Gathered:
         beside: Bytes of gradients that are held beside these buffers and the share of the sums.
         share: Bytes of this rank's share of the sums.
         sum_bytes: Bytes of a value of these sums.
+        copies: Bytes of those copies, which stay between steps.
     """
 
     replaces: bool
@@ -391,11 +388,7 @@ class Gathered:
     beside: int
     share: int
     sum_bytes: int
-
-    @property
-    def kept(self) -> int:
-        """Bytes of the copies that stay between steps."""
-        return 0 if self.replaces else self.flat
+    copies: int = 0
 
     @classmethod
     def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind, *, split: bool) -> Gathered:
@@ -408,7 +401,6 @@ class Gathered:
         replicas' messages and the next residuals.
         """
         replicas = job.mesh.shards * job.summed_replicas
-        copies = job.train.dtypes.copies_weights
         replaces = replicas > 1 or job.fsdp_alone
 
         def here(whole: int, experts: int) -> int:
@@ -425,10 +417,10 @@ class Gathered:
         gradients = {stage: gradient_bytes(job) * count for stage, count in trained.items()}
         of_gathered = groups(gathered_bytes)
         if not replaces:
-            weights = sum(whole for whole, _, _ in of_gathered.values()) if copies else 0
+            copied = sum(whole for whole, _, _ in of_gathered.values()) if job.train.dtypes.copies_weights else 0
             if len(cut) == 1 and job.model.tie_embeddings and job.model.lora is None:  # that of the projection apart
                 gradients[0] += gradient_bytes(job) * job.model.vocab_size * job.model.hidden_size
-            return cls(False, weights, weights, 0, gradients, 0, 0, 0, gradient_bytes(job))
+            return cls(False, 0, 0, 0, gradients, 0, 0, 0, gradient_bytes(job), copied)
         gathered = [whole for whole, _, _ in of_gathered.values()]
         weights = flat = sum(sorted(gathered)[-_UNSHARDED_STAGES:])
         again = 0

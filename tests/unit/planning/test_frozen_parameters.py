@@ -47,8 +47,8 @@ def test_memory_is_that_of_the_frozen_weights_and_of_the_adapters_state() -> Non
     wide = make_plan(lora_job(lora={"rank": 8, "base": "fp32"}))
     stage = sizes_of(lora_job().model)
     trained = stage.stage_trained(range(8), first=True, last=True)[0]
-    assert sum(m.weights for m in wide.memory) == 4 * stage.whole
-    assert sum(m.weights for m in adapters.memory) == 2 * (stage.whole - trained) + 4 * trained
+    assert sum(m.weights for m in wide.memory) == (4 + 2) * stage.whole
+    assert sum(m.weights for m in adapters.memory) == 2 * (stage.whole - trained) + (4 + 2) * trained
     assert sum(m.optimizer for m in adapters.memory) == 8 * trained
     assert adapters.host.state == 12 * max(stage.stage_trained(r, first=False, last=False)[0] for r in _cut())
 
