@@ -32,7 +32,7 @@ def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
     }
     job.write_text(yaml.safe_dump(document))
     assert run(["plan", str(job), "--measure", str(costs), "--json"]) == 0
-    found = json.loads(costs.read_text())
+    found = json.loads(costs.read_text())["costs"]
     assert found["kind"] == "cpu"
     assert found["layer"]["forward"] > 0 and found["layer"]["backward"] > 0
     assert all(found[name] > 0 for name in ("input_share", "weight_share", "optimizer_s"))
