@@ -35,7 +35,7 @@ PATIENCE_S = 120.0
 @dataclass
 class Fate:
     """Which ranks die, and when: in the step after `after`, as soon as every rank has a complete
-    snapshot of that step.
+    snapshot of that step, or of a later one if it trains apart.
 
     Attributes:
         ranks: Ranks that are killed by SIGKILL.
@@ -101,7 +101,7 @@ class _Speaker:
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             names = [name for folder in set(self._directories) for name, _ in list_slots(Path(folder))]
-            whole = {name.rank for name in names if name.step == fate.after and name.kind == "own"}
+            whole = {name.rank for name in names if (name.step or 0) >= fate.after and name.kind == "own"}
             own = {(name.rank, name.step) for name in names if name.kind == "own"}
             copied = {(name.rank, name.step) for name in names if name.kind == "copy"}
             held = {step for _, step in own if len({rank for rank, of in own if of == step}) == self._seat.world_size}
