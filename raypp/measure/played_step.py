@@ -10,7 +10,6 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -68,9 +67,10 @@ def step_peak(job: Job, rank: int, mark: Callable[[str], None] = lambda action: 
         lengths = (job.data.seq_len,) * len(microbatches)
         read = ReadStep(microbatches, StepPlan(lengths, 100, Requests()))
         parameters = [parameter for module in runner.built.modules for parameter in module.parameters()]
-        copies = [copies.of.values() for module in runner.built.modules if (copies := copies_of(module)) is not None]
-        for parameter in (*parameters, *chain.from_iterable(copies)):
-            memory.track(parameter.data)
+        for module in runner.built.modules:
+            copies = copies_of(module)
+            for parameter in (*module.parameters(), *(() if copies is None else copies.of.values())):
+                memory.track(parameter.data)
         with memory:
             batches = runner.batches(read, 1)
             _prepare_state(runner.optimizer, parameters)

@@ -39,7 +39,7 @@ class ComputeCopies:
             if weight.is_floating_point() and weight.dtype != dtype and weight not in as_they_are
         ]
         tied = tied_within(stage)
-        for _, _, weight in self._places:
+        for weight in dict.fromkeys(weight for _, _, weight in self._places):  # a shared one has several places
             copy = self.of[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype), weight.requires_grad)
             if weight is tied:
                 copy.grad_dtype = sums

@@ -126,14 +126,14 @@ class Training:
         """
         reports = [own]
         if self.runner.outer is not None:
-            self.recent.add_own(own)
+            self.recent.own.add(own)
         if self.gathered is not None:
             kept = (-1, -1) if self.tier is None else self.tier.kept
             reports = self.gathered.add(own, wait=self.job.all_meet(own.step), kept=kept)  # there the run may stop
             if self.tier is not None:
                 self.tier.hear(self.gathered.kept)
         if self.job.savable(own.step):
-            self.recent.forget_own()
+            self.recent.own.clear()  # all replicas have done these steps
         return self._new(reports)
 
     def report_again(self) -> None:
@@ -177,7 +177,7 @@ class Training:
         rank of each replica that trains apart."""
         reports, own = "[]", "[]"
         if self.gathered is not None or not self.runner.seat.rank:
-            reports, own = self.recent.json_text(), self.recent.own_text()
+            reports, own = self.recent.json_text(), self.recent.own.json_text()
         return f'{json.dumps(self._small(position))[:-1]},"recent_steps":{reports},"own_steps":{own}}}'
 
     def _small(self, position: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from raypp.records import Reporter, StepReport
@@ -19,19 +19,19 @@ _MOST = 256
 """Reports kept; far more than the steps between two writes of the records."""
 
 
-class RecentReports:
-    """The latest reports of a run, oldest first, from any attempt.
+class EncodedReports:
+    """Reports of steps, oldest first, without the seconds of their parts. Each is encoded once.
 
-    Attributes:
-        own: Where replicas train apart, those of this one since the last outer step: after a
-            restart they may be at different steps, and figures are gathered again from there on.
+    Args:
+        most: How many are kept; None: all.
     """
 
-    def __init__(self) -> None:
-        self._reports: deque[StepReport] = deque(maxlen=_MOST)
-        self._texts: deque[str] = deque(maxlen=_MOST)
-        self.own: list[StepReport] = []
-        self._own_texts: list[str] = []
+    def __init__(self, most: int | None = None) -> None:
+        self._reports: deque[StepReport] = deque(maxlen=most)
+        self._texts: deque[str] = deque(maxlen=most)
+
+    def __iter__(self) -> Iterator[StepReport]:
+        return iter(self._reports)
 
     @property
     def newest(self) -> int:
@@ -39,47 +39,44 @@ class RecentReports:
         return self._reports[-1].step if self._reports else 0
 
     def add(self, report: StepReport) -> None:
-        """Appends a step's report, without the seconds of its parts."""
-        self._append(dataclasses.replace(report, parts_s={}))
+        """Appends a step's report."""
+        self._reports.append(dataclasses.replace(report, parts_s={}))
+        self._texts.append(json.dumps(dataclasses.asdict(self._reports[-1]), separators=(",", ":")))
 
-    def add_own(self, report: StepReport) -> None:
-        """Appends one of this replica alone, likewise."""
-        self.own.append(dataclasses.replace(report, parts_s={}))
-        self._own_texts.append(_text(self.own[-1]))
-
-    def forget_own(self) -> None:
-        """Forgets those of this replica: all have done their steps."""
-        self.own.clear()
-        self._own_texts.clear()
+    def clear(self) -> None:
+        """Forgets all."""
+        self._reports.clear()
+        self._texts.clear()
 
     def json_text(self) -> str:
-        """Returns the reports as a JSON text, needed every step; encodes each report only once."""
+        """Returns the reports as a JSON text, needed every step."""
         return f"[{','.join(self._texts)}]"
-
-    def own_text(self) -> str:
-        """Returns those of this replica likewise."""
-        return f"[{','.join(self._own_texts)}]"
 
     def document(self) -> list[dict[str, Any]]:
         """Returns the reports as plain JSON data, for a checkpoint."""
         return [dataclasses.asdict(report) for report in self._reports]
 
+
+class RecentReports(EncodedReports):
+    """The latest reports of a run, from any attempt.
+
+    Attributes:
+        own: Where replicas train apart, those of this one since the last outer step: after a
+            restart they may be at different steps, and figures are gathered again from there on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_MOST)
+        self.own = EncodedReports()
+
     def restore(self, reports: Iterable[StepReport], own: Iterable[StepReport] = ()) -> None:
         """Appends the reports that a state holds."""
         for report in reports:
-            self._append(report)
+            self.add(report)
         for report in own:
-            self.add_own(report)
-
-    def _append(self, report: StepReport) -> None:
-        self._reports.append(report)
-        self._texts.append(_text(report))
+            self.own.add(report)
 
     def report_again(self, reporter: Reporter) -> None:
         """Reports all steps again. Readers of the records keep one report per step."""
-        for report in self._reports:
+        for report in self:
             reporter.step(report)
-
-
-def _text(report: StepReport) -> str:
-    return json.dumps(dataclasses.asdict(report), separators=(",", ":"))
