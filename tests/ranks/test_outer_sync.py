@@ -565,7 +565,7 @@ def test_a_killed_rank_costs_the_steps_since_its_newest_snapshot_bit_for_bit(
     straight, killed = (in_memory(tmp_path, one, folders, SYNCS[name]) for one in "ab")
     told = straight.attempt_once()
     assert not told.errors
-    before = killed.attempt_once(Fate((1,), after=10, memory=False, commit=8))
+    before = killed.attempt_once(Fate((1,), after=10, commit=8))
     resumed = killed.attempt_once()
     assert not resumed.errors, resumed.errors
     (restored,) = resumed.of_kind("restored")
