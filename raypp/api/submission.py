@@ -26,7 +26,7 @@ from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, Unreach
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.planning.check import check_plan
-from raypp.planning.predict import Grounds, every_steps_remark, with_every_steps
+from raypp.planning.predict import Grounds, with_every_steps
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 from raypp.spec.load import JobFile, job_document
@@ -97,8 +97,8 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
     file = _check_name(file, store, resume, say)
     _check_not_running(file.job, store, cluster)
     device, job = client.check_resources(file.job, cluster)
-    given, job = job, with_every_steps(job, Grounds(device=device))
-    if decided := every_steps_remark(given, job):
+    job, decided = with_every_steps(job, Grounds(device=device))
+    if decided:
         say(decided)
     if remark := client.precision_remark(file.job, job, device):
         say(remark)

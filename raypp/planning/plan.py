@@ -21,7 +21,6 @@ from raypp.planning.memory import RankMemory, memories
 from raypp.planning.offload import offload_in_words
 from raypp.planning.predict import (
     Grounds,
-    every_steps_remark,
     kind_of,
     predict,
     stage_times,
@@ -169,7 +168,7 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     grounds = grounds or Grounds()
     link_gbps = grounds.link_gbps
     kind = kind_of(grounds.devices_for(job)[-1])
-    given, job = job, with_every_steps(job, grounds)
+    job, decided = with_every_steps(job, grounds)
     asked, job = job, job.for_device(kind)
     mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
     crossing = boundaries(job, pipeline)
@@ -179,7 +178,7 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     tokens = job.rows_per_step * job.data.seq_len
     per_token = flops_per_token(job)
     remarks = (
-        every_steps_remark(given, job),
+        decided,
         sizes_remark(job.model),
         _backwards_remark(pipeline),
         offload_in_words(job, kind == "cpu"),

@@ -9,6 +9,7 @@ from raypp.planning.activations import Kind
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Machines
+from raypp.planning.replica_sum_costs import hidden_exchanges
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.search import advice
 from raypp.schedules.simulate import StageTimes
@@ -96,14 +97,18 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Fore
     return found
 
 
-def with_every_steps(job: Job, grounds: Grounds) -> Job:
+def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
     """Decides `train.sync.every_steps: auto` for the last device of `predict`.
+
+    Returns:
+        The job, and the decision in words, "" if there was none, with the fragments and
+        overlap_steps that would allow fewer steps.
 
     Raises:
         JobError: The rate between replicas is unknown.
     """
     if job.outer is None or job.outer.every_steps != "auto" or job.mesh.dp_replicate == 1:
-        return job
+        return job, ""
     if job.outer.link_gbps is None and grounds.machines is None and grounds.link_gbps is None:
         what = "auto needs the rate of the link between replicas"
         fix = "set train.sync.link_gbps, or a number; `raypp plan` takes --links and --link-gbps, and proposes one"
@@ -116,12 +121,19 @@ def with_every_steps(job: Job, grounds: Grounds) -> Job:
     assert sums is not None
     waits, rest = sums.exposed_s * choices[-1], found.step_s - sums.exposed_s
     enough = [steps for steps in choices if steps >= _FEWEST and waits <= _LONGER * rest * steps]
-    return job.with_every_steps(min(enough, default=choices[-1]))
-
-
-def every_steps_remark(asked: Job, job: Job) -> str:
-    """Says what `with_every_steps` has decided; "" if nothing."""
-    return "" if asked.train.sync == job.train.sync else f"train.sync.every_steps: auto is {job.train.sync.every}"
+    decided = min(enough, default=choices[-1])
+    remark = f"train.sync.every_steps: auto is {decided}"
+    ways = [
+        (steps, way.train.sync)
+        for way in hidden_exchanges(own, sums, rest)
+        for steps in way.outer_intervals()
+        if _FEWEST <= steps < decided
+    ]
+    if ways:
+        steps, sync = min(ways, key=lambda way: way[0])
+        remark += f"; with fragments: {sync.fragments} and overlap_steps: {sync.overlap_steps}, which change"
+        remark += f" the numbers, too, {steps}"
+    return job.with_every_steps(decided), remark
 
 
 def _is_small(job: Job, pipeline: ResolvedPipeline) -> bool:

@@ -8,7 +8,8 @@ once in `train.sync.every_steps` steps, and wait for what `overlap_steps` do not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypp.planning.activations import Kind
@@ -54,6 +55,16 @@ class ReplicaSums:
     hidden_s: float
     exposed_s: float
     fragments: int = 1
+
+
+def hidden_exchanges(job: Job, now: ReplicaSums, compute_s: float) -> Iterator[Job]:
+    """Yields the job with fragments, fewest first, and the fewest overlap_steps that hide their
+    exchanges beside steps of `compute_s` seconds: at most 8 and 5, since late results cost quality.
+    """
+    for parts in range(1, 1 + min(8, job.model.num_layers)):
+        overlap = math.ceil(now.seconds / parts / compute_s)
+        if overlap <= 5:
+            yield job.with_sync(fragments=parts, overlap_steps=overlap)
 
 
 def sent_bytes(job: Job, numbers: float, kind: str) -> float:

@@ -23,6 +23,7 @@ from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.levers import MOST_ACTIONS
 from raypp.planning.machines import Machines
+from raypp.planning.replica_sum_costs import hidden_exchanges
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.checks import check_training
@@ -166,6 +167,13 @@ def advice(
             single.append((f"pipeline.microbatches {more} (twice the batch)", {"pipeline.microbatches": more}))
     if job.mesh.dp_replicate > 1 and job.train.sync.kind == "exact":
         single.append(("train.sync.kind int8 (changes the numbers)", {"train.sync.kind": "int8"}))
+    if job.outer is not None and now.replica_sums is not None:
+        compute_s = now.step_s - now.replica_sums.exposed_s
+        hidden = hidden_exchanges(job, now.replica_sums, compute_s)
+        for sync in [one.train.sync for one in hidden if job.outer.every in one.outer_intervals()][:1]:
+            text = f"train.sync.fragments {sync.fragments}, overlap_steps {sync.overlap_steps} (changes the numbers)"
+            keys = {"train.sync.fragments": sync.fragments, "train.sync.overlap_steps": sync.overlap_steps}
+            single.append((text, keys))
     gains = []
     tokens = now.tokens_per_s
     for text, changes in single:

@@ -619,9 +619,11 @@ class Job(Section):
 
     def with_every_steps(self, steps: int) -> Self:
         """Returns the job with train.sync.every_steps in place of auto; itself without it."""
-        if self.train.sync.every_steps != "auto":
-            return self
-        sync = self.train.sync.model_copy(update={"every_steps": steps})
+        return self if self.train.sync.every_steps != "auto" else self.with_sync(every_steps=steps)
+
+    def with_sync(self, **changes: int) -> Self:
+        """Returns the job with other values in train.sync."""
+        sync = self.train.sync.model_copy(update=changes)
         return self.model_copy(update={"train": self.train.model_copy(update={"sync": sync})})
 
     def period(self, step: int) -> int:

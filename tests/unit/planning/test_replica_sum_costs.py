@@ -165,12 +165,13 @@ def test_auto_takes_the_fewest_steps_that_the_link_allows() -> None:
 
     def chosen(gbps: float) -> int:
         job = asking(link_gbps=gbps)
-        decided = with_every_steps(job, grounds)
+        decided, remark = with_every_steps(job, grounds)
         sums = make_plan(decided, grounds=grounds).predictions[-1].replica_sums
         steps = make_plan(decided, grounds=grounds).step_s
         assert sums is not None and sums.every_steps == decided.train.sync.every
         assert sums.exposed_s <= 0.05 * (steps - sums.exposed_s) or sums.every_steps == 120
-        assert make_plan(job, grounds=grounds).remarks[0] == f"train.sync.every_steps: auto is {sums.every_steps}"
+        assert make_plan(job, grounds=grounds).remarks[0] == remark
+        assert remark.startswith(f"train.sync.every_steps: auto is {sums.every_steps}")
         return sums.every_steps
 
     assert asking().outer_intervals() == [4, 6, 8, 10, 12, 20, 24, 30, 40, 60, 120]
@@ -178,3 +179,27 @@ def test_auto_takes_the_fewest_steps_that_the_link_allows() -> None:
     assert found == sorted(found) and found[0] == 10 and found[-1] == 120 and len(set(found)) > 2
     with pytest.raises(JobError, match="auto needs the rate of the link"):
         make_plan(asking())
+
+
+def test_fragments_beside_the_compute_are_proposed_where_they_hide_the_exchange() -> None:
+    def asking(every: object, **sync: object) -> Job:
+        train = {"steps": 400, "sync": {"kind": "outer", "every_steps": every, **sync}}
+        return square("outer", train=train, checkpoint={"every_steps": 120})
+
+    def proposed(job: Job) -> dict[str, float]:
+        return {text: gain for text, gain in advice(job, hosts(1e9), UNIT, of(job, 1e9)) if "fragments" in text}
+
+    fast = of(asking(60), 1e9)
+    numbers = sum(stage_trained(asking(60), stage, [2, 2])[0] for stage in range(2))
+    link = {"link_gbps": numbers * 4 * 8 / (7.9 * fast.step_s) / 1e9}  # an exchange takes 7.9 steps
+    gain = 1 - fast.step_s / of(asking(60, **link), 1e9).step_s
+    text = "train.sync.fragments 2, overlap_steps 4 (changes the numbers)"
+    assert gain > 0.1 and proposed(asking(60, **link)) == {text: pytest.approx(gain)}
+    assert not proposed(asking(60))
+
+    grounds = Grounds(machines=hosts(1e9), costs=UNIT)
+    job, remark = with_every_steps(asking("auto", **link), grounds)
+    assert job.train.sync.every == 120
+    assert remark.endswith("auto is 120; with fragments: 2 and overlap_steps: 4, which change the numbers, too, 10")
+    job, remark = with_every_steps(asking("auto", fragments=2, overlap_steps=4, **link), grounds)
+    assert remark.endswith("auto is 10") and of(job, 1e9).step_s == pytest.approx(fast.step_s)
