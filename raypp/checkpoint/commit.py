@@ -119,9 +119,9 @@ class _Format(TypedDict):
 
 def _check_format(data: bytes, key: str) -> None:
     """Raises if the document has a newer format, or none."""
-    found = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
-    if found > FORMAT:
-        raise CheckpointError(Problem(key, f"has format {found}, but this raypp reads {FORMAT}", "use a newer raypp"))
+    version = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
+    if version > FORMAT:
+        raise CheckpointError(Problem(key, f"has format {version}, but this raypp reads {FORMAT}", "use a newer raypp"))
 
 
 @dataclass(frozen=True)
@@ -232,12 +232,12 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
 
 def list_checkpoints(store: ObjectStore, run: str) -> list[Checkpoint]:
     """Lists the committed checkpoints of a run, oldest step first, without reading them."""
-    found = []
+    checkpoints = []
     for info in store.list(steps_prefix(run)):
         step = step_of(run, info.key)
         if step is not None and info.key == commit_key(run, step):
-            found.append(Checkpoint(step, info.key, info.modified))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+            checkpoints.append(Checkpoint(step, info.key, info.modified))
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def _check_records(commit: Commit, key: str) -> None:

@@ -140,7 +140,7 @@ def fetch_ranges(
         CheckpointError: An object, which the message names, is missing, torn or corrupt.
     """
     by_key = {file.record.key: file for file in files}
-    found = {key: ObjectInMemory() for key in ranges}
+    objects = {key: ObjectInMemory() for key in ranges}
     reads: list[tuple[CheckpointFile, int, memoryview, int, int]] = []
     for key, wanted in ranges.items():
         file = by_key[key]
@@ -148,7 +148,7 @@ def fetch_ranges(
         at_once = max(1, _READ_BYTES // block_bytes)
         for begin, end in file.blocks(wanted):
             data = source.view(begin, end) if isinstance(source, ObjectInMemory) else memoryview(bytearray(end - begin))
-            found[key].pieces.append((begin, data))
+            objects[key].pieces.append((begin, data))
             first, last = begin // block_bytes, -(-end // block_bytes)
             reads.extend((file, begin, data, at, min(at + at_once, last)) for at in range(first, last, at_once))
 
@@ -180,7 +180,7 @@ def fetch_ranges(
     with ThreadPoolExecutor(_READERS) as pool:
         for _ in pool.map(read, stored):
             pass
-    return found
+    return objects
 
 
 def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:

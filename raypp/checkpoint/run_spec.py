@@ -170,8 +170,8 @@ def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[s
 
 
 def _numbers(store: ObjectStore, run: str) -> list[int]:
-    found = (spec_number(run, info.key) for info in store.list(f"{run}/spec"))
-    return [number for number in found if number is not None]
+    numbers = (spec_number(run, info.key) for info in store.list(f"{run}/spec"))
+    return [number for number in numbers if number is not None]
 
 
 def _encoded(job_doc: Mapping[str, Any]) -> bytes:

@@ -192,8 +192,8 @@ def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
             message names the object and the tensor.
     """
 
-    def refuse(what: str) -> NoReturn:
-        raise CheckpointError(Problem(key, f"has no valid header: {what}", ADVICE))
+    def refuse(reason: str) -> NoReturn:
+        raise CheckpointError(Problem(key, f"has no valid header: {reason}", ADVICE))
 
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if len(data) < LENGTH_BYTES or len(data) - LENGTH_BYTES != length:

@@ -117,8 +117,8 @@ class RankSlots:
         An earlier attempt may have left another one, of a state that this attempt has not come
         through: the snapshot is that of this attempt, else the restored one, which was added first.
         """
-        found = [slot for slot in self.slots if slot.step == step]
-        return next((slot for slot in found if slot.name.attempt == self.seat.attempt), found[0])
+        slots = [slot for slot in self.slots if slot.step == step]
+        return next((slot for slot in slots if slot.name.attempt == self.seat.attempt), slots[0])
 
     def copy(self, slot: Slot, slices: Sequence[list[Slice]], committed: int) -> tuple[Snapshot, dict[str, Any]]:
         """Begins a snapshot of the state in a file; the caller must pass the result to `seal`."""

@@ -133,23 +133,25 @@ def choose(
         refused: Step and attempt of snapshots that turned out to lack something.
         job: A job whose replicas train apart. Snapshots of as many replicas as it needs come first.
     """
-    found: dict[tuple[int, int], Snapshots] = {}
+    candidates: dict[tuple[int, int], Snapshots] = {}
     for rank, snapshots in enumerate(seen):
         for attempt, step, owner, committed, mesh, layout in snapshots:
-            known = found.setdefault(
+            known = candidates.setdefault(
                 (step, attempt), Snapshots(step, attempt, Coordinates(*mesh), layout, {}, committed)
             )
             known.holders.setdefault(owner, []).append(rank)
-            found[step, attempt] = replace(known, committed=max(known.committed, committed))
-    first = [found[key] for key in sorted(found, reverse=True)]
+            candidates[step, attempt] = replace(known, committed=max(known.committed, committed))
+    first = [candidates[key] for key in sorted(candidates, reverse=True)]
     if job is not None:
         most = job.mesh.dp_replicate
-        first = sorted(_by_period(found, job), key=lambda one: (-min(most, len(one.replicas)), -one.step, -one.attempt))
+        first = sorted(
+            _by_period(candidates, job), key=lambda one: (-min(most, len(one.replicas)), -one.step, -one.attempt)
+        )
     newer = [one for one in first if one.step > newest_commit and (one.step, one.attempt) not in refused]
-    if found and not first:
-        return None, found[max(found)].in_no_memory()
+    if candidates and not first:
+        return None, candidates[max(candidates)].in_no_memory()
     if not newer:
-        return None, "memory has no snapshot" if not found else "no snapshot in memory is newer"
+        return None, "memory has no snapshot" if not candidates else "no snapshot in memory is newer"
     gone_back = [one for one in newer if one.committed > newest_commit]
     if len(gone_back) == len(newer):
         why = f"step {gone_back[0].committed} was committed but is gone: snapshots taken after it are not used"
@@ -159,11 +161,11 @@ def choose(
     return best, "" if best is not None else newer[0].in_no_memory()
 
 
-def _by_period(found: Mapping[tuple[int, int], Snapshots], job: Job) -> list[Snapshots]:
+def _by_period(candidates: Mapping[tuple[int, int], Snapshots], job: Job) -> list[Snapshots]:
     """Returns the snapshots that belong together of replicas that train apart: of one attempt and
     period, of each replica the newest step of which all its ranks have one."""
     together: dict[tuple[int, int], Snapshots] = {}
-    for (step, attempt), one in sorted(found.items()):
+    for (step, attempt), one in sorted(candidates.items()):
         for replica in range(one.mesh.dp_replicate):
             ranks = [rank for rank in range(one.world) if one.replica_of(rank) == replica]
             if not all(rank in one.holders for rank in ranks):
@@ -488,7 +490,7 @@ class _Try:
 
 def _snapshots_here(tier: MemoryTier, damaged: set[Path]) -> Here:
     """Returns the complete snapshots of this job that lie on this node, a rank's own first."""
-    found: Here = {}
+    slots: Here = {}
     for name, path in sorted(tier.earlier(), key=lambda one: one[0].kind != "own"):
         if name.step is None or path in damaged:
             continue
@@ -498,8 +500,8 @@ def _snapshots_here(tier: MemoryTier, damaged: set[Path]) -> Here:
         if about is None or not {"committed", "mesh", "layout"} <= about.keys():
             continue
         if tuple(about.get(key) for key in keys) == facts:
-            found.setdefault((name.attempt, name.step, name.rank), (name, path, about))
-    return found
+            slots.setdefault((name.attempt, name.step, name.rank), (name, path, about))
+    return slots
 
 
 def _hash(value: Any) -> str:

@@ -252,12 +252,12 @@ class DirectoryStore:
 
         Earlier versions had one folder, of the user who wrote first.
         """
-        found, before = [self._temporary()], self.root / _TEMPORARY
+        folders, before = [self._temporary()], self.root / _TEMPORARY
         with contextlib.suppress(OSError):
             status = before.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                found.append(before)
-        return found
+                folders.append(before)
+        return folders
 
     def _opened(self, path: Path, key: str) -> BinaryIO:
         """Opens a regular file; never waits, as opening a FIFO would."""

@@ -233,12 +233,11 @@ class S3Store:
     def head(self, key: str) -> ObjectInfo | None:
         name, place = self.name_of(key), f"{self.url}/{key}"
         try:
-            found = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
+            answer = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
         except NotFound:
             return None
-        return ObjectInfo(
-            key, object_size(found.get("ContentLength"), place), seconds(found.get("LastModified"), place)
-        )
+        size = object_size(answer.get("ContentLength"), place)
+        return ObjectInfo(key, size, seconds(answer.get("LastModified"), place))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for info in self.list_all(prefix):
@@ -323,8 +322,8 @@ class S3Store:
 
     def limitations(self) -> tuple[Problem, ...]:
         honoured = self._exclusive.condition_is_honoured()  # its probe deletes, too
-        found = () if honoured else (limitation(self.url),)
-        return (*found, _singly(self.url)) if self._deletes_singly else found
+        problems = () if honoured else (limitation(self.url),)
+        return (*problems, _singly(self.url)) if self._deletes_singly else problems
 
     def probe(self) -> None:
         # List first: an error response to it contains the reason, one to HEAD has no body.

@@ -136,9 +136,9 @@ class WrongAnswer(StoreError):
     """The server answered something that cannot be true."""
 
 
-def wrong(place: str, what: str) -> WrongAnswer:
+def wrong(place: str, problem: str) -> WrongAnswer:
     """Returns the error for an answer that cannot be true."""
-    return WrongAnswer(Problem(place, what, _FIX))
+    return WrongAnswer(Problem(place, problem, _FIX))
 
 
 def object_size(value: Any, place: str) -> int:
@@ -202,11 +202,11 @@ def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: 
 
 def _length_of_range(content_range: Any, first: int, end: int | None, place: str) -> int:
     """Returns the length of the range that a server says it sends, if it is the wanted one."""
-    found = _RANGE.fullmatch(str(content_range).strip())
+    match = _RANGE.fullmatch(str(content_range).strip())
     asked = f"{first}-{'' if end is None else end - 1}"
-    if found is not None:
-        begin, last = int(found[1]), int(found[2])
-        total = None if found[3] == "*" else int(found[3])
+    if match is not None:
+        begin, last = int(match[1]), int(match[2])
+        total = None if match[3] == "*" else int(match[3])
         ends = [one for one in (end, total) if one is not None]
         # Up to the wanted end, or that of the object, which a server need not tell.
         complete = last + 1 == min(ends) if total is not None else last + 1 <= min(ends, default=last + 1)
