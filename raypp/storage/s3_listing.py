@@ -4,7 +4,6 @@ of the length that was asked for or announced; numbers that can be sizes."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -20,12 +19,10 @@ from raypp.storage.store import (
     problem_of_key,
     too_large,
 )
-from raypp.storage.store_retry import Budget
 from raypp.untrusted.text import visible
 
 _EMPTY_PAGES = 100
 _KEYS_OF_A_PAGE = 10
-_LISTING_TIMES = 4
 _SKIPPED_BYTES = 1 << 20
 _LARGEST_OBJECT = 1 << 50
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
@@ -35,7 +32,7 @@ Ask = Callable[[dict[str, Any]], Any]
 """Sends the request for a page: (arguments that continue the listing) -> the parsed answer."""
 
 
-def objects(ask: Ask, below: str, full: str, url: str, budget: Budget | None) -> Iterator[ObjectInfo]:
+def objects(ask: Ask, below: str, full: str, url: str) -> Iterator[ObjectInfo]:
     """Yields the objects of a ListObjectsV2.
 
     Args:
@@ -43,13 +40,12 @@ def objects(ask: Ask, below: str, full: str, url: str, budget: Budget | None) ->
         below: Prefix of every key of the store; it is taken off.
         full: Prefix that was asked for.
         url: The store, for errors.
-        budget: Bounds the time of a command's requests; None in training.
 
     Raises:
         WrongAnswer: The listing does not move on, is without end, or is not one.
     """
     foreign = ForeignNames(url)
-    for entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), url, budget):
+    for entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), url):
         name = _text(entry, "Key", url)
         _check_prefix(name, full, url)
         if name.endswith("/"):
@@ -70,10 +66,10 @@ def lacks_times(page: Any) -> bool:
     return isinstance(entries, list) and any(isinstance(one, dict) and "LastModified" not in one for one in entries)
 
 
-def uploads(ask: Ask, below: str, full: str, url: str, budget: Budget | None) -> Iterator[Unfinished]:
+def uploads(ask: Ask, below: str, full: str, url: str) -> Iterator[Unfinished]:
     """Yields the uploads of a ListMultipartUploads; see `objects`."""
     foreign = ForeignNames(url)
-    for entry in _entries(ask, "Uploads", ("KeyMarker", "NextKeyMarker"), url, budget):
+    for entry in _entries(ask, "Uploads", ("KeyMarker", "NextKeyMarker"), url):
         name = _text(entry, "Key", url)
         if not name.startswith(full):
             continue  # some servers ignore the prefix
@@ -85,16 +81,13 @@ def uploads(ask: Ask, below: str, full: str, url: str, budget: Budget | None) ->
         yield Unfinished(key, _text(entry, "UploadId", url), seconds(entry.get("Initiated"), f"{url}/{key}"))
 
 
-def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str, budget: Budget | None) -> Iterator[Any]:
+def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str) -> Iterator[Any]:
     """Yields the entries of all pages."""
     more: dict[str, Any] = {}
     seen: set[tuple[Any, ...]] = set()
     count = 0
-    spent = 0.0
     while True:
-        begun = time.monotonic()
         page = ask(more)
-        spent += time.monotonic() - begun
         if "IsTruncated" not in page:
             raise wrong(url, "the server's answer is not a listing")
         entries = page.get(field, [])
@@ -112,12 +105,6 @@ def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str, budget: Bu
         seen.add(token)
         if count > MOST_LISTED or len(seen) > _EMPTY_PAGES + count / _KEYS_OF_A_PAGE:
             raise wrong(url, f"the listing does not end: {count:,} objects on {len(seen):,} pages")
-        if budget is not None and spent > _LISTING_TIMES * budget.total_s:
-            raise wrong(
-                url,
-                f"the listing did not end in {spent:.0f} s: {count:,} objects on {len(seen):,} pages; "
-                "RAYPP_STORE_PATIENCE_S allows more",
-            )
 
 
 def _text(entry: Any, field: str, url: str) -> str:

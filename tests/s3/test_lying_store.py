@@ -18,7 +18,7 @@ from raypp.observe.json_lines import LogLine
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import Event, RunState, StepReport
-from raypp.storage import StoreError, open_store
+from raypp.storage import StoreError, open_store, s3_listing
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience, bounded_command
 
@@ -66,6 +66,7 @@ def place(seaweed_server: SeaweedServer, tmp_path_factory: pytest.TempPathFactor
         patch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
         patch.setenv("RAYPP_STORE_PATIENCE_S", "0.3")
         patch.setenv("RAYPP_STORE_TIMEOUT_S", "0.3")
+        patch.setattr(s3_listing, "MOST_LISTED", 10_000)  # a million objects take half a minute
         yield proxy
 
 
@@ -155,8 +156,8 @@ def test_an_error_says_how_often_and_how_long_the_store_was_asked(
     ("lie", "words"),
     [
         ("a listing that continues with the same token", "does not move on"),
-        ("a listing of new tokens and the same keys", "did not end|does not end"),
-        ("a listing of one new key a page", "did not end|does not end"),
+        ("a listing of new tokens and the same keys", "does not end"),
+        ("a listing of one new key a page", "does not end"),
         ("listed sizes below 0", "has -1 bytes"),
         ("listings of another kind", "is not a listing"),
         ("bodies of another range", "were asked for"),
