@@ -103,25 +103,18 @@ class Commit:
         Raises:
             CheckpointError: It is not a valid COMMIT, or has a newer format.
         """
-        try:
-            commit = parse_as(cls, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT")
-        except CheckpointError:
-            _check_format(data, key)
-            raise
-        _check_format(data, key)
+        kind = "a valid COMMIT"
+        version = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind=kind, unknown="ignore")["format"]
+        if version > FORMAT:
+            fault = f"has format {version}, but this raypp reads {FORMAT}"
+            raise CheckpointError(Problem(key, fault, "use a newer raypp"))
+        commit = parse_as(cls, data, key, BOUNDS, fix=ADVICE, kind=kind)
         _check_records(commit, key)
         return commit
 
 
 class _Format(TypedDict):
     format: int
-
-
-def _check_format(data: bytes, key: str) -> None:
-    """Raises if the document has a newer format, or none."""
-    version = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
-    if version > FORMAT:
-        raise CheckpointError(Problem(key, f"has format {version}, but this raypp reads {FORMAT}", "use a newer raypp"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypp.checkpoint.arrays import FLOATS, Array, as_float64
-from raypp.checkpoint.saved_tensors import OPTIMIZER, SavedTensors, TensorInfo
+from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
+from raypp.checkpoint.tensor_file import OPTIMIZER
 
 _PIECE_BYTES = 16 << 20
 

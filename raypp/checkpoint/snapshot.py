@@ -207,9 +207,10 @@ class SnapshotBuffer:
         return self._busy
 
     def close(self) -> None:
-        """Unlocks the pages of its own memory. Call it while no snapshot is in use. Idempotent."""
+        """Frees its memory until the next snapshot. Call it while none is in use. Idempotent."""
         if self._own is not None:
             self._own.close()
+        self._memory = self._plan = None
 
     def take(self, *groups: Iterable[Slice]) -> Snapshot:
         """Starts to copy the slices; until it is done, call `before_update` before any change.
@@ -235,8 +236,7 @@ class SnapshotBuffer:
             known = self._plan = self._lay_out(groups)
         plan, self._busy = known, True
         try:
-            on_cpu = plan.device.type == "cpu"
-            copy = self._copy_in_thread(plan.pairs) if on_cpu else self._copy_on_stream(plan.pairs, plan.device)
+            copy = self._copy(plan.pairs, plan.device)
         except BaseException:
             self._busy = False
             raise
@@ -275,39 +275,33 @@ class SnapshotBuffer:
         with DeviceClock(torch.device("cpu") if queued is None else queued[0].device).timed(note):
             last._copy.hold_updates()
 
-    def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
-        """Copies slices into views `[...]` of the buffer, in a thread unless they move."""
-        for view, part in pairs:
-            if part.moving:
-                view.copy_(part.tensor)
-        return _Copy(rest=lambda: self._copy_still(pairs))
+    def _copy(self, pairs: list[tuple[Tensor, Slice]], device: torch.device) -> _Copy:
+        """Copies slices into views `[...]` of the buffer, on a device's stream or in a thread."""
+        queued = None
+        if device.type != "cpu":
+            self._copies = copies = self._copies or CopyStreams(device)
+            host = [(view, part) for view, part in pairs if part.tensor.device.type == "cpu"]
+            event = copies.to_host([(view, part.tensor) for view, part in pairs if part.tensor.device.type != "cpu"])
+            queued = copies, event
+            if any(part.moving for _, part in pairs):
+                copies.wait(event)
+        else:
+            for view, part in pairs:
+                if part.moving:
+                    view.copy_(part.tensor)
+            host = [(view, part) for view, part in pairs if not part.moving]
+
+        def rest() -> None:
+            if queued is not None:
+                torch.get_device_module(device).set_device(device)  # a new thread would use device 0, and its memory
+                event.synchronize()  # what is in host memory has been copied there by then
+            self._copy_still(host)
+
+        return _Copy(queued, rest if host else None)
 
     def _copy_still(self, pairs: list[tuple[Tensor, Slice]]) -> None:
         for view, part in pairs:
-            if not part.moving:
-                view.copy_(part.tensor)
-
-    def _copy_on_stream(self, pairs: list[tuple[Tensor, Slice]], device: torch.device) -> _Copy:
-        """Copies slices into views `[...]` of the buffer: the device's on a stream.
-
-        Slices in host memory are copied by a thread.
-        """
-        self._copies = copies = self._copies or CopyStreams(device)
-        there = [(view, part.tensor) for view, part in pairs if part.tensor.device.type != "cpu"]
-        event = copies.to_host(there)
-        if any(part.moving for _, part in pairs):
-            copies.wait(event)
-        if len(there) == len(pairs):
-            return _Copy((copies, event))
-
-        def rest() -> None:
-            torch.get_device_module(device).set_device(device)  # a new thread would use device 0, and its memory
-            event.synchronize()  # what is in host memory has been copied there by then
-            for view, part in pairs:
-                if part.tensor.device.type == "cpu":
-                    view.copy_(part.tensor)
-
-        return _Copy((copies, event), rest)
+            view.copy_(part.tensor)
 
     def _own_memory(self, size: int, pinned: bool) -> Tensor:
         self.close()

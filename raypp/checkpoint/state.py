@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from raypp.checkpoint.tensor_file import OPTIMIZER
 from raypp.models.stage import holds_both_ends, tied_copies
 from raypp.parallel.outer_sync import agreed_weights, host_zeros, outer_state_of
 from raypp.parallel.replica_sums import Residuals, residuals_of
@@ -24,7 +25,6 @@ from raypp.parallel.shard import zeros_beside
 from raypp.records import AXES, Coordinates
 from raypp.torch_private import compute_local_shape_and_global_offset
 
-OPTIMIZER = "optim/"
 SCALE = "_scale"
 """Ends the key of an optimizer's tensor that has its parameter's shape but for the last dim, and is
 sharded like it: the scales of quantised values."""

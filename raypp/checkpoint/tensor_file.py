@@ -23,6 +23,8 @@ from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, Count, parse_as, shown
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES, LENGTH_BYTES, MOST_BYTES, parse_header
 
+OPTIMIZER = "optim/"
+"""Begins the names of the optimizer's tensors: `optim/<parameter>/<key>`."""
 BLOCK_BYTES = 64 << 10
 """Readers fetch whole blocks, so each slice of a tensor costs up to one block more than needed."""
 _DIGITS = 8
