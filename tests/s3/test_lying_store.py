@@ -14,11 +14,12 @@ from seaweed import BUCKET
 
 from raypp.cli.main import run as raypp
 from raypp.clusters.seaweed import SeaweedServer
+from raypp.errors import RayppError
 from raypp.observe.json_lines import LogLine
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import Event, RunState, StepReport
-from raypp.storage import StoreError, open_store, s3_listing
+from raypp.storage import open_store, s3_listing
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience, bounded_command
 
@@ -87,7 +88,7 @@ def command(name: str, out: Path) -> int:
             store.probe()
             store.limitations()
             store.head("model/spec.json")
-        except StoreError as error:
+        except RayppError as error:
             assert error.problems[0].key and error.problems[0].what
             return error.exit_code
     return 0
