@@ -142,7 +142,6 @@ class MemoryTier:
         self._sites = [] if apart is None else apart.sites
         self._alone = apart is None or apart.outer.replicas == 1
         self._slots = RankSlots(life, seat)
-        self.directory = self._slots.directory
         self.trouble = 0
         self.committed = -1
         """The newest commit that this rank knows. A restore refuses a snapshot that was taken after
@@ -282,8 +281,9 @@ class MemoryTier:
             self._pinned = -1
         self._costs.steps.extend([] if self._costs.begun is None else [time.perf_counter() - self._costs.begun])
         self._costs.begun = time.perf_counter()
-        if agreed.trouble >= _OFF:
-            self._turn_off()
+        if agreed.trouble >= _OFF:  # on all ranks at the same step, because one of them failed
+            self.close(delete=True)
+            self._started, self.trouble = False, _OFF
             return
         if agreed.trouble == _NO_COPIES:
             self._end_copies()
@@ -457,12 +457,6 @@ class MemoryTier:
         if not self._superseded and safe > self._begun_at and self.seat.local_rank == 0:
             self._superseded = True
             self._slots.forget_earlier()
-
-    def _turn_off(self) -> None:
-        """Turns the tier off, on all ranks at the same step, because one of them failed."""
-        self.close(delete=True)
-        self._started = False
-        self.trouble = _OFF
 
     def _end_copies(self) -> bool:
         self._ticket = self._copied = -1
