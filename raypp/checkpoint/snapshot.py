@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -104,12 +103,10 @@ class Snapshot:
 
     Attributes:
         parts: The objects.
-        stall_s: Seconds that `take` needed.
         held: The time that the next update of the tensors waited for the copy; None before it.
     """
 
     parts: list[Part]
-    stall_s: float
     _buffer: Tensor
     _copy: _Copy
     _owner: SnapshotBuffer
@@ -128,11 +125,6 @@ class Snapshot:
     def held_s(self) -> float:
         """The seconds of `held`; 0 before the update, and while a device has not reached it."""
         return (self.held.seconds or 0.0) if self.held is not None else 0.0
-
-    @property
-    def size(self) -> int:
-        """Number of bytes."""
-        return self._buffer.numel()
 
     def data(self) -> memoryview:
         """Waits for the copy and returns the bytes; raises the error the copy failed with.
@@ -226,7 +218,6 @@ class SnapshotBuffer:
         """
         if self._busy:
             raise RuntimeError("the last snapshot is still in use; release it first")
-        started = time.perf_counter()
         known = self._plan
         if (
             known is None
@@ -240,7 +231,7 @@ class SnapshotBuffer:
         except BaseException:
             self._busy = False
             raise
-        self._last = Snapshot(plan.parts, time.perf_counter() - started, plan.buffer, copy, self)
+        self._last = Snapshot(plan.parts, plan.buffer, copy, self)
         return self._last
 
     def _lay_out(self, groups: tuple[Iterable[Slice], ...]) -> _Plan:

@@ -53,7 +53,7 @@ State = Sequence[list[Slice]]
 _GAP = 64
 """The objects of a snapshot are that many bytes apart at most."""
 _FEWER, _NO_COPIES, _OFF = 1, 2, 3
-"""What is wrong, worse last: memory for two files of its own only, for no copies, for nothing."""
+"""What is wrong, worse last: memory for `OWN_FEWEST` files only, for no copies, for nothing."""
 _CLOSE_S = 10.0
 _MOST_FAILURES = 4
 """With few files a snapshot waits for its copy. After this many failures in a row it stops waiting,
@@ -110,11 +110,6 @@ class Apart:
     outer: OuterSync
     group: dist.ProcessGroup | None
 
-    @property
-    def sites(self) -> list[int]:
-        """The site of every rank, where links between sites are slow."""
-        return [place.dp_replicate for place in Mesh.of(self.job.mesh).places()]
-
 
 class MemoryTier:
     """Keeps the newest snapshots of one rank in host memory, and copies of them on another node.
@@ -139,7 +134,8 @@ class MemoryTier:
         apart: Apart | None = None,
     ) -> None:
         self.life, self.seat, self._pace, self.apart = life, seat, pace or Pace(), apart
-        self._sites = [] if apart is None else apart.sites
+        self._sites = [] if apart is None else [place.dp_replicate for place in Mesh.of(apart.job.mesh).places()]
+        """The site of every rank, where links between sites are slow."""
         self._alone = apart is None or apart.outer.replicas == 1
         self._slots = RankSlots(life, seat)
         self.trouble = 0
@@ -307,8 +303,7 @@ class MemoryTier:
         self._announce_ready(agreed.every)
         self._forget_earlier(others[0] if self._sender is None else others[1])
         link_free = self._sender is not None and self._ticket <= self._copied
-        # With two files, the one to write is that of a step which the partners have no longer: the
-        # other file's step must be with all of them.
+        # With fewer files, the newest step must be with all partners before another is taken.
         may = may and self._is_free(agreed.own) and (not self._fewer or (link_free and self._common <= self._copied))
         if may and done - self._taken >= agreed.every and agreed.own == self._expected:
             self._take(done, self._state(slices), extra(), link_free and self._is_copied(done))

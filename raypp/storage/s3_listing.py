@@ -44,17 +44,7 @@ def objects(ask: Ask, below: str, full: str, url: str) -> Iterator[ObjectInfo]:
     Raises:
         WrongAnswer: The listing does not move on, is without end, or is not one.
     """
-    foreign = ForeignNames(url)
-    for entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), url):
-        name = _text(entry, "Key", url)
-        _check_prefix(name, full, url)
-        if name.endswith("/"):
-            continue  # some servers list folders as empty objects
-        key = name[len(below) :]
-        problem = problem_of_key(key)
-        if problem:
-            foreign.pass_over(key, problem)
-            continue
+    for key, entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), below, full, url):
         place = f"{url}/{key}"
         yield ObjectInfo(key, object_size(entry.get("Size"), place), seconds(entry.get("LastModified"), place))
 
@@ -68,21 +58,15 @@ def lacks_times(page: Any) -> bool:
 
 def uploads(ask: Ask, below: str, full: str, url: str) -> Iterator[Unfinished]:
     """Yields the uploads of a ListMultipartUploads; see `objects`."""
-    foreign = ForeignNames(url)
-    for entry in _entries(ask, "Uploads", ("KeyMarker", "NextKeyMarker"), url):
-        name = _text(entry, "Key", url)
-        if not name.startswith(full):
-            continue  # some servers ignore the prefix
-        key = name[len(below) :]
-        problem = problem_of_key(key)
-        if problem:
-            foreign.pass_over(key, problem)
-            continue
+    for key, entry in _entries(ask, "Uploads", ("KeyMarker", "NextKeyMarker"), below, full, url):
         yield Unfinished(key, _text(entry, "UploadId", url), seconds(entry.get("Initiated"), f"{url}/{key}"))
 
 
-def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str) -> Iterator[Any]:
-    """Yields the entries of all pages."""
+def _entries(
+    ask: Ask, field: str, marker: tuple[str, str], below: str, full: str, url: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of all pages, with their keys in the store."""
+    foreign = ForeignNames(url)
     more: dict[str, Any] = {}
     seen: set[tuple[Any, ...]] = set()
     count = 0
@@ -91,7 +75,19 @@ def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str) -> Iterato
         if "IsTruncated" not in page:
             raise wrong(url, "the server's answer is not a listing")
         entries = page.get(field, [])
-        yield from entries
+        for entry in entries:
+            name = _text(entry, "Key", url)
+            key = name[len(below) :]
+            if not name.startswith(full):
+                if field == "Uploads":
+                    continue  # some servers ignore the prefix
+                raise wrong(url, f"the server lists {visible(repr(name[:100]))}, which is not below {full!r}")
+            if name.endswith("/"):
+                continue  # some servers list folders as empty objects
+            if problem := problem_of_key(key):
+                foreign.pass_over(key, problem)
+            else:
+                yield key, entry
         count += len(entries)
         if not page["IsTruncated"]:
             return
@@ -112,11 +108,6 @@ def _text(entry: Any, field: str, url: str) -> str:
     if not isinstance(value, str):
         raise wrong(url, f"the server lists an entry without {field}")
     return value
-
-
-def _check_prefix(name: str, full: str, url: str) -> None:
-    if not name.startswith(full):
-        raise wrong(url, f"the server lists {visible(repr(name[:100]))}, which is not below {full!r}")
 
 
 class WrongAnswer(StoreError):
