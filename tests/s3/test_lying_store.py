@@ -109,7 +109,7 @@ def tell(
 ) -> list[tuple[str, int, str]]:
     """Runs commands on a store that lies; returns what each said."""
     place.add(LIES[lie][0], times=None, lie=LIES[lie][1])
-    said = []
+    answers = []
     for name in commands:
         capsys.readouterr()
         code = command(name, out / name)
@@ -117,8 +117,8 @@ def tell(
         both = text.out + text.err
         assert code in (0, 1, 2, 3) and "internal error" not in both and "Traceback" not in both, (name, both)
         assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in both), (name, both)
-        said.append((name, code, both))
-    return said
+        answers.append((name, code, both))
+    return answers
 
 
 @pytest.mark.parametrize("lie", TYPICAL)
@@ -145,9 +145,9 @@ def test_an_error_says_how_often_and_how_long_the_store_was_asked(
     monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "4")
     # Of several requests at once, one may fail only after the others have spent all the time.
     for lie, tries in (("503 for ever", r"tried \d+ times in \d+ s; "), ("bodies cut short", "")):
-        [(_, code, said)] = tell(place, lie, ["verify"], tmp_path, capsys)
+        [(_, code, output)] = tell(place, lie, ["verify"], tmp_path, capsys)
         assert code == 3
-        assert re.search(f"{tries}failed requests of a command may take 4 s", said), said
+        assert re.search(f"{tries}failed requests of a command may take 4 s", output), output
         place.clear()
 
 
@@ -172,9 +172,9 @@ def test_an_error_names_the_lie(
     monkeypatch.setenv("RAYPP_STORE_TIMEOUT_S", "5")
     if "range" in lie:  # much comes before the lie is seen, which takes long on a busy machine
         monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "3")
-    [(_, code, said)] = tell(place, lie, ["logs" if "range" in lie else "list"], Path(), capsys)
+    [(_, code, output)] = tell(place, lie, ["logs" if "range" in lie else "list"], Path(), capsys)
     assert code == 3
-    assert re.search(words, " ".join(said.split())), said
+    assert re.search(words, " ".join(output.split())), output
 
 
 def test_a_redirect_takes_no_credentials_elsewhere(
