@@ -261,7 +261,7 @@ def verify_checkpoint(
 
 
 def verify_object(
-    store: ObjectStore, record: ObjectRecord, every_byte: bool, progress: Callable[[int], None] = lambda _bytes: None
+    store: ObjectStore, record: ObjectRecord, every_byte: bool, progress: Callable[[int], None]
 ) -> Problem | None:
     """Returns the problem of one object, or None. Reads it in pieces of 16 MiB."""
     info = store.head(record.key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -43,7 +43,7 @@ class _Copy:
             release the GIL.
     """
 
-    def __init__(self, queued: tuple[CopyStreams, Any] | None = None, rest: Callable[[], None] | None = None) -> None:
+    def __init__(self, queued: tuple[CopyStreams, Any] | None, rest: Callable[[], None] | None) -> None:
         self.queued = queued
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -219,11 +219,7 @@ class SnapshotBuffer:
         if self._busy:
             raise RuntimeError("the last snapshot is still in use; release it first")
         known = self._plan
-        if (
-            known is None
-            or len(known.groups) != len(groups)
-            or any(a is not b for a, b in zip(known.groups, groups, strict=True))
-        ):
+        if known is None or not same_objects(known.groups, groups):
             known = self._plan = self._lay_out(groups)
         plan, self._busy = known, True
         try:
@@ -310,6 +306,11 @@ class SnapshotBuffer:
         with contextlib.suppress(Exception):  # `data` reports a failure; here only the end of writing matters
             copy.wait()
         self._busy = False
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Returns whether two sequences hold the same objects, not only equal ones."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _in_file_order(slices: Iterable[Slice]) -> list[Slice]:

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from raypp.checkpoint.snapshot import Snapshot
+from raypp.checkpoint.snapshot import Snapshot, same_objects
 from raypp.checkpoint.state import Slice
 from raypp.errors import DataError, JobError, in_words
 from raypp.memory.files import LARGEST_STEP, SlotName
@@ -359,8 +359,11 @@ class MemoryTier:
         """Whether a snapshot is sent to the partner: to another site, only those of outer steps."""
         return self._near or (self.apart is not None and self.apart.job.savable(step))
 
-    def _is_free(self, taken: int = -1) -> bool:
-        """Returns whether a file may be overwritten; the same on all ranks, by what they agreed."""
+    def _is_free(self, taken: int) -> bool:
+        """Returns whether a file may be overwritten, besides that of the step `taken`.
+
+        The same on all ranks, by what they agreed.
+        """
         return sum(step >= 0 for step in self._needed | {taken}) < self._files
 
     @property
@@ -413,11 +416,7 @@ class MemoryTier:
         values = [value for state in self._optimizer.state.values() for value in state.values()]
         values += [self.apart is not None and self.apart.outer.differs]
         known = self._known
-        if (
-            known is None
-            or len(known[0]) != len(values)
-            or any(a is not b for a, b in zip(known[0], values, strict=True))
-        ):
+        if known is None or not same_objects(known[0], values):
             slices = gather()
             self._known = known = (values, slices)
             if any(part.moving or part.python for group in slices for part in group):

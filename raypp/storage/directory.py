@@ -82,13 +82,13 @@ class DirectoryStore:
 
     Args:
         root: An absolute path; created by the first write.
-        public: Files and folders get the modes that the umask leaves. Else only their owner may
-            read them.
     """
 
-    def __init__(self, root: Path, *, public: bool = False) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.public = public
+        self.public = False
+        """Files and folders get the modes that the umask leaves. Else only their owner may read
+        them."""
         self._links: bool | None = None
 
     @property
