@@ -10,7 +10,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from typing import NotRequired
@@ -87,6 +88,27 @@ class Announcements:
         """Publishes that a rank still works on its message: it does while the value changes."""
         self._store.set(self._progress_key(step, rank), str(value))
 
+    @contextmanager
+    def telling(self, step: int, rank: int, value: Callable[[], int], every_s: float) -> Iterator[None]:
+        """Publishes progress from time to time, in a thread of its own."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(every_s):
+                try:
+                    self.progress(step, rank, value())
+                except Exception as error:  # noqa: BLE001 - the message itself fails as well, and is reported
+                    log.debug("cannot announce progress of step %d: %s", step, error)
+                    return
+
+        thread = threading.Thread(target=tell, name="raypp-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def wait_all(
         self,
         step: int,
@@ -150,30 +172,3 @@ class Announcements:
 
     def _progress_key(self, step: int, rank: int) -> str:
         return f"{self._key(step, rank)}/progress"
-
-
-class ProgressTeller:
-    """Publishes in a thread of its own how far a rank's part of a step is, from time to time."""
-
-    def __init__(
-        self, announcements: Announcements, step: int, rank: int, value: Callable[[], int], every_s: float
-    ) -> None:
-        self._announcements, self._step, self._rank = announcements, step, rank
-        self._value, self._every_s = value, every_s
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="raypp-progress", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_unused: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(self._every_s):
-            try:
-                self._announcements.progress(self._step, self._rank, self._value())
-            except Exception as error:  # noqa: BLE001 - the message itself fails as well, and is reported
-                log.debug("cannot announce progress of step %d: %s", self._step, error)
-                return

@@ -103,25 +103,18 @@ class Commit:
         Raises:
             CheckpointError: It is not a valid COMMIT, or has a newer format.
         """
-        try:
-            commit = parse_as(cls, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT")
-        except CheckpointError:
-            _check_format(data, key)
-            raise
-        _check_format(data, key)
+        kind = "a valid COMMIT"
+        version = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind=kind, unknown="ignore")["format"]
+        if version > FORMAT:
+            fault = f"has format {version}, but this raypp reads {FORMAT}"
+            raise CheckpointError(Problem(key, fault, "use a newer raypp"))
+        commit = parse_as(cls, data, key, BOUNDS, fix=ADVICE, kind=kind)
         _check_records(commit, key)
         return commit
 
 
 class _Format(TypedDict):
     format: int
-
-
-def _check_format(data: bytes, key: str) -> None:
-    """Raises if the document has a newer format, or none."""
-    found = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind="a valid COMMIT", unknown="ignore")["format"]
-    if found > FORMAT:
-        raise CheckpointError(Problem(key, f"has format {found}, but this raypp reads {FORMAT}", "use a newer raypp"))
 
 
 @dataclass(frozen=True)
@@ -232,12 +225,12 @@ def read_commit(store: ObjectStore, run: str, step: int) -> Commit:
 
 def list_checkpoints(store: ObjectStore, run: str) -> list[Checkpoint]:
     """Lists the committed checkpoints of a run, oldest step first, without reading them."""
-    found = []
+    checkpoints = []
     for info in store.list(steps_prefix(run)):
         step = step_of(run, info.key)
         if step is not None and info.key == commit_key(run, step):
-            found.append(Checkpoint(step, info.key, info.modified))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+            checkpoints.append(Checkpoint(step, info.key, info.modified))
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def _check_records(commit: Commit, key: str) -> None:

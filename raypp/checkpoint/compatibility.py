@@ -83,14 +83,14 @@ def recorded_precision(old_job: Mapping[str, Any]) -> str | None:
     Returns:
         The precision that the run has; None if its job names none.
     """
-    found = str(_at(old_job, ("train", "precision")))
-    return found if found in PRECISIONS else None
+    precision = str(_at(old_job, ("train", "precision")))
+    return precision if precision in PRECISIONS else None
 
 
 def recorded_every_steps(old_job: Mapping[str, Any]) -> int | None:
     """Returns what `train.sync.every_steps: auto` means for a run that resumes; None: nothing."""
-    found = _at(old_job, ("train", "sync", "every_steps"))
-    return found if isinstance(found, int) and _at(old_job, ("train", "sync", "kind")) == "outer" else None
+    every_steps = _at(old_job, ("train", "sync", "every_steps"))
+    return every_steps if isinstance(every_steps, int) and _at(old_job, ("train", "sync", "kind")) == "outer" else None
 
 
 def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypp.checkpoint.arrays import FLOATS, Array, as_float64
-from raypp.checkpoint.saved_tensors import OPTIMIZER, SavedTensors, TensorInfo
+from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
+from raypp.checkpoint.tensor_file import OPTIMIZER
 
 _PIECE_BYTES = 16 << 20
 
@@ -79,9 +80,9 @@ def diff_checkpoints(
         if (left.dtype, left.shape) != (right.dtype, right.shape):
             forms.append((left, right))
             continue
-        found = _compare(a, b, left, progress)
-        if found.elements:
-            different.append(found)
+        difference = _compare(a, b, left, progress)
+        if difference.elements:
+            different.append(difference)
         else:
             equal += 1
     return Comparison(
@@ -103,9 +104,8 @@ def _compare(a: SavedTensors, b: SavedTensors, info: TensorInfo, progress: Calla
         left, right = a.rows(info.name, first, last), b.rows(info.name, first, last)
         count += left.size
         unequal = _bits(left) != _bits(right)
-        found = int(np.count_nonzero(unequal))
-        if found:
-            elements += found
+        if unequal.any():
+            elements += int(np.count_nonzero(unequal))
             absolute, ratio = _distance(left[unequal], right[unequal], info.dtype)
             # np.maximum propagates NaN; max() would lose it.
             largest, relative = float(np.maximum(largest, absolute)), float(np.maximum(relative, ratio))

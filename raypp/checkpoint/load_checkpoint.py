@@ -5,7 +5,6 @@ The state is objects, of a checkpoint in a store or of snapshots in memory (`Loa
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
-from raypp.checkpoint.ranged_reads import CheckpointFile, ObjectInMemory, Piece, fetch_ranges, open_files, overlaps
+from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.ranged_reads import (
+    CheckpointFile,
+    ObjectInMemory,
+    Piece,
+    by_name,
+    fetch_ranges,
+    open_files,
+    overlaps,
+    ranges_of,
+)
 from raypp.checkpoint.state import (
     DTYPES,
-    OPTIMIZER,
     SavedResiduals,
     Slice,
     model_slices,
     optimizer_slices,
     residual_slices,
 )
-from raypp.checkpoint.tensor_file import TensorEntry, cover_once, volume
+from raypp.checkpoint.tensor_file import OPTIMIZER, TensorEntry, cover_once, volume
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
 
@@ -38,17 +45,13 @@ class Loaded:
     Attributes:
         step: Number of completed optimizer steps.
         extra: What the trainer passed to `save`, the same on every rank.
-        commit: The checkpoint's COMMIT.
         bytes_read: Bytes that this rank read.
-        seconds: Duration on this rank.
         remark: What is not as it was saved, for people; "" if all is.
     """
 
     step: int
     extra: dict[str, Any]
-    commit: Commit
     bytes_read: int
-    seconds: float
     remark: str = ""
 
     @property
@@ -80,7 +83,6 @@ def load_checkpoint(
         CheckpointError: There is no such commit; or an object, which the message names, is missing,
             torn or corrupt; or tensors, which it names too, are missing or have other shapes.
     """
-    started = time.monotonic()
     if step is None:
         committed = list_checkpoints(store, run)
         if not committed:
@@ -90,7 +92,7 @@ def load_checkpoint(
     load = Load(open_files(store, commit), stages, optimizer, f"step {step} of {run}")
     load.fetch()
     remark = load.apply()
-    return Loaded(step, dict(commit.extra), commit, load.bytes_read, time.monotonic() - started, remark)
+    return Loaded(step, dict(commit.extra), load.bytes_read, remark)
 
 
 class Load:
@@ -121,7 +123,7 @@ class Load:
         origin: str,
     ) -> None:
         self._files, self._stages, self._optimizer = files, stages, optimizer
-        self._saved = _index(files)
+        self._saved = by_name(files)
         self._entries: list[tuple[Tensor, str, Any]] = []
         self._residuals: SavedResiduals | None = None
         targets = model_slices(stages)
@@ -137,9 +139,7 @@ class Load:
             targets.update(self._residuals.targets)
         self._pieces = _plan(targets, self._saved, origin)
         self._data: dict[str, ObjectInMemory] | None = None
-        self.ranges: dict[str, list[tuple[int, int]]] = {}
-        for _, piece in self._pieces:
-            self.ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
+        self.ranges = ranges_of(piece for _, piece in self._pieces)
 
     @property
     def bytes_read(self) -> int:
@@ -163,14 +163,6 @@ class Load:
         _fill_optimizer(self._optimizer, self._stages, self._entries, python)
         self._residuals.finish()
         return self._residuals.remark
-
-
-def _index(files: Sequence[CheckpointFile]) -> dict[str, list[tuple[CheckpointFile, TensorEntry]]]:
-    saved: dict[str, list[tuple[CheckpointFile, TensorEntry]]] = {}
-    for file in files:
-        for entry in file.header.entries:
-            saved.setdefault(entry.name, []).append((file, entry))
-    return saved
 
 
 def _plan(

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit
@@ -62,6 +63,17 @@ class CheckpointFile:
         size, end = self.header.block_bytes, self.record.size - self.header.size
         return [(first * size, min(last * size, end)) for first, last in _block_runs(ranges, size)]
 
+    def checked(self, begin: int, raw: bytes | memoryview) -> memoryview:
+        """Returns whole blocks of the data section, from byte `begin` on.
+
+        Raises:
+            CheckpointError: One is not what was written.
+        """
+        data, size = memoryview(raw), self.header.block_bytes
+        for at in range(0, len(data), size):
+            self.header.check_block((begin + at) // size, data[at : at + size], self.record.key)
+        return data
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -98,6 +110,23 @@ def overlaps(box: Box, parts: Iterable[tuple[CheckpointFile, TensorEntry]]) -> l
         if all(begin < end for begin, end in common):
             pieces.setdefault(common, Piece(file, entry, common))
     return list(pieces.values())
+
+
+def by_name(files: Iterable[CheckpointFile]) -> dict[str, list[tuple[CheckpointFile, TensorEntry]]]:
+    """Returns the slices of each tensor."""
+    slices: dict[str, list[tuple[CheckpointFile, TensorEntry]]] = {}
+    for file in files:
+        for entry in file.header.entries:
+            slices.setdefault(entry.name, []).append((file, entry))
+    return slices
+
+
+def ranges_of(pieces: Iterable[Piece]) -> dict[str, list[tuple[int, int]]]:
+    """Returns what to read for pieces, as `fetch_ranges` takes it."""
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for piece in pieces:
+        ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
+    return ranges
 
 
 def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
@@ -140,47 +169,27 @@ def fetch_ranges(
         CheckpointError: An object, which the message names, is missing, torn or corrupt.
     """
     by_key = {file.record.key: file for file in files}
-    found = {key: ObjectInMemory() for key in ranges}
-    reads: list[tuple[CheckpointFile, int, memoryview, int, int]] = []
+    objects = {key: ObjectInMemory() for key in ranges}
+    reads: list[tuple[ObjectStore, CheckpointFile, int, memoryview]] = []
     for key, wanted in ranges.items():
-        file = by_key[key]
-        block_bytes, source = file.header.block_bytes, file.source
-        at_once = max(1, _READ_BYTES // block_bytes)
+        file, source = by_key[key], by_key[key].source
+        at_once = max(1, _READ_BYTES // file.header.block_bytes) * file.header.block_bytes
         for begin, end in file.blocks(wanted):
-            data = source.view(begin, end) if isinstance(source, ObjectInMemory) else memoryview(bytearray(end - begin))
-            found[key].pieces.append((begin, data))
-            first, last = begin // block_bytes, -(-end // block_bytes)
-            reads.extend((file, begin, data, at, min(at + at_once, last)) for at in range(first, last, at_once))
+            if isinstance(source, ObjectInMemory):
+                data = source.view(begin, end)
+                file.checked(begin, data)  # here: it takes less time than threads take to change places
+            else:
+                data = memoryview(bytearray(end - begin))
+                reads += [(source, file, at, data[at - begin :][:at_once]) for at in range(begin, end, at_once)]
+            objects[key].pieces.append((begin, data))
 
-    def read(job: tuple[CheckpointFile, int, memoryview, int, int]) -> None:
-        file, start, into, first, last = job
-        key, header = file.record.key, file.header
-        size = header.block_bytes
-        begin, end = first * size, min(last * size, start + len(into))
+    def read(store: ObjectStore, file: CheckpointFile, begin: int, into: memoryview) -> None:
+        start = file.header.size + begin
+        into[:] = _get_checked(store, file.record.key, start, start + len(into), partial(file.checked, begin))
 
-        def check(raw: bytes | memoryview) -> memoryview:
-            data = memoryview(raw)
-            for block in range(first, last):
-                header.check_block(block, data[(block - first) * size : (block - first + 1) * size], key)
-            return data
-
-        if isinstance(file.source, ObjectInMemory):
-            check(into[begin - start : end - start])
-            return
-        into[begin - start : end - start] = _get_checked(
-            file.source, key, header.size + begin, header.size + end, check
-        )
-
-    stored = []
-    for one in reads:
-        if isinstance(one[0].source, ObjectInMemory):
-            read(one)  # a checksum takes less time than threads take to change places
-        else:
-            stored.append(one)
     with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(read, stored):
-            pass
-    return found
+        list(pool.map(read, *zip(*reads, strict=True)))
+    return objects
 
 
 def _block_runs(ranges: Iterable[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:
@@ -252,7 +261,7 @@ def verify_checkpoint(
 
 
 def verify_object(
-    store: ObjectStore, record: ObjectRecord, every_byte: bool, progress: Callable[[int], None] = lambda _bytes: None
+    store: ObjectStore, record: ObjectRecord, every_byte: bool, progress: Callable[[int], None]
 ) -> Problem | None:
     """Returns the problem of one object, or None. Reads it in pieces of 16 MiB."""
     info = store.head(record.key)

@@ -194,12 +194,12 @@ def find_leftovers(store: ObjectStore, run: str, attempt: int | None = None, *, 
     return Leftovers(tuple(uploads), tuple(objects), tuple(under_way))
 
 
-def remove_leftovers(store: ObjectStore, run: str, found: Leftovers) -> None:
+def remove_leftovers(store: ObjectStore, run: str, leftovers: Leftovers) -> None:
     """Removes leftovers; keeps the objects of steps that were committed meanwhile."""
-    store.discard(found.uploads)
-    steps = {step_of(run, info.key) for info in found.objects}
+    store.discard(leftovers.uploads)
+    steps = {step_of(run, info.key) for info in leftovers.objects}
     now = {step for step in steps if step is not None and store.head(commit_key(run, step)) is not None}
-    store.delete([info.key for info in found.objects if step_of(run, info.key) not in now])
+    store.delete([info.key for info in leftovers.objects if step_of(run, info.key) not in now])
 
 
 def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporter) -> threading.Thread:
@@ -213,12 +213,12 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
         try:
             for limit in store.limitations():
                 reporter.event(seat.event("store_limited", f"{limit.key}: {limit.what}", fix=limit.fix))
-            found = find_leftovers(store, run, seat.attempt, just_begun=True)
-            if found:
-                remove_leftovers(store, run, found)
-                keys = [*(upload.key for upload in found.uploads), *(info.key for info in found.objects)]
+            leftovers = find_leftovers(store, run, seat.attempt, just_begun=True)
+            if leftovers:
+                remove_leftovers(store, run, leftovers)
+                keys = [*(upload.key for upload in leftovers.uploads), *(info.key for info in leftovers.objects)]
                 reporter.event(
-                    seat.event("leftovers_removed", f"removed {found}", objects=keys[:100], bytes=found.size)
+                    seat.event("leftovers_removed", f"removed {leftovers}", objects=keys[:100], bytes=leftovers.size)
                 )
         except RayppError as error:
             log.warning("cannot remove leftovers of %s: %s", run, error)

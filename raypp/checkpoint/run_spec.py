@@ -127,9 +127,13 @@ def write_spec(store: ObjectStore, run: str, job_doc: Mapping[str, Any], number:
     """
     key = spec_key(check_run(run), number)
     try:
-        store.put(key, _encoded(without_secrets(job_doc)), if_absent=True)
+        store.put(key, json.dumps(without_secrets(job_doc), indent=1, sort_keys=True).encode(), if_absent=True)
     except AlreadyExists:
-        raise AlreadyExists(name_taken(store, run) if number == 1 else _resumed_already(store, run)) from None
+        if number == 1:
+            raise AlreadyExists(name_taken(store, run)) from None
+        fault = f"the run {run!r} at {store.url} was resumed by somebody else at the same time"
+        fix = f"follow it with `raypp status {store.url.rstrip('/')}/{run} --watch`"
+        raise AlreadyExists(Problem("name", fault, fix)) from None
     return key
 
 
@@ -139,14 +143,10 @@ def name_taken(store: ObjectStore, run: str) -> Problem:
     return Problem("name", fault, "resume it (`raypp submit --resume`), or choose another name (`--set name=…`)")
 
 
-def _resumed_already(store: ObjectStore, run: str) -> Problem:
-    fault = f"the run {run!r} at {store.url} was resumed by somebody else at the same time"
-    return Problem("name", fault, f"follow it with `raypp status {store.url.rstrip('/')}/{run} --watch`")
-
-
 def newest_number(store: ObjectStore, run: str) -> int:
     """Returns the number of the last submission's spec; 0 if there is none."""
-    return max(_numbers(store, check_run(run)), default=0)
+    numbers = (spec_number(run, info.key) for info in store.list(f"{check_run(run)}/spec"))
+    return max((number for number in numbers if number is not None), default=0)
 
 
 def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[str, Any]:
@@ -167,12 +167,3 @@ def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[s
     place = f"{store.url}/{key}"
     fix = "check whether another program wrote it"
     return dict(parse_as(_Spec, data, place, _BOUNDS, fix=fix, kind="a valid job", unknown="allow"))
-
-
-def _numbers(store: ObjectStore, run: str) -> list[int]:
-    found = (spec_number(run, info.key) for info in store.list(f"{run}/spec"))
-    return [number for number in found if number is not None]
-
-
-def _encoded(job_doc: Mapping[str, Any]) -> bytes:
-    return json.dumps(job_doc, indent=1, sort_keys=True).encode()

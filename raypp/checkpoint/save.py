@@ -7,7 +7,6 @@ training is worth more than one save. Only `finish` raises: no save follows the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raypp.checkpoint.announce import TELLS_PER_TIMEOUT, Announcement, Announcements, Facts, ProgressTeller
+from raypp.checkpoint.announce import TELLS_PER_TIMEOUT, Announcement, Announcements, Facts
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit, ObjectRecord, job_identity, read_commit, write_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.retention import prune
@@ -137,12 +136,11 @@ class CheckpointSaver:
         self._wait_for_last(step)
         if (snapshot := pin()) is None:
             if self._optimizer is not optimizer:
-                optimizer.register_step_pre_hook(self._before_update)
+                optimizer.register_step_pre_hook(self._buffer.before_update)
                 self._optimizer = optimizer
             snapshot = self._buffer.take(gather_state(stages, optimizer, self.seat.coordinates).values())
-        elif not self._buffer.busy:  # its memory is no longer needed
-            self._buffer.close()
-            self._buffer = SnapshotBuffer()
+        elif not self._buffer.busy:
+            self._buffer.close()  # its memory is no longer needed
         self._snapshot, self._before_s = snapshot, time.perf_counter() - started
         self._last_step, self._own_error, self._why = step, None, ""
         self._thread = threading.Thread(
@@ -152,9 +150,6 @@ class CheckpointSaver:
             daemon=True,
         )
         self._thread.start()
-
-    def _before_update(self, *_unused: Any) -> None:
-        self._buffer.before_update()
 
     @property
     def committed(self) -> int | None:
@@ -253,9 +248,7 @@ class CheckpointSaver:
         rank, value = self.seat.rank, lambda: self._pace.sent
         if rank == COMMITTING_RANK:
             rank, value = _OUTCOME, lambda: next(alive)
-        alone = self.seat.world_size == 1
-        telling = ProgressTeller(self._announcements, step, rank, value, self._timeout_s / TELLS_PER_TIMEOUT)
-        with contextlib.nullcontext() if alone else telling:
+        with self._announcements.telling(step, rank, value, self._timeout_s / TELLS_PER_TIMEOUT):
             self._store(step, snapshot, extra, stall_s)
 
     def _note_progress(self) -> None:
@@ -346,7 +339,7 @@ class CheckpointSaver:
             self._refuse_own_commit(step)
         self._unsettled[step] = key
         about = {"run": self.run, "step": step, "attempt": seat.attempt, "rank": seat.rank}
-        return upload_snapshot(self.store, key, snapshot, seat.rank, about, self._closed.wait, pace=self._pace)
+        return upload_snapshot(self.store, key, snapshot, about, self._closed.wait, self._pace)
 
     def _refuse_own_commit(self, step: int) -> None:
         """Raises if the step is committed: objects that a commit names are never overwritten."""

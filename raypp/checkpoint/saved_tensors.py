@@ -10,13 +10,11 @@ import numpy as np
 
 from raypp.checkpoint.arrays import Array, numpy_dtype
 from raypp.checkpoint.commit import Commit
-from raypp.checkpoint.ranged_reads import CheckpointFile, fetch_ranges, open_files, overlaps
-from raypp.checkpoint.tensor_file import TensorEntry, cover_once
+from raypp.checkpoint.ranged_reads import by_name, fetch_ranges, open_files, overlaps, ranges_of
+from raypp.checkpoint.tensor_file import cover_once
 from raypp.errors import CheckpointError, Problem
 from raypp.storage import ObjectStore
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES
-
-OPTIMIZER = "optim/"
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,7 @@ class SavedTensors:
     def __init__(self, store: ObjectStore, commit: Commit) -> None:
         self._store = store
         self._files = open_files(store, commit)
-        self._parts: dict[str, list[tuple[CheckpointFile, TensorEntry]]] = {}
-        for file in self._files:
-            for entry in file.header.entries:
-                self._parts.setdefault(entry.name, []).append((file, entry))
+        self._parts = by_name(self._files)
         self.infos: dict[str, TensorInfo] = {name: self._info(name) for name in sorted(self._parts)}
         """By global name, sorted."""
 
@@ -99,10 +94,7 @@ class SavedTensors:
         if not cover_once([piece.box for piece in pieces], box):
             raise CheckpointError(Problem(name, f"rows {first} to {last} are not in the checkpoint exactly once"))
         out = np.empty([end - begin for begin, end in box], numpy_dtype(info.dtype))
-        ranges: dict[str, list[tuple[int, int]]] = {}
-        for piece in pieces:
-            ranges.setdefault(piece.file.record.key, []).append(piece.bytes)
-        data = fetch_ranges(self._files, ranges)
+        data = fetch_ranges(self._files, ranges_of(pieces))
         for piece in pieces:
             values = np.frombuffer(data[piece.file.record.key].view(*piece.bytes), out.dtype).reshape(piece.shape)
             place = (slice(begin - start, end - start) for (begin, end), (start, _) in zip(piece.box, box, strict=True))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -44,7 +43,7 @@ class _Copy:
             release the GIL.
     """
 
-    def __init__(self, queued: tuple[CopyStreams, Any] | None = None, rest: Callable[[], None] | None = None) -> None:
+    def __init__(self, queued: tuple[CopyStreams, Any] | None, rest: Callable[[], None] | None) -> None:
         self.queued = queued
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -104,12 +103,10 @@ class Snapshot:
 
     Attributes:
         parts: The objects.
-        stall_s: Seconds that `take` needed.
         held: The time that the next update of the tensors waited for the copy; None before it.
     """
 
     parts: list[Part]
-    stall_s: float
     _buffer: Tensor
     _copy: _Copy
     _owner: SnapshotBuffer
@@ -128,11 +125,6 @@ class Snapshot:
     def held_s(self) -> float:
         """The seconds of `held`; 0 before the update, and while a device has not reached it."""
         return (self.held.seconds or 0.0) if self.held is not None else 0.0
-
-    @property
-    def size(self) -> int:
-        """Number of bytes."""
-        return self._buffer.numel()
 
     def data(self) -> memoryview:
         """Waits for the copy and returns the bytes; raises the error the copy failed with.
@@ -207,9 +199,10 @@ class SnapshotBuffer:
         return self._busy
 
     def close(self) -> None:
-        """Unlocks the pages of its own memory. Call it while no snapshot is in use. Idempotent."""
+        """Frees its memory until the next snapshot. Call it while none is in use. Idempotent."""
         if self._own is not None:
             self._own.close()
+        self._memory = self._plan = None
 
     def take(self, *groups: Iterable[Slice]) -> Snapshot:
         """Starts to copy the slices; until it is done, call `before_update` before any change.
@@ -225,22 +218,16 @@ class SnapshotBuffer:
         """
         if self._busy:
             raise RuntimeError("the last snapshot is still in use; release it first")
-        started = time.perf_counter()
         known = self._plan
-        if (
-            known is None
-            or len(known.groups) != len(groups)
-            or any(a is not b for a, b in zip(known.groups, groups, strict=True))
-        ):
+        if known is None or not same_objects(known.groups, groups):
             known = self._plan = self._lay_out(groups)
         plan, self._busy = known, True
         try:
-            on_cpu = plan.device.type == "cpu"
-            copy = self._copy_in_thread(plan.pairs) if on_cpu else self._copy_on_stream(plan.pairs, plan.device)
+            copy = self._copy(plan.pairs, plan.device)
         except BaseException:
             self._busy = False
             raise
-        self._last = Snapshot(plan.parts, time.perf_counter() - started, plan.buffer, copy, self)
+        self._last = Snapshot(plan.parts, plan.buffer, copy, self)
         return self._last
 
     def _lay_out(self, groups: tuple[Iterable[Slice], ...]) -> _Plan:
@@ -275,39 +262,33 @@ class SnapshotBuffer:
         with DeviceClock(torch.device("cpu") if queued is None else queued[0].device).timed(note):
             last._copy.hold_updates()
 
-    def _copy_in_thread(self, pairs: list[tuple[Tensor, Slice]]) -> _Copy:
-        """Copies slices into views `[...]` of the buffer, in a thread unless they move."""
-        for view, part in pairs:
-            if part.moving:
-                view.copy_(part.tensor)
-        return _Copy(rest=lambda: self._copy_still(pairs))
+    def _copy(self, pairs: list[tuple[Tensor, Slice]], device: torch.device) -> _Copy:
+        """Copies slices into views `[...]` of the buffer, on a device's stream or in a thread."""
+        queued = None
+        if device.type != "cpu":
+            self._copies = copies = self._copies or CopyStreams(device)
+            host = [(view, part) for view, part in pairs if part.tensor.device.type == "cpu"]
+            event = copies.to_host([(view, part.tensor) for view, part in pairs if part.tensor.device.type != "cpu"])
+            queued = copies, event
+            if any(part.moving for _, part in pairs):
+                copies.wait(event)
+        else:
+            for view, part in pairs:
+                if part.moving:
+                    view.copy_(part.tensor)
+            host = [(view, part) for view, part in pairs if not part.moving]
+
+        def rest() -> None:
+            if queued is not None:
+                torch.get_device_module(device).set_device(device)  # a new thread would use device 0, and its memory
+                event.synchronize()  # what is in host memory has been copied there by then
+            self._copy_still(host)
+
+        return _Copy(queued, rest if host else None)
 
     def _copy_still(self, pairs: list[tuple[Tensor, Slice]]) -> None:
         for view, part in pairs:
-            if not part.moving:
-                view.copy_(part.tensor)
-
-    def _copy_on_stream(self, pairs: list[tuple[Tensor, Slice]], device: torch.device) -> _Copy:
-        """Copies slices into views `[...]` of the buffer: the device's on a stream.
-
-        Slices in host memory are copied by a thread.
-        """
-        self._copies = copies = self._copies or CopyStreams(device)
-        there = [(view, part.tensor) for view, part in pairs if part.tensor.device.type != "cpu"]
-        event = copies.to_host(there)
-        if any(part.moving for _, part in pairs):
-            copies.wait(event)
-        if len(there) == len(pairs):
-            return _Copy((copies, event))
-
-        def rest() -> None:
-            torch.get_device_module(device).set_device(device)  # a new thread would use device 0, and its memory
-            event.synchronize()  # what is in host memory has been copied there by then
-            for view, part in pairs:
-                if part.tensor.device.type == "cpu":
-                    view.copy_(part.tensor)
-
-        return _Copy((copies, event), rest)
+            view.copy_(part.tensor)
 
     def _own_memory(self, size: int, pinned: bool) -> Tensor:
         self.close()
@@ -325,6 +306,11 @@ class SnapshotBuffer:
         with contextlib.suppress(Exception):  # `data` reports a failure; here only the end of writing matters
             copy.wait()
         self._busy = False
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Returns whether two sequences hold the same objects, not only equal ones."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _in_file_order(slices: Iterable[Slice]) -> list[Slice]:

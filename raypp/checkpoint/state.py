@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from raypp.checkpoint.tensor_file import OPTIMIZER
 from raypp.models.stage import holds_both_ends, tied_copies
 from raypp.parallel.outer_sync import agreed_weights, host_zeros, outer_state_of
 from raypp.parallel.replica_sums import Residuals, residuals_of
@@ -24,7 +25,6 @@ from raypp.parallel.shard import zeros_beside
 from raypp.records import AXES, Coordinates
 from raypp.torch_private import compute_local_shape_and_global_offset
 
-OPTIMIZER = "optim/"
 SCALE = "_scale"
 """Ends the key of an optimizer's tensor that has its parameter's shape but for the last dim, and is
 sharded like it: the scales of quantised values."""
@@ -227,17 +227,17 @@ def residual_slices(stages: Sequence[nn.Module], saved: Collection[str]) -> Save
         stages: Modules whose parameters have global names.
         saved: Names of the checkpoint's `optim/…` tensors.
     """
-    found: dict[str, list[int]] = {}
+    replicas_of: dict[str, list[int]] = {}
     for full_name in saved:
         start, _, number = full_name.rpartition(".")
         if f"{start}.".endswith((f"/{RESIDUAL}", f"/{RESIDUAL_OF_COPY}")) and number.isdecimal():
-            found.setdefault(f"{start}.", []).append(int(number))
-    before = max((len(numbers) for numbers in found.values()), default=0)
+            replicas_of.setdefault(f"{start}.", []).append(int(number))
+    before = max((len(numbers) for numbers in replicas_of.values()), default=0)
     now, apart, origin = 0, _apart(stages)[1], _origin(stages, saved)
     plan = SavedResiduals({}, [], [], "")
     for full_name, value, held, starts in _residuals(stages):
         now, own = held.replicas, slice_of(full_name, value).tensor
-        numbers = [(start, n) for start in starts for n in sorted(found.get(start, ()))]
+        numbers = [(start, n) for start in starts for n in sorted(replicas_of.get(start, ()))]
         taken = [f"{start}{n}" for start, n in numbers if (n == origin if apart else n % now == held.replica)]
         for position, name in enumerate(taken):
             into = own if position == 0 else torch.zeros_like(own)
@@ -284,12 +284,12 @@ def _replicas_there(saved: Collection[str]) -> list[int]:
 
     A checkpoint has all. In memory, each rank sees those of the replica that it goes on as.
     """
-    found = set()
+    replicas = set()
     for full_name in saved:
         key, end, number = full_name.rpartition("/")[2].partition(OF_REPLICA)
         if not key.startswith((RESIDUAL, RESIDUAL_OF_COPY, OUTER_MOMENTUM)) and (not end or number.isdecimal()):
-            found.add(int(number or 0))
-    return sorted(found) or [0]
+            replicas.add(int(number or 0))
+    return sorted(replicas) or [0]
 
 
 def _origin(stages: Sequence[nn.Module], saved: Collection[str]) -> int:

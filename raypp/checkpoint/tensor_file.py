@@ -23,6 +23,8 @@ from raypp.errors import CheckpointError, Problem
 from raypp.untrusted.documents import Bounds, Count, parse_as, shown
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES, LENGTH_BYTES, MOST_BYTES, parse_header
 
+OPTIMIZER = "optim/"
+"""Begins the names of the optimizer's tensors: `optim/<parameter>/<key>`."""
 BLOCK_BYTES = 64 << 10
 """Readers fetch whole blocks, so each slice of a tensor costs up to one block more than needed."""
 _DIGITS = 8
@@ -192,8 +194,8 @@ def decode_header(data: bytes, key: str, object_size: int) -> FileHeader:
             message names the object and the tensor.
     """
 
-    def refuse(what: str) -> NoReturn:
-        raise CheckpointError(Problem(key, f"has no valid header: {what}", ADVICE))
+    def refuse(reason: str) -> NoReturn:
+        raise CheckpointError(Problem(key, f"has no valid header: {reason}", ADVICE))
 
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if len(data) < LENGTH_BYTES or len(data) - LENGTH_BYTES != length:

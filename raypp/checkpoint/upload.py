@@ -30,16 +30,15 @@ def upload_snapshot(
     store: ObjectStore,
     key: str,
     snapshot: Snapshot,
-    rank: int,
     about: dict[str, Any],
     pause: Callable[[float], bool],
-    pace: Pace | None = None,
+    pace: Pace,
 ) -> ObjectRecord:
     """Writes a snapshot's first object, which is durable when this returns.
 
     Args:
         snapshot: The snapshot; must not be released before this returns.
-        rank: The rank whose state it is.
+        about: What its header says of its writer: run, step, attempt, rank.
         pause: Called with the seconds before the next try; returns True to give up.
 
     Raises:
@@ -67,7 +66,8 @@ def upload_snapshot(
         except BaseException:
             abandoned.set()
             raise
-        return ObjectRecord(key, source.size, sha256.result(), rank, len(header), hashlib.sha256(header).hexdigest())
+        sums = sha256.result(), hashlib.sha256(header).hexdigest()
+        return ObjectRecord(key, source.size, sums[0], about["rank"], len(header), sums[1])
 
 
 def is_store_error(error: Exception) -> bool:

@@ -12,7 +12,8 @@ from raypp.api.checkpoints import open_checkpoint
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.diff import Comparison, diff_checkpoints
 from raypp.checkpoint.layout import step_folder
-from raypp.checkpoint.saved_tensors import OPTIMIZER, TensorInfo
+from raypp.checkpoint.saved_tensors import TensorInfo
+from raypp.checkpoint.tensor_file import OPTIMIZER
 from raypp.cli.console import Table, Text, progress_bar, wide_console
 from raypp.cli.output import echo, echo_json, echo_lines, say, styled
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED

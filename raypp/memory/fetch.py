@@ -21,8 +21,12 @@ _PIECE_BYTES = 64 << 20
 def give(part: Tensor | None, to: int) -> None:
     """Sends a uint8 tensor `[N]` to a rank that calls `take`; None: this rank does not have it."""
     dist.send(torch.tensor([_NONE if part is None else part.numel()]), to)
-    if part is not None and _answer(to):
-        send_bytes(part, to)
+    if part is None:
+        return
+    wanted = torch.zeros(1, dtype=torch.int64)
+    dist.recv(wanted, to)
+    for start in range(0, part.numel() if wanted else 0, _PIECE_BYTES):
+        dist.send(part[start : start + _PIECE_BYTES], to)
 
 
 def take(source: int, least: int, most: int) -> Tensor:
@@ -43,19 +47,6 @@ def take(source: int, least: int, most: int) -> Tensor:
     for start in range(0, part.numel(), _PIECE_BYTES):
         dist.recv(part[start : start + _PIECE_BYTES], source)
     return part
-
-
-def send_bytes(tensor: Tensor, to: int) -> None:
-    """Sends a uint8 tensor `[N]` in pieces."""
-    for start in range(0, tensor.numel(), _PIECE_BYTES):
-        dist.send(tensor[start : start + _PIECE_BYTES], to)
-
-
-def _answer(source: int) -> bool:
-    """Receives whether the part that was announced is wanted."""
-    answer = torch.zeros(1, dtype=torch.int64)
-    dist.recv(answer, source)
-    return bool(answer)
 
 
 def gather_json(value: Any) -> list[Any]:

@@ -366,12 +366,5 @@ def _is_dead(path: Path) -> bool:
         return False  # it is gone, or a living process holds it
     if about is None:
         return age > _YOUNG_S  # its creator may be about to write the first block
-    return age > _FORGET_S or not _lives(about.get("keeper"))
-
-
-def _lives(keeper_of: Any) -> bool:
-    try:
-        pid, started = keeper_of
-        return OwnProcess(int(pid), started).find() is not None
-    except (TypeError, ValueError):  # it names none
-        return False
+    pid, started = about.get("keeper", (0, 0.0))
+    return age > _FORGET_S or OwnProcess(int(pid), started).find() is None

@@ -220,10 +220,9 @@ class CopySender:
             self._wake.wait_for(lambda: self._closed, timeout=seconds)
 
     def _send(self, slot: Slot) -> int:
-        control = slot.control()
-        tail = None if control is None else slot.tail(control)
-        if control is None or tail is None:
+        if (content := slot.read()) is None:
             raise ValueError("the snapshot to send is incomplete")
+        control, tail = content
         if self._socket is None:
             self._socket = self._connect()
         step, text = int(control["step"]), json.dumps(control).encode()

@@ -50,11 +50,10 @@ class RankSlots:
 
     def __init__(self, life: RunLife, seat: Seat) -> None:
         self.life, self.seat, self.directory = life, seat, memory_directory()
-        self.slots: list[Slot] = []
-        """The files for this rank's own snapshots."""
+        self.slots: dict[Slot, SnapshotBuffer] = {}
+        """The files for this rank's own snapshots, and what copies a state into each."""
         self._numbers: dict[Slot, int] = {}
         self._copies: dict[int, list[Slot]] = {}
-        self._buffers: dict[Slot, SnapshotBuffer] = {}
         self._kept: tuple[int, Mapping[int, int]] = (0, {})
         self._keeper = keeper()
         remove_dead(self.directory)
@@ -117,10 +116,16 @@ class RankSlots:
         An earlier attempt may have left another one, of a state that this attempt has not come
         through: the snapshot is that of this attempt, else the restored one, which was added first.
         """
-        found = [slot for slot in self.slots if slot.step == step]
-        return next((slot for slot in found if slot.name.attempt == self.seat.attempt), found[0])
+        slots = [slot for slot in self.slots if slot.step == step]
+        return next((slot for slot in slots if slot.name.attempt == self.seat.attempt), slots[0])
 
-    def copy(self, slot: Slot, slices: Sequence[list[Slice]], committed: int) -> tuple[Snapshot, dict[str, Any]]:
+    def next(self, steps: set[int]) -> Slot:
+        """Returns the file to write next: empty or the oldest, and of none of these steps."""
+        idle = [slot for slot, buffer in self.slots.items() if not buffer.busy]  # first: one may be sealed meanwhile
+        kept = [self.of_step(slot.step) for slot in idle if slot.step in steps]
+        return min((slot for slot in idle if slot not in kept), key=_age)
+
+    def copy(self, slot: Slot, slices: Sequence[list[Slice]], committed: int) -> Snapshot:
         """Begins a snapshot of the state in a file; the caller must pass the result to `seal`."""
         seat = self.seat
         about = {
@@ -128,21 +133,20 @@ class RankSlots:
             "mesh": list(seat.mesh_sizes.as_dict().values()), "attempt": seat.attempt, "rank": seat.rank,
             "committed": committed, "keeper": self._keeper,
         }  # fmt: skip
-        slot.begin(self._name(slot), about)
-        buffer = self._buffers.setdefault(slot, SnapshotBuffer(slot.memory))
-        return buffer.take(*slices), about
+        slot.begin(replace(self._blank, number=self._numbers[slot]), about)
+        return self.slots[slot].take(*slices)
 
-    def before_update(self) -> None:
-        """Waits for copies in progress, because weights and optimizer state are about to change."""
-        for buffer in self._buffers.values():
+    def before_update(self, *_unused: Any) -> None:
+        """Waits for copies in progress. An optimizer's pre-hook."""
+        for buffer in self.slots.values():
             buffer.before_update()
 
-    def seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> float:
+    def seal(self, slot: Slot, snapshot: Snapshot, step: int, extra: str) -> float:
         """Waits for the copy and completes the file; returns the CPU seconds of the latter."""
         try:
             snapshot.data()
             started = time.thread_time()
-            slot.seal(snapshot, step, about, extra)
+            slot.seal(snapshot, step, extra)
             return time.thread_time() - started
         finally:
             snapshot.release()
@@ -157,7 +161,7 @@ class RankSlots:
         while len(slots) < COPIES:
             name = replace(self._blank, rank=owner, kind="copy", number=len(slots))
             slots.append(Slot.create(self.directory, name))
-        slot = min(slots, key=lambda slot: -1 if slot.step is None else slot.step)
+        slot = min(slots, key=_age)
         if size > slot.capacity and size > (there := room(self.directory, self.life.run, self.life.life)):
             raise OSError(errno.ENOSPC, f"a copy of {size / 1e6:.1f} MB for {there / 1e6:.1f} MB of memory")
         return slot
@@ -166,14 +170,13 @@ class RankSlots:
         """Removes files of this rank until `files` are left, but none of the steps to `keep`."""
         spare = [slot for slot in self.slots if slot.step is None or slot.step not in keep]
         for slot in spare[: max(0, len(self.slots) - files)]:
-            self.slots.remove(slot)
-            self._buffers.pop(slot, None)
+            del self.slots[slot]
             slot.close(delete=True)
 
     def add(self, slot: Slot) -> None:
         """Adds a file to this rank's files."""
         self._numbers[slot] = len(self._numbers)
-        self.slots.append(slot)
+        self.slots = {**self.slots, slot: SnapshotBuffer(slot.memory)}  # the other thread may look through the last one
 
     def unlink(self) -> None:
         """Removes the files' names; threads may still use their memory."""
@@ -184,10 +187,10 @@ class RankSlots:
 
     def close(self, *, delete: bool) -> None:
         """Releases the files, which no thread may still use; removes them with `delete`."""
-        self._buffers.clear()
-        for slot in self._all():
+        slots = self._all()
+        self.slots, self._copies = {}, {}
+        for slot in slots:
             slot.close(delete=delete)
-        self.slots, self._copies = [], {}
         if delete:
             self.forget_earlier()
 
@@ -198,5 +201,6 @@ class RankSlots:
     def _blank(self) -> SlotName:
         return SlotName(self.life.run, self.life.life, self.seat.attempt, self.seat.rank, "own", 0)
 
-    def _name(self, slot: Slot) -> SlotName:
-        return replace(self._blank, number=self._numbers[slot])
+
+def _age(slot: Slot) -> int:
+    return -1 if slot.step is None else slot.step

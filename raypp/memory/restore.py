@@ -133,23 +133,25 @@ def choose(
         refused: Step and attempt of snapshots that turned out to lack something.
         job: A job whose replicas train apart. Snapshots of as many replicas as it needs come first.
     """
-    found: dict[tuple[int, int], Snapshots] = {}
+    candidates: dict[tuple[int, int], Snapshots] = {}
     for rank, snapshots in enumerate(seen):
         for attempt, step, owner, committed, mesh, layout in snapshots:
-            known = found.setdefault(
+            known = candidates.setdefault(
                 (step, attempt), Snapshots(step, attempt, Coordinates(*mesh), layout, {}, committed)
             )
             known.holders.setdefault(owner, []).append(rank)
-            found[step, attempt] = replace(known, committed=max(known.committed, committed))
-    first = [found[key] for key in sorted(found, reverse=True)]
+            candidates[step, attempt] = replace(known, committed=max(known.committed, committed))
+    first = [candidates[key] for key in sorted(candidates, reverse=True)]
     if job is not None:
         most = job.mesh.dp_replicate
-        first = sorted(_by_period(found, job), key=lambda one: (-min(most, len(one.replicas)), -one.step, -one.attempt))
+        first = sorted(
+            _by_period(candidates, job), key=lambda one: (-min(most, len(one.replicas)), -one.step, -one.attempt)
+        )
     newer = [one for one in first if one.step > newest_commit and (one.step, one.attempt) not in refused]
-    if found and not first:
-        return None, found[max(found)].in_no_memory()
+    if candidates and not first:
+        return None, candidates[max(candidates)].in_no_memory()
     if not newer:
-        return None, "memory has no snapshot" if not found else "no snapshot in memory is newer"
+        return None, "memory has no snapshot" if not candidates else "no snapshot in memory is newer"
     gone_back = [one for one in newer if one.committed > newest_commit]
     if len(gone_back) == len(newer):
         why = f"step {gone_back[0].committed} was committed but is gone: snapshots taken after it are not used"
@@ -159,11 +161,11 @@ def choose(
     return best, "" if best is not None else newer[0].in_no_memory()
 
 
-def _by_period(found: Mapping[tuple[int, int], Snapshots], job: Job) -> list[Snapshots]:
+def _by_period(candidates: Mapping[tuple[int, int], Snapshots], job: Job) -> list[Snapshots]:
     """Returns the snapshots that belong together of replicas that train apart: of one attempt and
     period, of each replica the newest step of which all its ranks have one."""
     together: dict[tuple[int, int], Snapshots] = {}
-    for (step, attempt), one in sorted(found.items()):
+    for (step, attempt), one in sorted(candidates.items()):
         for replica in range(one.mesh.dp_replicate):
             ranks = [rank for rank in range(one.world) if one.replica_of(rank) == replica]
             if not all(rank in one.holders for rank in ranks):
@@ -286,18 +288,15 @@ def load_from_memory(
             result.reason = "; ".join([*reasons, why])
             return result
         with ExitStack() as files:
-            attempt = _Try(tier, best, here, result.nodes, damaged, files)
+            attempt = _Try(tier, best, here, result, damaged, files)
             if attempt.load(stages, optimizer):
-                result.best, result.extra, result.reason = best, attempt.extra, "; ".join(reasons)
-                result.remark, result.origins, result.step = attempt.remark, attempt.origins, attempt.step
                 break
         reasons += attempt.reasons
-        if not attempt.found_damage:
+        if not attempt.damage:
             refused.add((best.step, best.attempt))
     assert result is not None
-    if result.best is None:
-        result.reason = "; ".join(reasons)
-    elif attempt.same_mesh:
+    result.reason = "; ".join(reasons)
+    if result.best is not None and attempt.same_mesh:
         result.from_partner = [rank for rank in range(seat.world_size) if rank not in result.best.holders[rank]]
         if not result.from_partner:
             result.slot = _own_slot(here, result.best, seat.rank)
@@ -320,35 +319,30 @@ class _Try:
 
     Args:
         here: Those on this node.
-        nodes: The node of every rank.
+        result: Takes what was restored.
         damaged: Files that are not to be used; more are added.
         files: Closes the snapshots that are read here.
 
     Attributes:
-        extra: What the trainer stored with them.
-        remark: `Load.apply`; where replicas train apart, which ones go on.
-        origins: For each replica that trains apart the one that it goes on as.
-        step: The step of this rank's state.
+        same_mesh: Whether each rank needs its own snapshot, and no other.
         reasons: Why it failed.
-        found_damage: Whether there is a file to leave out next time.
+        damage: Whether there is a file to leave out next time.
     """
 
     def __init__(
-        self, tier: MemoryTier, best: Snapshots, here: Here, nodes: list[int], damaged: set[Path], files: ExitStack
+        self, tier: MemoryTier, best: Snapshots, here: Here, result: FoundInMemory, damaged: set[Path], files: ExitStack
     ) -> None:
-        self._me, self._tier, self._best, self._here = tier.seat.rank, tier, best, here
-        self._nodes, self._damaged, self._files = nodes, damaged, files
+        self._me, self._best, self._here = tier.seat.rank, best, here
+        self._result, self._damaged, self._files = result, damaged, files
         self._slots: dict[int, StoredSlot] = {}
         self._given: dict[int, StoredSlot] = {}
         self._failure = ""
         self._bad: list[int] = []
         self.same_mesh = best.layout == tier.life.layout and not best.missing
-        self.extra: dict[str, Any] = {}
-        self.remark, self.step = "", best.step
-        apart, self._now = tier.apart, Mesh(tier.seat.mesh_sizes)
-        self.origins = [] if apart is None else best.origins(tier.seat.mesh_sizes.dp_replicate)
+        self._now = Mesh(tier.seat.mesh_sizes)
+        self._origins = [] if tier.apart is None else best.origins(tier.seat.mesh_sizes.dp_replicate)
         self.reasons: list[str] = []
-        self.found_damage = False
+        self.damage = False
 
     def load(self, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether every rank's state has been replaced; if not, none has."""
@@ -366,7 +360,6 @@ class _Try:
             except CheckpointError as error:
                 self._failure = self._best.in_no_memory() if self._best.missing else _words(error)
             else:
-                self.extra, self.step = self._slots[min(self._slots)].extra, self._best.step_of(min(self._slots))
                 for owner, slot in self._slots.items():
                     if slot.data is None:
                         wants[owner] = [
@@ -389,13 +382,13 @@ class _Try:
                 self._bad += [keys[problem.key] for problem in error.problems if problem.key in keys]
         if self._agree({}) is None or load is None:
             return False
-        self.remark = load.apply()
-        before = self._best.mesh.dp_replicate
-        if self.origins and self.origins != list(range(before)):
-            who = f"of {before} replicas that trained apart, {len(self.origins)} go on"
-            self.remark = f"{who}, with the states of replicas {', '.join(map(str, self.origins))}"
-        elif self.origins:
-            self.remark = ""
+        remark, before, result = load.apply(), self._best.mesh.dp_replicate, self._result
+        if self._origins:
+            who = f"of {before} replicas that trained apart, {len(self._origins)} go on"
+            remark = f"{who}, with the states of replicas {', '.join(map(str, self._origins))}"
+            remark = "" if self._origins == list(range(before)) else remark
+        result.best, result.origins, result.remark = self._best, self._origins, remark
+        result.extra, result.step = self._slots[min(self._slots)].extra, self._best.step_of(min(self._slots))
         return True
 
     def _needed(self, reader: int) -> list[int]:
@@ -403,14 +396,14 @@ class _Try:
         if self.same_mesh:
             return [reader]
         owners = sorted(self._best.holders)
-        if not self.origins:
+        if not self._origins:
             return owners
-        origin = self.origins[self._now.coordinates(reader).dp_replicate]
+        origin = self._origins[self._now.coordinates(reader).dp_replicate]
         return [owner for owner in owners if self._best.replica_of(owner) == origin]
 
     def _transfers(self) -> Iterator[tuple[int, int, int]]:
         """Yields owner, sender and reader of what this rank reads or sends, on all in one order."""
-        for reader in range(self._tier.seat.world_size):
+        for reader in range(self._now.world):
             for owner in self._needed(reader):
                 source = self._best.source(owner, reader)
                 if self._me in (source, reader):
@@ -462,7 +455,7 @@ class _Try:
     def _check_own_state(self) -> None:
         """Raises CheckpointError if state is lost that no other replica holds."""
         if (
-            not self.origins
+            not self._origins
             and self._best.missing
             and any(
                 of_one_replica(entry.name)
@@ -475,12 +468,12 @@ class _Try:
 
     def _agree(self, wants: Mapping[int, Any]) -> list[dict[str, Any]] | None:
         """Tells the others of a failure; returns what each rank wants, or None if one failed."""
-        bad = [[owner, self._best.source(owner, self._me)] for owner in self._bad]
+        nodes, bad = self._result.nodes, [[owner, self._best.source(owner, self._me)] for owner in self._bad]
         answers = gather_json({"failure": self._failure, "bad": bad, "wants": wants})
         for owner, source in (pair for one in answers for pair in one["bad"]):
-            self.found_damage = True
+            self.damage = True
             key = (self._best.attempt, self._best.step_of(owner), owner)
-            if self._nodes[source] == self._nodes[self._me] and key in self._here:
+            if nodes[source] == nodes[self._me] and key in self._here:
                 self._damaged.add(self._here[key][1])
         self.reasons = list(dict.fromkeys(one["failure"] for one in answers if one["failure"]))
         return None if self.reasons else [one["wants"] for one in answers]
@@ -488,18 +481,15 @@ class _Try:
 
 def _snapshots_here(tier: MemoryTier, damaged: set[Path]) -> Here:
     """Returns the complete snapshots of this job that lie on this node, a rank's own first."""
-    found: Here = {}
+    slots: Here = {}
     for name, path in sorted(tier.earlier(), key=lambda one: one[0].kind != "own"):
-        if name.step is None or path in damaged:
-            continue
-        about = peek(path)
-        facts = (name.rank, name.step, name.attempt, tier.life.job, True)
-        keys = ("rank", "step", "attempt", "job", "complete")
+        about = None if name.step is None or path in damaged else peek(path)
         if about is None or not {"committed", "mesh", "layout"} <= about.keys():
             continue
-        if tuple(about.get(key) for key in keys) == facts:
-            found.setdefault((name.attempt, name.step, name.rank), (name, path, about))
-    return found
+        named = {"rank": name.rank, "step": name.step, "attempt": name.attempt, "job": tier.life.job, "complete": True}
+        if named.items() <= about.items():
+            slots.setdefault((name.attempt, about["step"], name.rank), (name, path, about))
+    return slots
 
 
 def _hash(value: Any) -> str:

@@ -47,6 +47,7 @@ class Slot:
         self.name = name
         self._descriptor = descriptor
         self._data: Tensor | None = None
+        self._about: Mapping[str, Any] = {}
         self._registered = 0
 
     @classmethod
@@ -78,9 +79,9 @@ class Slot:
         """Number of data bytes mapped in this process."""
         return 0 if self._data is None else self._data.numel()
 
-    def control(self) -> dict[str, Any] | None:
-        """Reads the control block; None if it is torn or says that the file is incomplete."""
-        return _complete(self._descriptor, self.name.step)
+    def read(self) -> tuple[dict[str, Any], bytes] | None:
+        """Reads control block and tail; None if they are torn, or the file is incomplete."""
+        return _read(self._descriptor, self.name.step)
 
     def memory(self, size: int, pinned: bool = False) -> Tensor:
         """Maps the data as a uint8 tensor `[size]` and allocates its memory at once.
@@ -103,11 +104,16 @@ class Slot:
         return self._data[:size]
 
     def begin(self, name: SlotName, about: Mapping[str, Any]) -> None:
-        """Marks the file as incomplete; must be called before its memory is written."""
+        """Marks the file as incomplete; must be called before its memory is written.
+
+        Args:
+            about: What its control block says of the snapshot so far.
+        """
         self._rename(replace(name, step=None))
+        self._about = about
         write_control(self._descriptor, {**about, "format": FORMAT, "complete": False})
 
-    def seal(self, snapshot: Snapshot, step: int, about: Mapping[str, Any], extra: str) -> None:
+    def seal(self, snapshot: Snapshot, step: int, extra: str) -> None:
         """Completes the file with the headers of a snapshot that was taken into its memory.
 
         Args:
@@ -116,16 +122,16 @@ class Slot:
             extra: The trainer's own JSON.
         """
         objects, tail, crc, end = [], b"", 0, 0
-        header_about = {"run": about["run"], "step": step, "attempt": about["attempt"], "rank": about["rank"]}
+        about = {"run": self.name.run, "step": step, "attempt": self.name.attempt, "rank": self.name.rank}
         for index, part in enumerate(snapshot.parts):
             if part.entries:
                 digests = snapshot.digests(index)
-                header = part.writer.encode(digests, header_about)
+                header = part.writer.encode(digests, about)
                 objects.append((part.begin, part.size, len(header)))
                 crc = crc32(digests.encode(), crc)
                 tail, end = tail + header, part.begin + part.size
         facts = {"step": step, "objects": objects, "data_size": end, "data_crc": crc}
-        self.complete({**about, **facts}, tail + extra.encode())
+        self.complete({**self._about, **facts}, tail + extra.encode())
 
     def complete(self, control: Mapping[str, Any], tail: bytes) -> None:
         """Writes the tail, then the control block, then the name."""
@@ -133,10 +139,6 @@ class Slot:
         facts = {"tail_size": len(tail), "tail_crc": crc32(tail), "format": FORMAT, "complete": True}
         write_control(self._descriptor, {**control, **facts})
         self._rename(replace(self.name, step=control["step"]))
-
-    def tail(self, control: Mapping[str, Any]) -> bytes | None:
-        """Reads the tail; None if it does not match its checksum."""
-        return _tail(self._descriptor, control)
 
     def close(self, *, delete: bool = False) -> None:
         """Releases memory and lock; keeps the file unless `delete`. Idempotent."""
@@ -228,10 +230,10 @@ def reading(path: Path, name: SlotName) -> Iterator[StoredSlot]:
             raise CheckpointError(Problem(who, "is in use")) from None
         except OSError:
             raise CheckpointError(Problem(who, "is gone")) from None
-        control = _complete(descriptor, name.step)
-        tail = None if control is None else _tail(descriptor, control)
-        if control is None or tail is None or control["rank"] != name.rank:
+        content = _read(descriptor, name.step)
+        if content is None or content[0]["rank"] != name.rank:
             raise CheckpointError(Problem(who, "is torn"))
+        control, tail = content
         size = CONTROL_BYTES + control["data_size"]
         mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         yield StoredSlot(control, tail, memoryview(mapped)[CONTROL_BYTES:])
@@ -250,17 +252,12 @@ def checksum(data: memoryview, control: Mapping[str, Any]) -> int:
     return value
 
 
-def _complete(descriptor: int, step: int | None) -> dict[str, Any] | None:
-    """Reads the control block of a complete snapshot of a step; None for any other."""
-    about = read_control(descriptor)
-    if about is None or about.get("complete") is not True or about.get("format") != FORMAT:
+def _read(descriptor: int, step: int | None) -> tuple[dict[str, Any], bytes] | None:
+    """Reads control block and tail of a complete snapshot of a step; None for any other."""
+    control = read_control(descriptor)
+    if control is None or (control.get("complete"), control.get("format"), control.get("step")) != (True, FORMAT, step):
         return None
-    if about.get("step") != step or about.keys() < Control.__annotations__.keys():
+    if control.keys() < Control.__annotations__.keys():
         return None
-    end = tail_offset(about["data_size"]) + about["tail_size"]
-    return about if end <= os.fstat(descriptor).st_size else None
-
-
-def _tail(descriptor: int, control: Mapping[str, Any]) -> bytes | None:
-    data = os.pread(descriptor, control["tail_size"], tail_offset(control["data_size"]))
-    return data if crc32(data) == control["tail_crc"] else None
+    tail = os.pread(descriptor, control["tail_size"], tail_offset(control["data_size"]))
+    return (control, tail) if crc32(tail) == control["tail_crc"] else None

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from raypp.checkpoint.snapshot import Snapshot
+from raypp.checkpoint.snapshot import Snapshot, same_objects
 from raypp.checkpoint.state import Slice
 from raypp.errors import DataError, JobError, in_words
 from raypp.memory.files import LARGEST_STEP, SlotName
@@ -41,7 +41,6 @@ from raypp.memory.slot import Slot
 from raypp.mesh.geometry import Mesh
 from raypp.parallel.outer_sync import OuterSync
 from raypp.pipeline.agreement import SnapshotState
-from raypp.pipeline.device_clock import Span
 from raypp.planning.host_memory import COPIES, OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER
 from raypp.records import EventKind, Reporter, Seat
 from raypp.spec.job import Job
@@ -54,7 +53,7 @@ State = Sequence[list[Slice]]
 _GAP = 64
 """The objects of a snapshot are that many bytes apart at most."""
 _FEWER, _NO_COPIES, _OFF = 1, 2, 3
-"""What is wrong, worse last: memory for two files of its own only, for no copies, for nothing."""
+"""What is wrong, worse last: memory for `OWN_FEWEST` files only, for no copies, for nothing."""
 _CLOSE_S = 10.0
 _MOST_FAILURES = 4
 """With few files a snapshot waits for its copy. After this many failures in a row it stops waiting,
@@ -70,25 +69,21 @@ class SnapshotCosts:
     Attributes:
         snapshots: Costs of the last snapshots.
         steps: Durations of the last steps, by the host's clock: it waits once in each.
-        last: The last snapshot, until its file is complete.
-        last_s: What it cost, apart from the update that it held.
-        unread: What is known of other snapshots, and the time that each held an update. A device
+        unread: Complete snapshots, and what each cost apart from the update that it held. A device
             may reach that update only after the next snapshot has been taken.
         begun: When the last step began.
     """
 
     snapshots: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=9))
-    last: Snapshot | None = None
-    last_s: float = 0.0
-    unread: deque[tuple[float, Span | None]] = field(default_factory=deque)
+    unread: deque[tuple[float, Snapshot]] = field(default_factory=deque)
     begun: float | None = None
 
     def read(self) -> None:
         """Adds the costs that are known by now to `snapshots`, without waiting."""
         while self.unread:
-            cost_s, held = self.unread[0]
-            held_s = held.seconds if held is not None else 0.0
+            cost_s, snapshot = self.unread[0]
+            held_s = snapshot.held.seconds if snapshot.held is not None else 0.0
             if held_s is None:
                 return
             self.snapshots.append(cost_s + held_s)
@@ -115,11 +110,6 @@ class Apart:
     outer: OuterSync
     group: dist.ProcessGroup | None
 
-    @property
-    def sites(self) -> list[int]:
-        """The site of every rank, where links between sites are slow."""
-        return [place.dp_replicate for place in Mesh.of(self.job.mesh).places()]
-
 
 class MemoryTier:
     """Keeps the newest snapshots of one rank in host memory, and copies of them on another node.
@@ -144,10 +134,10 @@ class MemoryTier:
         apart: Apart | None = None,
     ) -> None:
         self.life, self.seat, self._pace, self.apart = life, seat, pace or Pace(), apart
-        self._sites = [] if apart is None else apart.sites
+        self._sites = [] if apart is None else [place.dp_replicate for place in Mesh.of(apart.job.mesh).places()]
+        """The site of every rank, where links between sites are slow."""
         self._alone = apart is None or apart.outer.replicas == 1
         self._slots = RankSlots(life, seat)
-        self.directory = self._slots.directory
         self.trouble = 0
         self.committed = -1
         """The newest commit that this rank knows. A restore refuses a snapshot that was taken after
@@ -168,7 +158,6 @@ class MemoryTier:
         self._pinned = -1
         self._newest = self._heard = (-1, -1)
         self._latest: Snapshot | None = None
-        self._unsealed: Slot | None = None
         self._lock = threading.Lock()
         self._costs = SnapshotCosts()
         self._hook: Any = None
@@ -218,7 +207,7 @@ class MemoryTier:
             self._slots.keep(*kept)
             self._taken = -LARGEST_STEP
         self._optimizer = optimizer
-        self._hook = optimizer.register_step_pre_hook(self._before_update)
+        self._hook = optimizer.register_step_pre_hook(self._slots.before_update)
         partner = partner_of(self.seat.rank, nodes, self._sites)
         if any(address is None for address in addresses):
             partner = None
@@ -241,7 +230,7 @@ class MemoryTier:
     def signals(self) -> SnapshotState:
         """Returns the state of this rank's snapshots, to agree on at the start of the next step."""
         unready = not self._ready  # read before `trouble`, because it is set after it
-        self._record_cost()
+        self._costs.read()
         if self._fewer and self._sender is not None and self._sender.failures > _MOST_FAILURES:
             why = f"the copies of rank {self.seat.rank} do not arrive ({self._sender.error})"
             self._fail(f"{why}: no copies on another node", _NO_COPIES)
@@ -288,14 +277,15 @@ class MemoryTier:
             self._pinned = -1
         self._costs.steps.extend([] if self._costs.begun is None else [time.perf_counter() - self._costs.begun])
         self._costs.begun = time.perf_counter()
-        if agreed.trouble >= _OFF:
-            self._turn_off()
+        if agreed.trouble >= _OFF:  # on all ranks at the same step, because one of them failed
+            self.close(delete=True)
+            self._started, self.trouble = False, _OFF
             return
         if agreed.trouble == _NO_COPIES:
-            self._do_without_copies()
+            self._end_copies()
         self._fewer = agreed.trouble == _FEWER
-        if self._fewer:
-            self._do_with_fewer()
+        if agreed.trouble and self._ready and self._own_step == self._expected:
+            self._slots.give_back(self._files, keep=self._needed | {self._own_step})
         self._newest = (agreed.own, agreed.arrived)
         others = self._newest if self._alone else (agreed.others, agreed.others_arrived)
         self._common = self._kept_step(self._common, agreed.own, others[0])
@@ -313,14 +303,13 @@ class MemoryTier:
         self._announce_ready(agreed.every)
         self._forget_earlier(others[0] if self._sender is None else others[1])
         link_free = self._sender is not None and self._ticket <= self._copied
-        # With two files, the one to write is that of a step which the partners have no longer: the
-        # other file's step must be with all of them.
+        # With fewer files, the newest step must be with all partners before another is taken.
         may = may and self._is_free(agreed.own) and (not self._fewer or (link_free and self._common <= self._copied))
         if may and done - self._taken >= agreed.every and agreed.own == self._expected:
             self._take(done, self._state(slices), extra(), link_free and self._is_copied(done))
         elif link_free and self._common > self._copied and self._is_copied(self._common):
             self._ticket = self._common
-            self._send(self._slots.of_step(self._ticket))
+            self._offer(self._slots.of_step(self._ticket))
 
     def pin(self, done: int, slices: Callable[[], State], extra: Callable[[], str]) -> Snapshot | None:
         """Returns the snapshot of the completed step for a save, which uploads it from its file.
@@ -370,11 +359,21 @@ class MemoryTier:
         """Whether a snapshot is sent to the partner: to another site, only those of outer steps."""
         return self._near or (self.apart is not None and self.apart.job.savable(step))
 
-    def _is_free(self, taken: int = -1) -> bool:
-        """Returns whether a file may be overwritten; the same on all ranks, by what they agreed."""
-        files = OWN_ALONE if self._sender is None else OWN_FEWEST if self._fewer else OWN_WITH_PARTNER
-        steps = {self._common, self._copied, self._ticket, self._pinned, taken}
-        return sum(step >= 0 for step in steps) < files
+    def _is_free(self, taken: int) -> bool:
+        """Returns whether a file may be overwritten, besides that of the step `taken`.
+
+        The same on all ranks, by what they agreed.
+        """
+        return sum(step >= 0 for step in self._needed | {taken}) < self._files
+
+    @property
+    def _files(self) -> int:
+        return OWN_ALONE if self._sender is None else OWN_FEWEST if self._fewer else OWN_WITH_PARTNER
+
+    @property
+    def _needed(self) -> set[int]:
+        """The steps whose files must stay; -1: none."""
+        return {self._common, self._copied, self._ticket, self._pinned}
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Closes the tier at the end of the attempt, as an `ExitStack` callback.
@@ -402,7 +401,8 @@ class MemoryTier:
             if delete:
                 self._slots.unlink()
             return
-        self._costs.last = self._known = self._optimizer = self._latest = self._unsealed = None
+        self._costs.unread.clear()
+        self._known = self._optimizer = self._latest = None
         self._slots.close(delete=delete)
 
     # The training thread's part -------------------------------------------------------------------
@@ -416,11 +416,7 @@ class MemoryTier:
         values = [value for state in self._optimizer.state.values() for value in state.values()]
         values += [self.apart is not None and self.apart.outer.differs]
         known = self._known
-        if (
-            known is None
-            or len(known[0]) != len(values)
-            or any(a is not b for a, b in zip(known[0], values, strict=True))
-        ):
+        if known is None or not same_objects(known[0], values):
             slices = gather()
             self._known = known = (values, slices)
             if any(part.moving or part.python for group in slices for part in group):
@@ -429,38 +425,13 @@ class MemoryTier:
 
     def _take(self, done: int, slices: State, extra: str, copy: bool) -> None:
         started = time.perf_counter()
-        steps = {self._common, self._copied, self._ticket, self._pinned, self._taken}
-        keep = [self._slots.of_step(slot.step) for slot in self._slots.slots if slot.step in steps]
-        free = [slot for slot in self._slots.slots if slot not in keep and slot is not self._unsealed]
-        slot = min(free, key=lambda slot: -1 if slot.step is None else slot.step)
-        snapshot, about = self._slots.copy(slot, slices, self.committed)
+        slot = self._slots.next(self._needed | {self._taken})
+        snapshot = self._latest = self._slots.copy(slot, slices, self.committed)
         self._taken = self._expected = done
-        self._latest, self._unsealed = snapshot, slot
-        self._costs.last, self._costs.last_s = snapshot, time.perf_counter() - started
+        cost_s = time.perf_counter() - started
         if copy:
             self._ticket = done
-        self._jobs.put(lambda: self._seal(slot, snapshot, done, about, extra))
-        if copy:
-            self._jobs.put(lambda: self._send(slot))
-
-    def _before_update(self, *_unused: Any) -> None:
-        self._slots.before_update()
-
-    def _record_cost(self) -> None:
-        """Records the cost of the last snapshot, once its file is complete.
-
-        The cost is the time that training waited, and on the CPU also the work of the other thread.
-        """
-        last = self._costs.last
-        if last is not None and self._own_step == self._taken:
-            self._costs.unread.append((self._costs.last_s, last.held))
-            self._costs.last = None
-        self._costs.read()
-
-    def _send(self, slot: Slot) -> None:
-        """Offers a complete snapshot to the partner; keeps it until every partner has it."""
-        if (sender := self._sender) is not None:
-            sender.offer(slot)
+        self._jobs.put(lambda: self._seal(slot, snapshot, done, extra, cost_s, copy))
 
     def _announce_ready(self, every: int) -> None:
         if self._announced:
@@ -480,26 +451,6 @@ class MemoryTier:
         if not self._superseded and safe > self._begun_at and self.seat.local_rank == 0:
             self._superseded = True
             self._slots.forget_earlier()
-
-    def _turn_off(self) -> None:
-        """Turns the tier off, on all ranks at the same step, because one of them failed."""
-        self.close(delete=True)
-        self._started = False
-        self.trouble = _OFF
-
-    def _do_with_fewer(self) -> None:
-        """Continues with two files of its own, on all ranks at the same step."""
-        if self._ready and self._own_step == self._expected:
-            self._slots.give_back(
-                OWN_FEWEST, keep={self._common, self._copied, self._ticket, self._own_step, self._pinned}
-            )
-
-    def _do_without_copies(self) -> None:
-        """Continues without copies, on all ranks at the same step; frees the files for the link."""
-        if self._sender is not None:
-            self._end_copies()
-        if self._ready and self._own_step == self._expected:
-            self._slots.give_back(OWN_ALONE, keep={self._common, self._own_step, self._pinned})
 
     def _end_copies(self) -> bool:
         self._ticket = self._copied = -1
@@ -543,11 +494,17 @@ class MemoryTier:
         self._slots.take_memory(files, size)
         self._ready = True
 
-    def _seal(self, slot: Slot, snapshot: Snapshot, step: int, about: dict[str, Any], extra: str) -> None:
-        seconds = self._slots.seal(slot, snapshot, step, about, extra)
-        if self.seat.device == "cpu":
-            self._costs.last_s += seconds
+    def _seal(self, slot: Slot, snapshot: Snapshot, step: int, extra: str, cost_s: float, copy: bool) -> None:
+        seconds = self._slots.seal(slot, snapshot, step, extra)
+        self._costs.unread.append((cost_s + (seconds if self.seat.device == "cpu" else 0.0), snapshot))
         self._own_step = step
+        if copy:
+            self._offer(slot)
+
+    def _offer(self, slot: Slot) -> None:
+        """Sends a complete snapshot to the partner; keeps it until every partner has it."""
+        if (sender := self._sender) is not None:
+            sender.offer(slot)
 
     def _fail(self, why: str, trouble: int) -> None:
         with self._lock:  # the training thread fails, too

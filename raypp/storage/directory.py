@@ -82,13 +82,13 @@ class DirectoryStore:
 
     Args:
         root: An absolute path; created by the first write.
-        public: Files and folders get the modes that the umask leaves. Else only their owner may
-            read them.
     """
 
-    def __init__(self, root: Path, *, public: bool = False) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.public = public
+        self.public = False
+        """Files and folders get the modes that the umask leaves. Else only their owner may read
+        them."""
         self._links: bool | None = None
 
     @property
@@ -252,12 +252,12 @@ class DirectoryStore:
 
         Earlier versions had one folder, of the user who wrote first.
         """
-        found, before = [self._temporary()], self.root / _TEMPORARY
+        folders, before = [self._temporary()], self.root / _TEMPORARY
         with contextlib.suppress(OSError):
             status = before.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                found.append(before)
-        return found
+                folders.append(before)
+        return folders
 
     def _opened(self, path: Path, key: str) -> BinaryIO:
         """Opens a regular file; never waits, as opening a FIFO would."""

@@ -37,8 +37,8 @@ def walk(root: Path, prefix: str, without: str) -> Iterator[ObjectInfo]:
     def below(folder: str, status: os.stat_result, around: tuple[tuple[int, int], ...] = ()) -> Iterator[ObjectInfo]:
         nonlocal entries, links
         around = (*around, (status.st_dev, status.st_ino))
-        with os.scandir(root / folder) as found:
-            names = [entry.name for entry in islice(found, MOST_LISTED + 1)]
+        with os.scandir(root / folder) as listing:
+            names = [entry.name for entry in islice(listing, MOST_LISTED + 1)]
         if len(names) > MOST_LISTED:
             raise _too_many(root, folder, "files", MOST_LISTED)
         for name in sorted(names):
@@ -75,5 +75,5 @@ def walk(root: Path, prefix: str, without: str) -> Iterator[ObjectInfo]:
     yield from below(first, (root / first).stat())
 
 
-def _too_many(root: Path, folder: str, what: str, most: int) -> StoreError:
-    return StoreError(Problem(str(root / folder), f"holds more than {most:,} {what}", "use a folder of its own"))
+def _too_many(root: Path, folder: str, content: str, most: int) -> StoreError:
+    return StoreError(Problem(str(root / folder), f"holds more than {most:,} {content}", "use a folder of its own"))

@@ -167,15 +167,15 @@ class OtherTraffic:
 
     def __init__(self, is_here: Callable[[str, str], bool] | None = None) -> None:
         self._is_here = is_here or _same_host
-        self._found: list[int] = []
+        self._descriptors: list[int] = []
         self._listed_at = -_LIST_EVERY_S
 
     def is_under_way(self) -> bool:
         """Returns whether a connection has a message under way. False where nobody can tell."""
         now = time.monotonic()
         if now - self._listed_at >= _LIST_EVERY_S:
-            self._found, self._listed_at = self._list(), now
-        return any(_unacknowledged(descriptor) >= _LEAST_BYTES for descriptor in self._found)
+            self._descriptors, self._listed_at = self._list(), now
+        return any(_unacknowledged(descriptor) >= _LEAST_BYTES for descriptor in self._descriptors)
 
     def _list(self) -> list[int]:
         if not _FDS.is_dir():

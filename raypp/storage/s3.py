@@ -175,8 +175,9 @@ class S3Store:
         usual_s = SILENCE_S if self.patience.budget is None else COMMAND_SILENCE_S
         self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s, usual_s)
         self.sums = UploadSums(self)
-        self._exclusive = ExclusiveCreate(self)
         self._deletes_singly = False
+        self._honours_condition: bool | None = None
+        self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -195,16 +196,15 @@ class S3Store:
     def put(self, key: str, data: Data, *, if_absent: bool = False) -> None:
         name, body = self.name_of(key), bytes(data)
         if if_absent:
-            self._exclusive.create(key, body)
+            create = self.put_if_none_match if self._condition_is_honoured() else partial(create_by_bids, self)
+            create(key, body)
         else:
-            sums = self.sums.of(body)
-            self.ask(key, lambda client: client.put_object(Bucket=self.bucket, Key=name, Body=body, **sums))
+            self.send(key, "put_object", Key=name, Body=body, **self.sums.of(body))
 
     def put_stream(self, key: str, chunks: Iterable[Data], size: int) -> None:
         if size <= self.part_bytes and isinstance(chunks, MemorySource):
             name, body = self.name_of(key), PartBody(chunks, 0, chunks.size)
-            sums = self.sums.of(body)
-            self.ask(key, partial(_send, operation="put_object", Bucket=self.bucket, Key=name, Body=body, **sums))
+            self.send(key, "put_object", Key=name, Body=body, **self.sums.of(body))
         elif size <= self.part_bytes:
             self.put(key, b"".join(cut_into_parts(key, chunks, size, self.part_bytes)))
         else:
@@ -231,14 +231,13 @@ class S3Store:
         return self.ask(key, read)
 
     def head(self, key: str) -> ObjectInfo | None:
-        name, place = self.name_of(key), f"{self.url}/{key}"
         try:
-            found = self.ask(key, lambda client: client.head_object(Bucket=self.bucket, Key=name))
+            answer = self.send(key, "head_object", Key=self.name_of(key))
         except NotFound:
             return None
-        return ObjectInfo(
-            key, object_size(found.get("ContentLength"), place), seconds(found.get("LastModified"), place)
-        )
+        place = f"{self.url}/{key}"
+        size = object_size(answer.get("ContentLength"), place)
+        return ObjectInfo(key, size, seconds(answer.get("LastModified"), place))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for info in self.list_all(prefix):
@@ -249,12 +248,12 @@ class S3Store:
         """Lists like `list`, including raypp's own bids."""
         full = self._below + check_prefix(prefix)
         ask = self._page_of("list_objects_v2", prefix, full)
-        return objects(ask, self._below, full, self.url, self.patience.budget)
+        return objects(ask, self._below, full, self.url)
 
     def _page_of(self, operation: str, prefix: str, full: str) -> Callable[[dict[str, Any]], Any]:
         def ask(more: dict[str, Any]) -> Any:
             for wait_s in (*_INCOMPLETE_S, 0.0):
-                answer = self.ask(prefix, partial(_send, operation=operation, Bucket=self.bucket, Prefix=full, **more))
+                answer = self.send(prefix, operation, Prefix=full, **more)
                 if wait_s == 0.0 or not lacks_times(answer):
                     return answer
                 time.sleep(wait_s)
@@ -279,11 +278,8 @@ class S3Store:
                 self._delete_singly(batch)
 
     def _delete_together(self, names: Sequence[str]) -> None:
-        objects: Any = [{"Key": name} for name in names]
-        answer: Any = self.ask(
-            names[0][len(self._below) :],
-            partial(_send, operation="delete_objects", Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True}),
-        )
+        wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+        answer = self.send(names[0][len(self._below) :], "delete_objects", Delete=wanted)
         for refused in answer.get("Errors", []):
             if refused.get("Code") not in ("NoSuchKey", "404"):
                 raise StoreError(
@@ -296,10 +292,7 @@ class S3Store:
     def _delete_singly(self, names: Sequence[str]) -> None:
         def delete(name: str) -> None:
             with suppress(NotFound):  # S3 answers 204, some servers 404
-                self.ask(
-                    name[len(self._below) :],
-                    partial(_send, operation="delete_object", Bucket=self.bucket, Key=name),
-                )
+                self.send(name[len(self._below) :], "delete_object", Key=name)
 
         with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="raypp-delete") as pool:
             for _ in pool.map(delete, names):  # an error cancels those that have not begun
@@ -308,33 +301,27 @@ class S3Store:
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         full = self._below + check_prefix(prefix)
         ask = self._page_of("list_multipart_uploads", prefix, full)
-        return uploads(ask, self._below, full, self.url, self.patience.budget)
+        return uploads(ask, self._below, full, self.url)
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         for one in unfinished:
-            name = self.name_of(one.key)
-            try:
-                self.ask(
-                    one.key,
-                    partial(_send, operation="abort_multipart_upload", Bucket=self.bucket, Key=name, UploadId=one.id),
-                )
-            except NotFound:
-                continue
+            with suppress(NotFound):
+                self.send(one.key, "abort_multipart_upload", Key=self.name_of(one.key), UploadId=one.id)
 
     def limitations(self) -> tuple[Problem, ...]:
-        honoured = self._exclusive.condition_is_honoured()  # its probe deletes, too
-        found = () if honoured else (limitation(self.url),)
-        return (*found, _singly(self.url)) if self._deletes_singly else found
+        honoured = self._condition_is_honoured()  # its probe deletes, too
+        problems = () if honoured else (limitation(self.url),)
+        return (*problems, _singly(self.url)) if self._deletes_singly else problems
 
     def probe(self) -> None:
         # List first: an error response to it contains the reason, one to HEAD has no body.
-        self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+        self.send("", "list_objects_v2", MaxKeys=1)
         probe_by_writing(self)
 
     def create_bucket(self) -> None:
         """Creates the bucket if it does not exist. Only for callers that were asked to."""
         try:
-            self.ask("", lambda client: client.list_objects_v2(Bucket=self.bucket, MaxKeys=1))
+            self.send("", "list_objects_v2", MaxKeys=1)
         except BucketMissing:
             region = self._clients.current.meta.region_name
             where: Any = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
@@ -347,6 +334,15 @@ class S3Store:
                         raise
 
             self.ask("", create)
+
+    def _condition_is_honoured(self) -> bool:
+        """Returns whether the server honours If-None-Match: probed once, then remembered."""
+        with self._lock:
+            if self._honours_condition is None:
+                self._honours_condition = probe_condition(self)
+                if not self._honours_condition:
+                    log.warning("%s", limitation(self.url))
+            return self._honours_condition
 
     def put_if_none_match(self, key: str, data: Data) -> None:
         """Writes an object with If-None-Match: *.
@@ -382,6 +378,10 @@ class S3Store:
         # 409: another conditional write of the key is in progress (AWS). It decides; retry after
         # it.
         self.ask(key, write, also=lambda error: status_of(error) == CONFLICT)
+
+    def send(self, key: str, operation: str, **request: Any) -> Any:
+        """Sends one of boto3's requests about this bucket; see `ask`."""
+        return self.ask(key, lambda client: getattr(client, operation)(Bucket=self.bucket, **request))
 
     def ask(
         self, key: str, request: Callable[[S3Client], T], also: Callable[[BaseException], bool] = lambda _: False
@@ -427,12 +427,10 @@ class S3Store:
             if failing and budget is not None:
                 budget.end()
 
-    def ask_once(self, request: Callable[[S3Client], T]) -> T | None:
-        """Sends a request once; returns None if it fails. For clean-up after another failure."""
-        try:
-            return request(self._clients.current)
-        except Exception:  # noqa: BLE001 - see above
-            return None
+    def send_once(self, operation: str, **request: Any) -> None:
+        """Sends a request like `send`, but once, whatever follows: to clean up after a failure."""
+        with suppress(Exception):
+            getattr(self._clients.current, operation)(Bucket=self.bucket, **request)
 
     @property
     def _below(self) -> str:
@@ -441,42 +439,6 @@ class S3Store:
     def name_of(self, key: str) -> str:
         """Returns an object's name in the bucket."""
         return self._below + check_key(key)
-
-
-class ExclusiveCreate:
-    """Creates objects that do not exist yet, in the way that the server supports.
-
-    Args:
-        store: The store to write to.
-        dead_bid_s: See DEAD_BID_S.
-    """
-
-    def __init__(self, store: S3Store, dead_bid_s: float = DEAD_BID_S) -> None:
-        self._store = store
-        self._dead_bid_s = dead_bid_s
-        self._honoured: bool | None = None
-        self._lock = threading.Lock()
-
-    def create(self, key: str, data: Data) -> None:
-        """Creates the object.
-
-        Raises:
-            AlreadyExists: It exists.
-            StoreError: The write failed.
-        """
-        if self.condition_is_honoured():
-            self._store.put_if_none_match(key, data)
-        else:
-            create_by_bids(self._store, key, data, self._dead_bid_s)
-
-    def condition_is_honoured(self) -> bool:
-        """Returns whether the server honours If-None-Match: probed once, then remembered."""
-        with self._lock:
-            if self._honoured is None:
-                self._honoured = probe_condition(self._store)
-                if not self._honoured:
-                    log.warning("%s", limitation(self._store.url))
-            return self._honoured
 
 
 def limitation(url: str) -> Problem:
@@ -573,7 +535,3 @@ def _singly(url: str) -> Problem:
         "for each; removing old checkpoints takes longer",
         "nothing needs to be done",
     )
-
-
-def _send(client: S3Client, operation: str, **request: Any) -> Any:
-    return getattr(client, operation)(**request)

@@ -259,13 +259,13 @@ def settings_of_profile() -> dict[str, str]:
     server = S3Clients().endpoint
     import boto3
 
-    found = {}
+    settings = {}
     if server and not _endpoint_in_environment():
-        found["AWS_ENDPOINT_URL_S3"] = server
+        settings["AWS_ENDPOINT_URL_S3"] = server
     region_is_set = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if not region_is_set and (region := boto3.Session().region_name):
-        found["AWS_REGION"] = region
-    return found
+        settings["AWS_REGION"] = region
+    return settings
 
 
 def _identity(credentials: Any) -> object:
@@ -412,13 +412,13 @@ def translated(error: Exception, store: S3Store, key: str, tried: str = "") -> E
         key: The object's key; empty if the request was about no object.
         tried: Number and duration of tries, as text, for temporary failures.
     """
-    found = _translated(error, store, key, tried)
+    answer = _translated(error, store, key, tried)
     code = code_of(error)
-    if not store.proxy or not isinstance(found, StoreError) or (code and not code.isdigit()):
-        return found
-    (problem,) = found.problems
+    if not store.proxy or not isinstance(answer, StoreError) or (code and not code.isdigit()):
+        return answer
+    (problem,) = answer.problems
     fix = f"{FIX}, or check the proxy; otherwise {problem.fix}" if problem.fix else FIX
-    return type(found)(replace(problem, what=f"through {store.proxy}: {problem.what}", fix=fix))
+    return type(answer)(replace(problem, what=f"through {store.proxy}: {problem.what}", fix=fix))
 
 
 def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Exception:

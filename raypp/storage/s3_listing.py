@@ -4,7 +4,6 @@ of the length that was asked for or announced; numbers that can be sizes."""
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -20,12 +19,10 @@ from raypp.storage.store import (
     problem_of_key,
     too_large,
 )
-from raypp.storage.store_retry import Budget
 from raypp.untrusted.text import visible
 
 _EMPTY_PAGES = 100
 _KEYS_OF_A_PAGE = 10
-_LISTING_TIMES = 4
 _SKIPPED_BYTES = 1 << 20
 _LARGEST_OBJECT = 1 << 50
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
@@ -35,7 +32,7 @@ Ask = Callable[[dict[str, Any]], Any]
 """Sends the request for a page: (arguments that continue the listing) -> the parsed answer."""
 
 
-def objects(ask: Ask, below: str, full: str, url: str, budget: Budget | None) -> Iterator[ObjectInfo]:
+def objects(ask: Ask, below: str, full: str, url: str) -> Iterator[ObjectInfo]:
     """Yields the objects of a ListObjectsV2.
 
     Args:
@@ -43,22 +40,11 @@ def objects(ask: Ask, below: str, full: str, url: str, budget: Budget | None) ->
         below: Prefix of every key of the store; it is taken off.
         full: Prefix that was asked for.
         url: The store, for errors.
-        budget: Bounds the time of a command's requests; None in training.
 
     Raises:
         WrongAnswer: The listing does not move on, is without end, or is not one.
     """
-    foreign = ForeignNames(url)
-    for entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), url, budget):
-        name = _text(entry, "Key", url)
-        _check_prefix(name, full, url)
-        if name.endswith("/"):
-            continue  # some servers list folders as empty objects
-        key = name[len(below) :]
-        problem = problem_of_key(key)
-        if problem:
-            foreign.pass_over(key, problem)
-            continue
+    for key, entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), below, full, url):
         place = f"{url}/{key}"
         yield ObjectInfo(key, object_size(entry.get("Size"), place), seconds(entry.get("LastModified"), place))
 
@@ -70,35 +56,38 @@ def lacks_times(page: Any) -> bool:
     return isinstance(entries, list) and any(isinstance(one, dict) and "LastModified" not in one for one in entries)
 
 
-def uploads(ask: Ask, below: str, full: str, url: str, budget: Budget | None) -> Iterator[Unfinished]:
+def uploads(ask: Ask, below: str, full: str, url: str) -> Iterator[Unfinished]:
     """Yields the uploads of a ListMultipartUploads; see `objects`."""
-    foreign = ForeignNames(url)
-    for entry in _entries(ask, "Uploads", ("KeyMarker", "NextKeyMarker"), url, budget):
-        name = _text(entry, "Key", url)
-        if not name.startswith(full):
-            continue  # some servers ignore the prefix
-        key = name[len(below) :]
-        problem = problem_of_key(key)
-        if problem:
-            foreign.pass_over(key, problem)
-            continue
+    for key, entry in _entries(ask, "Uploads", ("KeyMarker", "NextKeyMarker"), below, full, url):
         yield Unfinished(key, _text(entry, "UploadId", url), seconds(entry.get("Initiated"), f"{url}/{key}"))
 
 
-def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str, budget: Budget | None) -> Iterator[Any]:
-    """Yields the entries of all pages."""
+def _entries(
+    ask: Ask, field: str, marker: tuple[str, str], below: str, full: str, url: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of all pages, with their keys in the store."""
+    foreign = ForeignNames(url)
     more: dict[str, Any] = {}
     seen: set[tuple[Any, ...]] = set()
     count = 0
-    spent = 0.0
     while True:
-        begun = time.monotonic()
         page = ask(more)
-        spent += time.monotonic() - begun
         if "IsTruncated" not in page:
             raise wrong(url, "the server's answer is not a listing")
         entries = page.get(field, [])
-        yield from entries
+        for entry in entries:
+            name = _text(entry, "Key", url)
+            key = name[len(below) :]
+            if not name.startswith(full):
+                if field == "Uploads":
+                    continue  # some servers ignore the prefix
+                raise wrong(url, f"the server lists {visible(repr(name[:100]))}, which is not below {full!r}")
+            if name.endswith("/"):
+                continue  # some servers list folders as empty objects
+            if problem := problem_of_key(key):
+                foreign.pass_over(key, problem)
+            else:
+                yield key, entry
         count += len(entries)
         if not page["IsTruncated"]:
             return
@@ -112,12 +101,6 @@ def _entries(ask: Ask, field: str, marker: tuple[str, str], url: str, budget: Bu
         seen.add(token)
         if count > MOST_LISTED or len(seen) > _EMPTY_PAGES + count / _KEYS_OF_A_PAGE:
             raise wrong(url, f"the listing does not end: {count:,} objects on {len(seen):,} pages")
-        if budget is not None and spent > _LISTING_TIMES * budget.total_s:
-            raise wrong(
-                url,
-                f"the listing did not end in {spent:.0f} s: {count:,} objects on {len(seen):,} pages; "
-                "RAYPP_STORE_PATIENCE_S allows more",
-            )
 
 
 def _text(entry: Any, field: str, url: str) -> str:
@@ -127,18 +110,13 @@ def _text(entry: Any, field: str, url: str) -> str:
     return value
 
 
-def _check_prefix(name: str, full: str, url: str) -> None:
-    if not name.startswith(full):
-        raise wrong(url, f"the server lists {visible(repr(name[:100]))}, which is not below {full!r}")
-
-
 class WrongAnswer(StoreError):
     """The server answered something that cannot be true."""
 
 
-def wrong(place: str, what: str) -> WrongAnswer:
+def wrong(place: str, problem: str) -> WrongAnswer:
     """Returns the error for an answer that cannot be true."""
-    return WrongAnswer(Problem(place, what, _FIX))
+    return WrongAnswer(Problem(place, problem, _FIX))
 
 
 def object_size(value: Any, place: str) -> int:
@@ -202,11 +180,11 @@ def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: 
 
 def _length_of_range(content_range: Any, first: int, end: int | None, place: str) -> int:
     """Returns the length of the range that a server says it sends, if it is the wanted one."""
-    found = _RANGE.fullmatch(str(content_range).strip())
+    match = _RANGE.fullmatch(str(content_range).strip())
     asked = f"{first}-{'' if end is None else end - 1}"
-    if found is not None:
-        begin, last = int(found[1]), int(found[2])
-        total = None if found[3] == "*" else int(found[3])
+    if match is not None:
+        begin, last = int(match[1]), int(match[2])
+        total = None if match[3] == "*" else int(match[3])
         ends = [one for one in (end, total) if one is not None]
         # Up to the wanted end, or that of the object, which a server need not tell.
         complete = last + 1 == min(ends) if total is not None else last + 1 <= min(ends, default=last + 1)

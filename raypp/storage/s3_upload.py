@@ -24,7 +24,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -66,14 +66,12 @@ def upload_in_parts(server: S3Store, key: str, name: str, chunks: Iterable[Data]
         size: Total bytes.
     """
     summed: Any = {"ChecksumAlgorithm": _ALGORITHM} if server.sums.compared() else {}
-    upload = server.ask(
-        key, lambda client: client.create_multipart_upload(Bucket=server.bucket, Key=name, **summed)["UploadId"]
-    )
+    upload = server.send(key, "create_multipart_upload", Key=name, **summed)["UploadId"]
     try:
         parts = _upload_parts(server, key, name, upload, chunks, size)
         _complete(server, key, name, upload, parts)
     except BaseException:
-        server.ask_once(lambda client: client.abort_multipart_upload(Bucket=server.bucket, Key=name, UploadId=upload))
+        server.send_once("abort_multipart_upload", Key=name, UploadId=upload)
         raise
 
 
@@ -83,16 +81,10 @@ def _complete(server: S3Store, key: str, name: str, upload: str, parts: list[dic
     If the response of an earlier try was lost, the upload no longer exists, because the object
     does: then the object's ETag is checked.
     """
-    more: Any = {"Parts": parts}
     try:
-        server.ask(
-            key,
-            lambda client: client.complete_multipart_upload(
-                Bucket=server.bucket, Key=name, UploadId=upload, MultipartUpload=more
-            ),
-        )
+        server.send(key, "complete_multipart_upload", Key=name, UploadId=upload, MultipartUpload={"Parts": parts})
     except NotFound:
-        tag = server.ask(key, lambda client: client.head_object(Bucket=server.bucket, Key=name)["ETag"])
+        tag = server.send(key, "head_object", Key=name)["ETag"]
         if tag.strip('"') != _tag_of_parts(parts):
             raise
 
@@ -111,38 +103,32 @@ def _upload_parts(
     server: S3Store, key: str, name: str, upload: str, chunks: Iterable[Data], size: int
 ) -> list[dict[str, Any]]:
     """Uploads the parts as the chunks arrive; returns what the completion needs."""
-    in_memory = isinstance(chunks, MemorySource) and not chunks.pace.bytes_per_s  # larger parts take no more memory
-    even = min(-(-size // (_ROUNDS * PARTS_IN_FLIGHT)), 2 * server.part_bytes) if in_memory else 0
-    part_bytes = max(server.part_bytes, even, -(-size // _MOST_PARTS))
-    futures: list[Future[dict[str, Any]]] = []
-
-    def send(number: int, body: Any) -> dict[str, Any]:
-        own = server.sums.of(body)
-
-        def request(client: S3Client) -> Any:
-            if hasattr(body, "seek"):
-                body.seek(0)  # an earlier try may have read a part of it
-            return client.upload_part(
-                Bucket=server.bucket, Key=name, UploadId=upload, PartNumber=number, Body=body, **own
-            )
-
-        answer = server.ask(key, request)
-        sums = {field: answer[field] for field in answer if field.startswith("Checksum") and field != "ChecksumType"}
-        sums.update(own)
-        return {"PartNumber": number, "ETag": answer["ETag"], **sums}
-
+    bodies: Iterable[bytes | PartBody]
+    part_bytes = max(server.part_bytes, -(-size // _MOST_PARTS))
     if isinstance(chunks, MemorySource):
-        return send_parts(chunks, part_bytes, PARTS_IN_FLIGHT, send)
+        if not chunks.pace.bytes_per_s:  # larger parts take no more memory
+            part_bytes = max(part_bytes, min(-(-size // (_ROUNDS * PARTS_IN_FLIGHT)), 2 * server.part_bytes))
+        bodies = (PartBody(chunks, at, min(at + part_bytes, size)) for at in range(0, size, part_bytes))
+    else:
+        bodies = cut_into_parts(key, chunks, size, part_bytes)
+
+    def send(number: int, body: bytes | PartBody) -> dict[str, Any]:
+        own = server.sums.of(body)
+        answer = server.send(key, "upload_part", Key=name, UploadId=upload, PartNumber=number, Body=body, **own)
+        sums = {field: answer[field] for field in answer if field.startswith("Checksum") and field != "ChecksumType"}
+        return {"PartNumber": number, "ETag": answer["ETag"], **sums, **own}
+
+    futures: list[Future[dict[str, Any]]] = []
     with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="raypp-upload") as pool:
         try:
-            for number, part in enumerate(cut_into_parts(key, chunks, size, part_bytes), start=1):
+            for number, body in enumerate(bodies, start=1):
                 running = [future for future in futures if not future.done()]
                 if len(running) >= PARTS_IN_FLIGHT:
                     wait(running, return_when="FIRST_COMPLETED")
                 for future in futures:
                     if future.done():
                         future.result()
-                futures.append(pool.submit(send, number, part))
+                futures.append(pool.submit(send, number, body))
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
@@ -231,39 +217,6 @@ class PartBody:
             fast = time.monotonic() - self._handed_at < _FAST_S
             self._piece_bytes = min(2 * self._piece_bytes, _LONGEST_PIECE) if fast else pace.piece_bytes
         return self._piece_bytes
-
-
-def send_parts(
-    source: MemorySource, part_bytes: int, in_flight: int, send: Callable[[int, PartBody], dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Sends all parts.
-
-    Args:
-        source: The object.
-        part_bytes: Size of each part but the last.
-        in_flight: Number of parts sent concurrently.
-        send: (number from 1, body) -> what the completion needs about this part; called in threads.
-
-    Returns:
-        What `send` returned, in the order of the parts.
-
-    Raises:
-        Whatever `send` raised first; parts not yet begun are then not sent.
-    """
-    starts = range(0, source.size, part_bytes)
-
-    def send_one(number: int, start: int) -> dict[str, Any]:
-        return send(number, PartBody(source, start, min(start + part_bytes, source.size)))
-
-    with ThreadPoolExecutor(in_flight, thread_name_prefix="raypp-upload") as pool:
-        futures = [pool.submit(send_one, number, start) for number, start in enumerate(starts, 1)]
-        wait(futures, return_when="FIRST_EXCEPTION")
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            if not future.cancelled() and (error := future.exception()) is not None:
-                raise error
-        return [future.result() for future in futures]
 
 
 def prepare_client(client: S3Client) -> None:

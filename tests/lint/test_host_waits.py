@@ -54,7 +54,7 @@ ALLOWED = {
     ("raypp.train.nonfinite.FiniteGuard._what", "tolist"): _HOST + ", of a step that is not finite",
     ("raypp.train.nonfinite._gathered", "tolist"): _HOST + ", of a step that is not finite",
     ("raypp.checkpoint.snapshot.Snapshot.data", "numpy"): _HOST + ": the bytes of a snapshot",
-    ("raypp.checkpoint.snapshot.SnapshotBuffer._copy_on_stream.rest", "synchronize"): _SAVER,
+    ("raypp.checkpoint.snapshot.SnapshotBuffer._copy.rest", "synchronize"): _SAVER,
     ("raypp.checkpoint.snapshot._Copy.wait", "synchronize"): _SAVER,
     ("raypp.parallel.outer_sync.OuterSync._exchanged", "cpu"): _OUTER,
     ("raypp.parallel.outer_sync.OuterSync._receive", "cpu"): _OUTER,

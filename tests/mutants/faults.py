@@ -247,8 +247,8 @@ FAULTS = [
     ),
     Fault(
         "commit-newer-format-is-read", _COMMIT,
-        "            raise\n        _check_format(data, key)\n",
-        "            raise\n",
+        "if version > FORMAT:",
+        "if False:",
         "a checkpoint of a newer raypp is read by the old rules",
     ),
     Fault(

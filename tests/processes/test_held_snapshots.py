@@ -24,7 +24,7 @@ def sealed(directory: Path) -> Slot:
     about = {"run": NAME.run, "attempt": NAME.attempt, "rank": NAME.rank, "keeper": keeper()}
     slot.begin(NAME, about)
     snapshot = SnapshotBuffer(slot.memory).take([slice_of("w", torch.ones(250))])
-    slot.seal(snapshot, 7, about, "{}")
+    slot.seal(snapshot, 7, "{}")
     return slot
 
 

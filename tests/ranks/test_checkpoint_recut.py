@@ -171,9 +171,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Sizes, Sizes],
     Changes between the same numbers of ranks share their processes.
     """
     roots = {move: tmp_path_factory.mktemp("recut") for move in (*MOVES, LARGE)}
-    found: dict[bool, dict[tuple[Sizes, Sizes], list]] = {}
+    results: dict[bool, dict[tuple[Sizes, Sizes], list]] = {}
     for save in (True, False):
-        found[save] = {}
+        results[save] = {}
         for world in range(1, 5):
             moves = [move for move in roots if world_of(move[0] if save else move[1]) == world]
             cases = [
@@ -181,8 +181,8 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Sizes, Sizes],
                 for move in moves
             ]
             if cases:
-                found[save] |= dict(zip(moves, run_in_turn(world, rank_life, cases), strict=True))
-    return {move: (root, found[True][move], found[False][move]) for move, root in roots.items()}
+                results[save] |= dict(zip(moves, run_in_turn(world, rank_life, cases), strict=True))
+    return {move: (root, results[True][move], results[False][move]) for move, root in roots.items()}
 
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: "-to-".join("pp{}dp{}fsdp{}".format(*sizes) for sizes in move))
@@ -191,9 +191,9 @@ def test_what_one_mesh_saved_another_loads_bit_for_bit(move: tuple[Sizes, Sizes]
     assert [result["step"] for result in wrote] == [2] * len(wrote)
     assert wrote[0]["events"] == ["committed"]
     assert [result["step"] for result in read] == [2] * len(read)
-    expected, found = merged(wrote), merged(read)
-    assert expected.keys() == found.keys() and len(expected) == LAYERS * 5 * 4
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, loaded = merged(wrote), merged(read)
+    assert expected.keys() == loaded.keys() and len(expected) == LAYERS * 5 * 4
+    assert all(torch.equal(expected[name], loaded[name]) for name in expected)
 
 
 def test_what_replicas_hold_alike_is_written_once(moved: Any) -> None:

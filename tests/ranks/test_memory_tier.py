@@ -52,9 +52,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, flo
     """Returns losses and final state of an undisturbed run without the memory tier."""
     root = tmp_path_factory.mktemp("undisturbed")
     lives = Lives(document(memory_tier=False), root, [root, root], [0, 0])
-    told = lives.attempt_once()
-    assert sorted(told.losses) == list(range(1, STEPS + 1)), told
-    return told.losses, lives.final_state()
+    attempt = lives.attempt_once()
+    assert sorted(attempt.losses) == list(range(1, STEPS + 1)), attempt
+    return attempt.losses, lives.final_state()
 
 
 @pytest.fixture
@@ -165,10 +165,10 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
 ) -> None:
     folder = shared_memory()
     lives = Lives(document(), tmp_path, [folder] * 2, [0, 0], {LIMIT_VARIABLE: "0.5"})
-    told = lives.attempt_once()
-    why = {event.message.split(",")[0] for event in told.of_kind("memory_tier_off")}
-    assert why and all(one.startswith("2 ranks of this node need 3 × ") for one in why), told.events
-    assert told.losses == undisturbed[0] and not list(folder.iterdir())
+    attempt = lives.attempt_once()
+    why = {event.message.split(",")[0] for event in attempt.of_kind("memory_tier_off")}
+    assert why and all(one.startswith("2 ranks of this node need 3 × ") for one in why), attempt.events
+    assert attempt.losses == undisturbed[0] and not list(folder.iterdir())
 
 
 @pytest.mark.slow

@@ -35,10 +35,10 @@ class Operator(Told):
 
 
 def life(rank: int, world: int, port: int, job: dict[str, Any], stop_at: int) -> tuple[int | None, list[Any]]:
-    told = Operator(stop_at)
+    reporter = Operator(stop_at)
     parsed = parse_job(job)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed), told)
-    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in told.events]
+    result = run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
+    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in reporter.events]
 
 
 def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:
 
 
 def steps_of(events: list[Any], kind: str) -> list[int]:
-    return [step for told, step, _ in events if told == kind]
+    return [step for of, step, _ in events if of == kind]
 
 
 def test_skipped_saves_are_skipped_by_all_ranks_alike_and_the_last_one_never(tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ class Early(Told):
 
 
 def early(rank: int, world: int, port: int, job: dict[str, Any]) -> list[int]:
-    told, parsed = Early(), parse_job(job)
-    run_rank(parsed, local_seat(rank, world, port, parsed), told)
-    return [event.step for event in told.events if event.kind == "committed" and event.step is not None]
+    reporter, parsed = Early(), parse_job(job)
+    run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
+    return [event.step for event in reporter.events if event.kind == "committed" and event.step is not None]
 
 
 def test_a_save_that_is_asked_for_before_the_first_step_is_made_after_it(tmp_path: Path) -> None:

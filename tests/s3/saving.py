@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ class Together:
     """Exchanges the announcements of several savers in one process."""
 
     def __init__(self) -> None:
-        self.said: dict[tuple[int, int], dict[str, Any]] = {}
+        self.messages: dict[tuple[int, int], dict[str, Any]] = {}
 
     def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        self.said[step, rank] = message
+        self.messages[step, rank] = message
 
-    def progress(self, step: int, rank: int, value: int) -> None:
-        pass
+    def telling(self, *_: Any) -> nullcontext[None]:
+        return nullcontext()
 
     def forget(self, step: int, ranks: Sequence[int]) -> None:
         pass
@@ -46,11 +47,11 @@ class Together:
         progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         end = time.monotonic() + timeout_s
-        while any((step, rank) not in self.said for rank in ranks):
+        while any((step, rank) not in self.messages for rank in ranks):
             if stopped() or time.monotonic() > end:
                 raise TimeoutError(f"not all of {list(ranks)} spoke")
             time.sleep(0.01)
-        return {rank: self.said[step, rank] for rank in ranks}
+        return {rank: self.messages[step, rank] for rank in ranks}
 
 
 class OneRank:
@@ -63,14 +64,14 @@ class OneRank:
     """
 
     def __init__(self, store: ObjectStore, run: str, keep: int = 9) -> None:
-        self.store, self.run, self.told = store, run, Told()
+        self.store, self.run, self.reporter = store, run, Told()
         torch.manual_seed(0)
         self.stage = nn.Linear(1024, 1500)
         self.optimizer = torch.optim.AdamW(self.stage.parameters())
         self.weights: dict[int, Tensor] = {}
         self.attempt = claim_next_attempt(store, run)
         seat = Seat(run, self.attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
-        self.saver = CheckpointSaver(store, run, {}, seat, Together(), self.told, keep=keep)
+        self.saver = CheckpointSaver(store, run, {}, seat, Together(), self.reporter, keep=keep)
 
     def save(self, step: int) -> None:
         """Takes one training step and starts to save it."""
@@ -86,7 +87,7 @@ class OneRank:
 
     def failures(self) -> str:
         """Returns the messages of all save_failed events."""
-        return "\n".join(event.message for event in self.told.events if event.kind == "save_failed")
+        return "\n".join(event.message for event in self.reporter.events if event.kind == "save_failed")
 
     def loads(self, store: ObjectStore, step: int) -> bool:
         """Returns whether a fresh model that loads this step gets the weights of that step."""
@@ -101,6 +102,6 @@ def committed(store: ObjectStore, run: str) -> list[int]:
 
 def newest(store: ObjectStore, run: str) -> tuple[int | None, list[str]]:
     """Returns the newest step that verifies, and the objects that invalidate newer steps."""
-    found = newest_usable(store, run)
-    objects = [problem.key for rejected in found.rejected for problem in rejected.problems]
-    return None if found.commit is None else found.commit.step, objects
+    newest = newest_usable(store, run)
+    objects = [problem.key for rejected in newest.rejected for problem in rejected.problems]
+    return None if newest.commit is None else newest.commit.step, objects

@@ -48,9 +48,9 @@ def test_of_two_attempts_at_once_the_newer_commits_and_the_older_is_told_why_not
         thread.join()
     older, newer = sorted(ranks, key=lambda rank: rank.attempt)
     assert (older.attempt, newer.attempt) == (1, 2)
-    assert newer.told.kinds() == ["committed"] * 3
-    assert older.told.kinds() == ["save_failed"] * 3
-    assert all("attempt 1 is over: attempt 2 has begun" in event.message for event in older.told.events)
+    assert newer.reporter.kinds() == ["committed"] * 3
+    assert older.reporter.kinds() == ["save_failed"] * 3
+    assert all("attempt 1 is over: attempt 2 has begun" in event.message for event in older.reporter.events)
     store = newer.store
     assert [checkpoint.step for checkpoint in list_checkpoints(store, "run")] == [1, 2, 3]
     for step in (1, 2, 3):
@@ -104,10 +104,10 @@ def test_a_death_at_any_request_leaves_the_old_or_the_new_state_whole(server: Se
         first.save(20)
         first.saver._thread.join()  # type: ignore[union-attr]
         store = server.store(BUCKET, prefix, part_bytes=PART)
-        found = newest_usable(store, "run")
-        assert found.commit is not None and found.rejected == ()
-        seen.add(found.commit.step)
-        assert set(first.told.kinds()) == {"committed"}, "the dead say nothing"
+        newest = newest_usable(store, "run")
+        assert newest.commit is not None and newest.rejected == ()
+        seen.add(newest.commit.step)
+        assert set(first.reporter.kinds()) == {"committed"}, "the dead say nothing"
         successor = OneRank(store, "run", keep=1)
         successor.save(30)
         assert successor.saver.wait() == 30

@@ -33,17 +33,17 @@ def store(server: Any) -> S3Store:
 
 def test_a_checkpoint_goes_to_s3_and_back_and_old_ones_go(store: S3Store, run: str) -> None:
     torch.manual_seed(0)
-    stage, told = nn.Linear(1024, 1500), Told()
+    stage, reporter = nn.Linear(1024, 1500), Told()
     optimizer = torch.optim.AdamW(stage.parameters())
     attempt = claim_next_attempt(store, run)
     seat = Seat(run, attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
-    saver = CheckpointSaver(store, run, {}, seat, Together(), told, keep=2)
+    saver = CheckpointSaver(store, run, {}, seat, Together(), reporter, keep=2)
     for step in (1, 2, 3):
         stage(torch.ones(2, 1024)).sum().backward()
         optimizer.step()
         saver.save(step, [stage], optimizer, {"data_position": {"row": step}})
     assert saver.wait() == 3
-    assert [event.kind for event in told.events if event.kind != "save_waited"] == ["committed"] * 3
+    assert [event.kind for event in reporter.events if event.kind != "save_waited"] == ["committed"] * 3
     assert [checkpoint.step for checkpoint in list_checkpoints(store, run)] == [2, 3]
     assert list(store.list(f"{run}/step-00000001")) == []
 
@@ -59,9 +59,9 @@ def test_a_checkpoint_goes_to_s3_and_back_and_old_ones_go(store: S3Store, run: s
     data = bytearray(store.get(bad))
     data[len(data) // 2] ^= 1
     store.put(bad, data)
-    found = newest_usable(store, run)
-    assert found.commit is not None and found.commit.step == 2
-    assert found.rejected[0].problems[0].key == bad
+    newest = newest_usable(store, run)
+    assert newest.commit is not None and newest.commit.step == 2
+    assert newest.rejected[0].problems[0].key == bad
 
     claim_next_attempt(store, run)
     with pytest.raises(StaleAttemptError):
@@ -79,11 +79,11 @@ class Layers(nn.Module):
 @pytest.mark.slow
 @pytest.mark.gate
 def test_what_two_stages_wrote_one_stage_reads_and_back(store: S3Store, run: str) -> None:
-    attempt, together, told = claim_next_attempt(store, run), Together(), Told()
+    attempt, together, reporter = claim_next_attempt(store, run), Together(), Told()
     stages, savers = [Layers(0, 1), Layers(2)], []
     for rank, stage in enumerate(stages):
         seat = Seat(run, attempt, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
-        savers.append(CheckpointSaver(store, run, {}, seat, together, told, keep=2))
+        savers.append(CheckpointSaver(store, run, {}, seat, together, reporter, keep=2))
         optimizer = torch.optim.AdamW(stage.parameters())
         sum(parameter.sum() for parameter in stage.parameters()).backward()
         optimizer.step()

@@ -67,8 +67,8 @@ def test_a_server_that_ignores_the_condition_is_found_out_and_told_once(
     with caplog.at_level(logging.WARNING):
         store.probe()
         store.put("again", b"", if_absent=True)
-    (told,) = store.limitations()
-    assert told.key == store.url and "ignores If-None-Match" in told.what and "bids" in told.what
+    (limitation,) = store.limitations()
+    assert limitation.key == store.url and "ignores If-None-Match" in limitation.what and "bids" in limitation.what
     assert sum("ignores If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
 

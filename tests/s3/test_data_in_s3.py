@@ -108,9 +108,9 @@ def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     mixed = {"kind": "mixture", "parts": [*parts, {"kind": "text", "path": "s3://no-such-bucket/x"}]}
     job = Job.model_validate({"name": "s3", "data": mixed})
     assert check_data(job) == []
-    found = check_data(job, stores=True)
-    assert [problem.key for problem in found] == ["data.parts[1].path", "data.parts[2].path"]
-    assert "no object at" in found[0].what and "no-such-bucket" in found[1].what
+    problems = check_data(job, stores=True)
+    assert [problem.key for problem in problems] == ["data.parts[1].path", "data.parts[2].path"]
+    assert "no object at" in problems[0].what and "no-such-bucket" in problems[1].what
 
 
 @pytest.mark.slow

@@ -121,6 +121,6 @@ def test_the_doctor_says_how_objects_are_deleted(
     answer: dict[str, Any] = NodeProbe("00" * 16).try_store(url, "mark")
     assert "error" not in answer
     nodes = [{"ip": ip, "hidden_from_it": [], **answer} for ip in ("10.0.0.1", "10.0.0.2")]
-    found = findings({"nodes": [{"ip": "10.0.0.1", "error": ""}], "links": [], "store": {"url": url, "nodes": nodes}})
-    (told,) = [one.problem for one in found if "DeleteObjects" in one.problem.what]
-    assert told.what.startswith(url)
+    report = findings({"nodes": [{"ip": "10.0.0.1", "error": ""}], "links": [], "store": {"url": url, "nodes": nodes}})
+    (problem,) = [one.problem for one in report if "DeleteObjects" in one.problem.what]
+    assert problem.what.startswith(url)

@@ -42,11 +42,11 @@ def test_unfinished_uploads_and_uncommitted_objects_of_older_attempts_go_and_not
     begin_upload(store, rank_key(run, 2, 2, 0))
     begin_upload(store, rank_key(f"{run}-other", 2, 1, 0))
 
-    found = find_leftovers(store, run)
-    assert [upload.key for upload in found.uploads] == [rank_key(run, 2, 1, 0)]
-    assert [info.key for info in found.objects] == [rank_key(run, 2, 1, 1)]
-    assert [upload.key for upload in found.under_way] == [rank_key(run, 2, 2, 0)]
-    remove_leftovers(store, run, found)
+    leftovers = find_leftovers(store, run)
+    assert [upload.key for upload in leftovers.uploads] == [rank_key(run, 2, 1, 0)]
+    assert [info.key for info in leftovers.objects] == [rank_key(run, 2, 1, 1)]
+    assert [upload.key for upload in leftovers.under_way] == [rank_key(run, 2, 2, 0)]
+    remove_leftovers(store, run, leftovers)
     assert not find_leftovers(store, run)
     assert [upload.key for upload in store.unfinished(f"{run}/")] == [rank_key(run, 2, 2, 0)]
     assert len(list(store.unfinished(f"{run}-other/"))) == 1
@@ -62,10 +62,10 @@ def test_an_attempt_removes_at_its_start_what_the_ones_before_left(store: S3Stor
     store.put(rank_key(run, 5, 1, 0), b"1234")
     removed = []
     for _ in range(2):
-        told = Told()
+        reporter = Told()
         seat = Seat(run, claim_next_attempt(store, run), 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
-        look_after_store(store, run, seat, told).join(60)
-        (event,) = told.events
+        look_after_store(store, run, seat, reporter).join(60)
+        (event,) = reporter.events
         assert event.kind == "leftovers_removed"
         removed.append(event.details["objects"])
     assert removed == [[rank_key(run, 5, 1, 3)], [rank_key(run, 5, 1, 0)]]

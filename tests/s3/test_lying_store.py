@@ -14,11 +14,12 @@ from seaweed import BUCKET
 
 from raypp.cli.main import run as raypp
 from raypp.clusters.seaweed import SeaweedServer
+from raypp.errors import RayppError
 from raypp.observe.json_lines import LogLine
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import Event, RunState, StepReport
-from raypp.storage import StoreError, open_store
+from raypp.storage import open_store, s3_listing
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience, bounded_command
 
@@ -66,6 +67,7 @@ def place(seaweed_server: SeaweedServer, tmp_path_factory: pytest.TempPathFactor
         patch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
         patch.setenv("RAYPP_STORE_PATIENCE_S", "0.3")
         patch.setenv("RAYPP_STORE_TIMEOUT_S", "0.3")
+        patch.setattr(s3_listing, "MOST_LISTED", 10_000)  # a million objects take half a minute
         yield proxy
 
 
@@ -86,7 +88,7 @@ def command(name: str, out: Path) -> int:
             store.probe()
             store.limitations()
             store.head("model/spec.json")
-        except StoreError as error:
+        except RayppError as error:
             assert error.problems[0].key and error.problems[0].what
             return error.exit_code
     return 0
@@ -107,7 +109,7 @@ def tell(
 ) -> list[tuple[str, int, str]]:
     """Runs commands on a store that lies; returns what each said."""
     place.add(LIES[lie][0], times=None, lie=LIES[lie][1])
-    said = []
+    answers = []
     for name in commands:
         capsys.readouterr()
         code = command(name, out / name)
@@ -115,8 +117,8 @@ def tell(
         both = text.out + text.err
         assert code in (0, 1, 2, 3) and "internal error" not in both and "Traceback" not in both, (name, both)
         assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in both), (name, both)
-        said.append((name, code, both))
-    return said
+        answers.append((name, code, both))
+    return answers
 
 
 @pytest.mark.parametrize("lie", TYPICAL)
@@ -143,9 +145,9 @@ def test_an_error_says_how_often_and_how_long_the_store_was_asked(
     monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "4")
     # Of several requests at once, one may fail only after the others have spent all the time.
     for lie, tries in (("503 for ever", r"tried \d+ times in \d+ s; "), ("bodies cut short", "")):
-        [(_, code, said)] = tell(place, lie, ["verify"], tmp_path, capsys)
+        [(_, code, output)] = tell(place, lie, ["verify"], tmp_path, capsys)
         assert code == 3
-        assert re.search(f"{tries}failed requests of a command may take 4 s", said), said
+        assert re.search(f"{tries}failed requests of a command may take 4 s", output), output
         place.clear()
 
 
@@ -155,8 +157,8 @@ def test_an_error_says_how_often_and_how_long_the_store_was_asked(
     ("lie", "words"),
     [
         ("a listing that continues with the same token", "does not move on"),
-        ("a listing of new tokens and the same keys", "did not end|does not end"),
-        ("a listing of one new key a page", "did not end|does not end"),
+        ("a listing of new tokens and the same keys", "does not end"),
+        ("a listing of one new key a page", "does not end"),
         ("listed sizes below 0", "has -1 bytes"),
         ("listings of another kind", "is not a listing"),
         ("bodies of another range", "were asked for"),
@@ -170,9 +172,9 @@ def test_an_error_names_the_lie(
     monkeypatch.setenv("RAYPP_STORE_TIMEOUT_S", "5")
     if "range" in lie:  # much comes before the lie is seen, which takes long on a busy machine
         monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "3")
-    [(_, code, said)] = tell(place, lie, ["logs" if "range" in lie else "list"], Path(), capsys)
+    [(_, code, output)] = tell(place, lie, ["logs" if "range" in lie else "list"], Path(), capsys)
     assert code == 3
-    assert re.search(words, " ".join(said.split())), said
+    assert re.search(words, " ".join(output.split())), output
 
 
 def test_a_redirect_takes_no_credentials_elsewhere(

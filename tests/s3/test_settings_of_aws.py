@@ -169,7 +169,7 @@ def test_botos_checksums_are_off_for_servers_that_are_not_aws_unless_they_are_as
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("RAYPP_S3_ADDRESSING_STYLE", "host", "not a way to address a bucket"),
         ("RAYPP_S3_REQUEST_PAYER", "me", "is not a payer"),
@@ -180,10 +180,10 @@ def test_botos_checksums_are_off_for_servers_that_are_not_aws_unless_they_are_as
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(
-    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(JobError, match=said):
+    with pytest.raises(JobError, match=message):
         open_store("s3://bucket/x")
 
 

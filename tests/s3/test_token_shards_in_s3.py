@@ -27,8 +27,8 @@ def rows(**data: Any) -> list[Any]:
     loader = open_loader(job(**data), 0, 1)
     steps = [loader.next_step() for _ in range(2)]
     loader.close()
-    found = [row for step in steps for microbatch in step for row in microbatch.rows]
-    return [(row.tokens.tolist(), row.labels.tolist()) for row in found]
+    rows = [row for step in steps for microbatch in step for row in microbatch.rows]
+    return [(row.tokens.tolist(), row.labels.tolist()) for row in rows]
 
 
 @pytest.mark.slow

@@ -38,14 +38,14 @@ def test_tensorboard_reads_a_resumed_run_from_s3(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     job = parse_job({"name": "far", "checkpoint": {"url": URL}, "observe": {"trackers": ["tensorboard"]}})
-    told: list[Event] = []
+    events: list[Event] = []
     for steps in (range(1, 5), range(3, 8)):
-        trackers = Trackers(job, told.append)
+        trackers = Trackers(job, events.append)
         for step in steps:
             trackers.step(StepReport(step, 1.0 / step, 0.5, 10, 10, 0.1, 100.0, 1))
         trackers.close("STOPPED", 200.0)
     where = f"{URL}/far/trackers/tensorboard"
-    assert [event.message for event in told] == [f"tracker tensorboard: tensorboard --logdir {where}"] * 2
+    assert [event.message for event in events] == [f"tracker tensorboard: tensorboard --logdir {where}"] * 2
     curve = EventAccumulator(where).Reload().Scalars("loss")
     assert [(one.step, one.value) for one in curve] == [(step, pytest.approx(1 / step)) for step in range(1, 8)]
     assert not list(tmp_path.glob("raypp-tracker-*"))  # nothing stays on the node

@@ -84,7 +84,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (flip_a_byte, "is corrupt"),
         (Path.unlink, "is missing"),
@@ -92,16 +92,16 @@ def flip_a_byte(path: Path) -> None:
     ],
 )
 def test_a_damaged_object_is_named_and_the_older_commit_is_used(
-    store: DirectoryStore, damage: Callable[[Path], Any], said: str
+    store: DirectoryStore, damage: Callable[[Path], Any], message: str
 ) -> None:
     save(store, 10)
     save(store, 20)
     bad = rank_key(RUN, 20, 1, 1)
     damage(store.root / bad)
-    found = newest_usable(store, RUN)
-    assert found.commit is not None and found.commit.step == 10
-    assert [(r.step, [p.key for p in r.problems]) for r in found.rejected] == [(20, [bad])]
-    assert said in str(found.rejected[0])
+    newest = newest_usable(store, RUN)
+    assert newest.commit is not None and newest.commit.step == 10
+    assert [(r.step, [p.key for p in r.problems]) for r in newest.rejected] == [(20, [bad])]
+    assert message in str(newest.rejected[0])
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1, "objects": [{"x": 1}]}'])
@@ -109,17 +109,17 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_older_one_is_used(store: 
     save(store, 10)
     save(store, 20)
     store.put(commit_key(RUN, 20), garbage)
-    found = newest_usable(store, RUN)
-    assert found.commit is not None and found.commit.step == 10
-    assert found.rejected[0].problems[0].key == commit_key(RUN, 20)
+    newest = newest_usable(store, RUN)
+    assert newest.commit is not None and newest.commit.step == 10
+    assert newest.rejected[0].problems[0].key == commit_key(RUN, 20)
 
 
 def test_nothing_usable_is_none(store: DirectoryStore) -> None:
     assert newest_usable(store, RUN).commit is None
     save(store, 10)
     (store.root / rank_key(RUN, 10, 1, 0)).unlink()
-    found = newest_usable(store, RUN)
-    assert found.commit is None and len(found.rejected) == 1
+    newest = newest_usable(store, RUN)
+    assert newest.commit is None and len(newest.rejected) == 1
 
 
 def test_an_attempt_can_be_claimed_once(store: DirectoryStore) -> None:
@@ -145,12 +145,12 @@ def test_an_attempt_that_stalls_before_an_older_commit_leaves_a_newer_attempts_c
         """A newer attempt begins and commits the step while this one has just read the commit."""
 
         def get(self, key: str, first: int = 0, most: int | None = None) -> bytes:
-            found = super().get(key, first, most)
+            data = super().get(key, first, most)
             if key == commit_key(RUN, 20):
                 claim_attempt(store, RUN, 3)
                 store.delete([key])
                 write_commit(store, commit_of(20, 3, put_objects(store, 20, 3)))
-            return found
+            return data
 
     store, stalls = DirectoryStore(tmp_path), Stalls(tmp_path)
     claim_attempt(store, RUN, 1)
@@ -332,10 +332,10 @@ def test_a_crash_at_any_operation_of_a_save_leaves_the_old_or_the_new_state_whol
             finished = True
         except Died:
             finished = False
-        found = newest_usable(store, RUN)
-        assert found.commit is not None and found.rejected == ()
-        assert found.commit.step in (20, 30)
-        seen.add(found.commit.step)
+        newest = newest_usable(store, RUN)
+        assert newest.commit is not None and newest.rejected == ()
+        assert newest.commit.step in (20, 30)
+        seen.add(newest.commit.step)
         claim_attempt(store, RUN, 2)
         save(store, 40, attempt=2, keep=1)
         assert steps(store) == [40]

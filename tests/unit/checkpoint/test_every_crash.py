@@ -82,7 +82,7 @@ class Talk:
     """What the ranks of one attempt have announced, and the threads that may still do so."""
 
     def __init__(self) -> None:
-        self.said: dict[tuple[int, int], dict[str, Any]] = {}
+        self.messages: dict[tuple[int, int], dict[str, Any]] = {}
         self.news = threading.Condition()
         self.threads: dict[int, threading.Thread] = {}
 
@@ -95,7 +95,7 @@ class Shared(Announcements):
 
     def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
         with self._talk.news:
-            self._life.act(lambda: self._talk.said.update({(step, rank): message}))
+            self._life.act(lambda: self._talk.messages.update({(step, rank): message}))
             self._talk.news.notify_all()
 
     def progress(self, step: int, rank: int, value: int) -> None:
@@ -117,9 +117,9 @@ class Shared(Announcements):
         with talk.news:
             while True:
                 ended = {rank for rank, thread in list(talk.threads.items()) if not thread.is_alive()}
-                missing = [rank for rank in ranks if (step, rank) not in talk.said]
+                missing = [rank for rank in ranks if (step, rank) not in talk.messages]
                 if not missing:
-                    return {rank: talk.said[step, rank] for rank in ranks}
+                    return {rank: talk.messages[step, rank] for rank in ranks}
                 if ended.intersection(missing):
                     raise TimeoutError(f"ranks {missing} said nothing")
                 talk.news.wait(0.01)  # a thread that dies tells nobody
@@ -152,10 +152,10 @@ def test_a_crash_anywhere_leaves_the_old_or_the_new_state_whole(tmp_path: Path, 
         attempt(store, 1, 10, [Life(0, False), Life(0, False)])
         lives = [Life(place if rank == dies else 0, after) for rank in (0, 1)]
         attempt(store, 1, 20, lives)
-        found = newest_usable(store, RUN)
-        assert found.commit is not None and found.rejected == ()
-        assert found.commit.step in (10, 20)
-        seen.add(found.commit.step)
+        newest = newest_usable(store, RUN)
+        assert newest.commit is not None and newest.rejected == ()
+        assert newest.commit.step in (10, 20)
+        seen.add(newest.commit.step)
         claim_attempt(store, RUN, 2)
         attempt(store, 2, 30, [Life(0, False), Life(0, False)])
         assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [30]

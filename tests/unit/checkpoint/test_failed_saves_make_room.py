@@ -50,7 +50,9 @@ class Heeded(Heard):
         progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
         deadline = time.monotonic() + timeout_s
-        while not stopped() and time.monotonic() < deadline and any((step, rank) not in self.said for rank in ranks):
+        while (
+            not stopped() and time.monotonic() < deadline and any((step, rank) not in self.messages for rank in ranks)
+        ):
             time.sleep(0.005)
         return super().wait_all(step, ranks, timeout_s, stopped, progressed)
 
@@ -59,12 +61,12 @@ class Pair:
     """Two pipeline ranks of one attempt, with their savers."""
 
     def __init__(self, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told, heard = Told(), Heeded()
+        self.reporter, heard = Told(), Heeded()
         self.savers, self.stages = [], []
         for rank in range(2):
             torch.manual_seed(rank)
             seat = Seat(RUN, 1, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
-            self.savers.append(CheckpointSaver(store, RUN, {}, seat, heard, self.told, 9, commit_timeout_s=60))
+            self.savers.append(CheckpointSaver(store, RUN, {}, seat, heard, self.reporter, 9, commit_timeout_s=60))
             monkeypatch.setattr(self.savers[-1]._closed, "wait", lambda seconds: False)
             self.stages.append(nn.ModuleDict({f"layer{rank}": nn.Linear(64, 64)}))
         self._optimizers = [adamw(stage) for stage in self.stages]
@@ -95,7 +97,7 @@ def test_an_object_of_a_save_that_another_rank_failed_makes_room_for_the_next(
     store.room = left.size
     pair.begin(1, 1)
     assert pair.wait() == [None, None]
-    assert any("the disk is full" in event.message for event in pair.told.events)
+    assert any("the disk is full" in event.message for event in pair.reporter.events)
     store.room = int(2.5 * left.size)  # two objects; three with the one that was left
     for rank in (0, 1):
         pair.begin(rank, 2)
@@ -150,8 +152,8 @@ class LostCommits(DirectoryStore):
 
 
 def test_the_objects_of_a_commit_that_may_still_appear_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, told, stage = LostCommits(tmp_path), Told(), model()
-    saving, optimizer = saver(store, told), adamw(stage)
+    store, reporter, stage = LostCommits(tmp_path), Told(), model()
+    saving, optimizer = saver(store, reporter), adamw(stage)
     monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
     for step in (1, 2):
         saving.save(step, [stage], optimizer, {})
@@ -161,12 +163,12 @@ def test_the_objects_of_a_commit_that_may_still_appear_stay(tmp_path: Path, monk
 
 
 def test_a_save_that_was_refused_because_the_step_is_committed_removes_nothing(tmp_path: Path) -> None:
-    store, told = DirectoryStore(tmp_path), Told()
+    store, reporter = DirectoryStore(tmp_path), Told()
     stage, optimizer = saved(store)
-    saving = saver(store, told)
+    saving = saver(store, reporter)
     for step in (3, 4):
         saving.save(step, [stage], optimizer, {})
         saving.wait()
-    assert told.kinds()[0] == "save_failed"
+    assert reporter.kinds()[0] == "save_failed"
     assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [3, 4]
     assert verify_checkpoint(store, RUN, 3) == []

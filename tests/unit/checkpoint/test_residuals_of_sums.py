@@ -40,16 +40,16 @@ def loaded(stages: Sequence[Any], saved: Sequence[str]) -> tuple[list[float], st
         for part in parts:
             part.tensor.fill_(2.0 ** list(saved).index(name))
     plan.finish()
-    found = [float(one.replica_residuals.parts[WEIGHT].unique()) for one in stages]
-    return found, plan.remark
+    residuals = [float(one.replica_residuals.parts[WEIGHT].unique()) for one in stages]
+    return residuals, plan.remark
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 2), (7, 3)])
 def test_the_sum_over_replicas_stays(before: int, after: int) -> None:
     saved = names(before)
-    found = [loaded([stage(replica, after)], saved) for replica in range(after)]
-    assert sum(value for (value,), _ in found) == 2.0**before - 1
-    remarks = {remark for _, remark in found}
+    residuals = [loaded([stage(replica, after)], saved) for replica in range(after)]
+    assert sum(value for (value,), _ in residuals) == 2.0**before - 1
+    remarks = {remark for _, remark in residuals}
     assert remarks == {
         "" if before == after
         else f"residuals of quantised sums: those of {before} replicas go to {after}, their sum unchanged"
@@ -83,8 +83,8 @@ def test_every_replica_writes_its_own() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     for replica in range(2):
         place = Coordinates(0, replica)
-        found = gather_state([stage(replica, 2)], optimizer, place)
-        assert [name for name in found if "residual" in name] == [f"optim/{WEIGHT}/residual.{replica}"]
-        assert not found[f"optim/{WEIGHT}/residual.{replica}"].moving
+        state = gather_state([stage(replica, 2)], optimizer, place)
+        assert [name for name in state if "residual" in name] == [f"optim/{WEIGHT}/residual.{replica}"]
+        assert not state[f"optim/{WEIGHT}/residual.{replica}"].moving
     copy = gather_state([stage(1, 2, copy=True)], optimizer, Coordinates(1, 1))
     assert list(copy) == [f"optim/{WEIGHT}/residual_of_copy.1"]

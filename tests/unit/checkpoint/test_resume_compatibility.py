@@ -81,9 +81,9 @@ def test_another_model_data_or_batch_names_the_field_and_both_values(
 ) -> None:
     problems = check_resume(OLD, changed(**sections))
     assert key in [problem.key for problem in problems]
-    said = next(problem for problem in problems if problem.key == key)
-    assert all(value in said.what for value in values)
-    assert said.fix
+    problem = next(one for one in problems if one.key == key)
+    assert all(value in problem.what for value in values)
+    assert problem.fix
 
 
 def test_every_changed_field_is_told_at_once() -> None:
@@ -130,8 +130,8 @@ COSINE = {"kind": "cosine", "warmup_steps": 10, "min_ratio": 0.1}
 
 
 def test_more_steps_under_a_schedule_that_falls_to_the_last_one_let_the_rate_jump_with_a_word() -> None:
-    said = rate_jump(written(of_steps(200)), of_steps(1000), 200)
-    assert said is not None and said.startswith(
+    warning = rate_jump(written(of_steps(200)), of_steps(1000), 200)
+    assert warning is not None and warning.startswith(
         "the learning rate jumps from 0.001 at step 200 to 0.0092 at step 201: train.steps is 1000, was 200, and "
         "cosine falls to the last step. To keep 0.001, set train.optimizer.lr=0.001, "
     )

@@ -42,10 +42,10 @@ class Heard(Announcements):
     """Announcements within one process."""
 
     def __init__(self) -> None:
-        self.said: dict[tuple[int, int], dict[str, Any]] = {}
+        self.messages: dict[tuple[int, int], dict[str, Any]] = {}
 
     def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        self.said[step, rank] = message
+        self.messages[step, rank] = message
 
     def progress(self, step: int, rank: int, value: int) -> None:
         pass
@@ -61,10 +61,10 @@ class Heard(Announcements):
         stopped: Callable[[], bool] = lambda: False,
         progressed: Callable[[], None] = lambda: None,
     ) -> dict[int, dict[str, Any]]:
-        silent = [rank for rank in ranks if (step, rank) not in self.said]
+        silent = [rank for rank in ranks if (step, rank) not in self.messages]
         if silent:
             raise TimeoutError(f"ranks {silent} did not report in time that their part of step {step} is stored")
-        return {rank: self.said[step, rank] for rank in ranks}
+        return {rank: self.messages[step, rank] for rank in ranks}
 
 
 def model(width: int = 48, seed: int = 0) -> nn.Module:
@@ -95,11 +95,18 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 def saver(
-    store: Any, told: Told, *, attempt: int = 1, keep: int = 9, rank: int = 0, world: int = 1, talk: Heard | None = None
+    store: Any,
+    reporter: Told,
+    *,
+    attempt: int = 1,
+    keep: int = 9,
+    rank: int = 0,
+    world: int = 1,
+    talk: Heard | None = None,
 ) -> CheckpointSaver:
     seat = Seat(RUN, attempt, rank, world, Coordinates(), ONE)
     job = {"model": {"kind": "llama"}, "resources": {"env": {"TOKEN": "secret"}}}
-    return CheckpointSaver(store, RUN, job, seat, talk or Heard(), told, keep, commit_timeout_s=5)
+    return CheckpointSaver(store, RUN, job, seat, talk or Heard(), reporter, keep, commit_timeout_s=5)
 
 
 def saved(store: DirectoryStore, steps: Sequence[int] = (3,)) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -129,10 +136,10 @@ def test_what_is_loaded_into_fresh_objects_is_what_was_saved_bit_for_bit(store: 
 
 def test_training_may_go_on_while_the_snapshot_is_stored(store: DirectoryStore) -> None:
     stage = model()
-    optimizer, told = adamw(stage), Told()
+    optimizer, reporter = adamw(stage), Told()
     train(stage, optimizer, 1)
     before = {name: value.tensor.clone() for name, value in gather_state([stage], optimizer).items()}
-    saving = saver(store, told)
+    saving = saver(store, reporter)
     saving.save(1, [stage], optimizer, {})
     train(stage, optimizer, 3)
     assert saving.wait() == 1
@@ -141,7 +148,7 @@ def test_training_may_go_on_while_the_snapshot_is_stored(store: DirectoryStore) 
     load_checkpoint(store, RUN, 1, [fresh], fresh_optimizer)
     after = gather_state([fresh], fresh_optimizer)
     assert all(torch.equal(before[name], after[name].tensor) for name in before)
-    assert told.kinds() == ["committed"]
+    assert reporter.kinds() == ["committed"]
     assert saving.last_stall_s > 0
 
 
@@ -270,9 +277,9 @@ def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(
 ) -> None:
     clock = StandInClock()
     monkeypatch.setattr(save, "time", clock)
-    slow, told = SlowStore(tmp_path), Told()
+    slow, reporter = SlowStore(tmp_path), Told()
     stage = model()
-    optimizer, saving = adamw(stage), saver(slow, told)
+    optimizer, saving = adamw(stage), saver(slow, reporter)
     saving.save(1, [stage], optimizer, {})
 
     def release() -> None:
@@ -283,7 +290,7 @@ def test_a_save_that_is_due_too_early_waits_for_the_last_and_says_so(
     saving.save(2, [stage], optimizer, {})
     assert saving._before_s == 5, "the wait counts as a stall"
     assert saving.wait() == 2
-    assert told.kinds() == ["committed", "save_waited", "committed"]
+    assert reporter.kinds() == ["committed", "save_waited", "committed"]
     with pytest.raises(ValueError, match="saved once"):
         saving.save(2, [stage], optimizer, {})
 
@@ -303,25 +310,25 @@ class FailingStore(DirectoryStore):
 
 
 def test_an_upload_is_tried_again_before_it_counts_as_failed(tmp_path: Path) -> None:
-    store, told, stage = FailingStore(tmp_path, 1), Told(), model()
-    saving = saver(store, told)
+    store, reporter, stage = FailingStore(tmp_path, 1), Told(), model()
+    saving = saver(store, reporter)
     saving.save(1, [stage], adamw(stage), {})
     assert saving.wait() == 1
-    assert told.kinds() == ["committed"]
+    assert reporter.kinds() == ["committed"]
     assert verify_checkpoint(store, RUN, 1) == []
 
 
 def test_a_failed_save_is_an_event_and_training_goes_on_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, told, stage = FailingStore(tmp_path, 4), Told(), model()
-    saving = saver(store, told)
+    store, reporter, stage = FailingStore(tmp_path, 4), Told(), model()
+    saving = saver(store, reporter)
     monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
     optimizer = adamw(stage)
     saving.save(1, [stage], optimizer, {})
     assert saving.wait() is None
-    assert set(told.kinds()) == {"save_failed"}
-    assert "bad day" in told.events[0].message
+    assert set(reporter.kinds()) == {"save_failed"}
+    assert "bad day" in reporter.events[0].message
     saving.save(2, [stage], optimizer, {})
     assert saving.wait() == 2
 
@@ -339,8 +346,8 @@ class FullStore(DirectoryStore):
 
 
 def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, told, stage = FullStore(tmp_path), Told(), model()
-    saving = saver(store, told)
+    store, reporter, stage = FullStore(tmp_path), Told(), model()
+    saving = saver(store, reporter)
     monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
     optimizer = adamw(stage)
     assert saving.finish() is None, "no save was asked for"
@@ -397,50 +404,50 @@ def test_what_fails_after_the_commit_does_not_make_the_save_a_failed_one(
         raise OSError("no listing")
 
     monkeypatch.setattr(save, "prune", broken)
-    talk, told = Heard(), Told()
-    savers = [saver(store, told, rank=rank, world=2, talk=talk) for rank in (1, 0)]
+    talk, reporter = Heard(), Told()
+    savers = [saver(store, reporter, rank=rank, world=2, talk=talk) for rank in (1, 0)]
     for saving in savers:
         stage = model()
         saving.save(4, [stage], adamw(stage), {})
         saving._thread.join()  # type: ignore[union-attr]
     assert [saving.finish() for saving in savers] == [4, 4]
-    assert told.kinds() == ["committed", "prune_failed"]
+    assert reporter.kinds() == ["committed", "prune_failed"]
 
 
 def test_a_rank_that_says_nothing_prevents_the_commit_and_is_named(store: DirectoryStore) -> None:
-    told, stage = Told(), model()
-    saving = saver(store, told, world=2)
+    reporter, stage = Told(), model()
+    saving = saver(store, reporter, world=2)
     saving.save(1, [stage], adamw(stage), {})
     assert saving.wait() is None
     assert list_checkpoints(store, RUN) == []
-    assert "ranks [1] did not report" in told.events[0].message
+    assert "ranks [1] did not report" in reporter.events[0].message
 
 
 def test_a_saver_whose_attempt_is_over_commits_nothing(store: DirectoryStore) -> None:
     claim_attempt(store, RUN, 1)
-    told, stage = Told(), model()
-    saving = saver(store, told)
+    reporter, stage = Told(), model()
+    saving = saver(store, reporter)
     claim_attempt(store, RUN, 2)
     saving.save(1, [stage], adamw(stage), {})
     assert saving.wait() is None
     assert list_checkpoints(store, RUN) == []
-    assert "attempt 1 is over" in told.events[0].message
+    assert "attempt 1 is over" in reporter.events[0].message
 
 
 def test_committed_objects_are_not_written_again_by_the_same_attempt_number(store: DirectoryStore) -> None:
     saved(store)
     before = store.get(rank_key(RUN, 3, 1, 0))
-    told, stage = Told(), model(seed=5)
-    saving = saver(store, told)
+    reporter, stage = Told(), model(seed=5)
+    saving = saver(store, reporter)
     saving.save(3, [stage], adamw(stage), {})
     saving.wait()
     assert store.get(rank_key(RUN, 3, 1, 0)) == before
-    assert "already committed" in told.events[0].message
+    assert "already committed" in reporter.events[0].message
 
 
 def test_only_the_newest_are_kept(store: DirectoryStore) -> None:
-    told, stage = Told(), model()
-    optimizer, saving = adamw(stage), saver(store, told, keep=2)
+    reporter, stage = Told(), model()
+    optimizer, saving = adamw(stage), saver(store, reporter, keep=2)
     for step in (1, 2, 3):
         saving.save(step, [stage], optimizer, {})
     saving.wait()

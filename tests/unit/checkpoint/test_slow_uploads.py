@@ -73,22 +73,22 @@ def save(
     **more: Any,
 ) -> tuple[CheckpointSaver, Told]:
     """Begins to save step 1 on a rank of two."""
-    told, stage = Told(), model()
+    reporter, stage = Told(), model()
     seat = Seat(RUN, 1, rank, 2, Coordinates(), ONE)
     saver = CheckpointSaver(
-        store or DirectoryStore(root), RUN, {}, seat, announcements, told, 9, commit_timeout_s=timeout_s, **more
+        store or DirectoryStore(root), RUN, {}, seat, announcements, reporter, 9, commit_timeout_s=timeout_s, **more
     )
     saver.save(1, [stage], adamw(stage), {})
-    return saver, told
+    return saver, reporter
 
 
 def test_a_rank_that_progresses_is_waited_for_and_its_part_is_committed(tmp_path: Path, announcements: Link) -> None:
-    saver, told = save(tmp_path, announcements, 0)
+    saver, reporter = save(tmp_path, announcements, 0)
     for sent in range(1, 11):
         announcements.progresses(1, 1, sent)
     announcements.announce(1, 1, {"object": None, "facts": {"stall_s": 0.0, "upload_s": 2.5}})
     assert saver.finish() == 1
-    assert told.kinds() == ["committed"]
+    assert reporter.kinds() == ["committed"]
 
 
 def give_up(saver: CheckpointSaver, link: Link) -> int | None:
@@ -108,12 +108,12 @@ def test_the_server_keeps_no_message_of_a_save_that_is_over(tmp_path: Path, anno
 
 
 def test_a_rank_that_stops_progressing_is_given_up_and_named(tmp_path: Path, announcements: Link) -> None:
-    saver, told = save(tmp_path, announcements, 0)
+    saver, reporter = save(tmp_path, announcements, 0)
     for sent in range(1, 4):
         announcements.progresses(1, 1, sent)
     announcements.progress(1, 1, 3)
     assert give_up(saver, announcements) is None
-    assert "ranks [1] did not report in time" in told.events[0].message
+    assert "ranks [1] did not report in time" in reporter.events[0].message
     assert list_checkpoints(DirectoryStore(tmp_path), RUN) == []
 
 
@@ -165,18 +165,18 @@ class SlowStore(DirectoryStore):
     def put_stream(self, key: str, chunks: Any, size: int) -> None:
         def seen() -> Any:
             wait_until(lambda: self._waiting.waits)
-            told, before = self._told(), self._waiting.seen
+            progress, before = self._progress(), self._waiting.seen
             for chunk in chunks:
                 yield chunk
-                wait_until(lambda told=told: self._told() != told)  # type: ignore[misc]
+                wait_until(lambda progress=progress: self._progress() != progress)  # type: ignore[misc]
                 Link.clock.now += 0.4 * TIMEOUT_S
                 wait_until(lambda before=before: self._waiting.seen > before)  # type: ignore[misc]
                 self.pieces += 1
-                told, before = self._told(), self._waiting.seen  # nothing is told before the next piece
+                progress, before = self._progress(), self._waiting.seen  # nothing is told before the next piece
 
         super().put_stream(key, seen(), size)
 
-    def _told(self) -> bytes:
+    def _progress(self) -> bytes:
         key = self._waiting._progress_key(1, self._teller)
         return self._waiting._store.get(key) if self._waiting._store.check([key]) else b""
 
@@ -215,10 +215,10 @@ class HeldStore(DirectoryStore):
 def test_an_upload_that_stands_still_is_no_progress(tmp_path: Path, announcements: Link) -> None:
     held = HeldStore(tmp_path)
     slow, _ = save(tmp_path, announcements, 1, store=held)
-    saver, told = save(tmp_path, announcements, 0)
+    saver, reporter = save(tmp_path, announcements, 0)
     try:
         assert give_up(saver, announcements) is None
-        assert "ranks [1] did not report in time" in told.events[0].message
+        assert "ranks [1] did not report in time" in reporter.events[0].message
     finally:
         held.go.set()
     assert slow.wait() is None

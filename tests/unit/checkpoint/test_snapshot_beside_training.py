@@ -153,7 +153,7 @@ def test_a_caller_may_bring_the_memory_and_a_copy_that_fails_is_told(monkeypatch
     buffer = SnapshotBuffer(allocate)
     slices = list(gather_state([model()], None).values())
     snapshot = buffer.take(slices)
-    assert bytes(snapshot.data()) == taken[0][: snapshot.size].numpy().tobytes()
+    assert bytes(snapshot.data()) == taken[0][: len(snapshot.data())].numpy().tobytes()
     snapshot.release()
 
     def fails(self: SnapshotBuffer, pairs: list[Any]) -> None:
@@ -190,9 +190,9 @@ def test_a_save_uploads_the_newest_snapshot_while_others_follow(
     (tmp_path / "memory").mkdir()
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "memory"))
     Held.goes_on = threading.Event()
-    stage, store, told = model(), Held(tmp_path / "store"), Told()
-    optimizer, saving = adamw(stage), saver(store, told)
-    tier = MemoryTier(RunLife(RUN, "0" * 12, "0" * 16), saving.seat, 1, told)
+    stage, store, reporter = model(), Held(tmp_path / "store"), Told()
+    optimizer, saving = adamw(stage), saver(store, reporter)
+    tier = MemoryTier(RunLife(RUN, "0" * 12, "0" * 16), saving.seat, 1, reporter)
     tier.start([0], [None], 0, None, optimizer, -1)
     state = lambda: state_in_objects([stage], optimizer, saving.seat.coordinates)  # noqa: E731
     kept: set[int] = set()

@@ -37,6 +37,7 @@ from raypp.parallel.shard import write_whole
 from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.storage.directory import DirectoryStore
+from raypp.storage.rate_limit import Pace
 
 transformers: Any = Lazily("transformers")
 TOKENS = torch.randint(0, 97, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -72,7 +73,7 @@ def whole(options: DecoderOptions) -> torch.nn.Module:
 def saved(stage: torch.nn.Module, options: DecoderOptions, root: Path) -> tuple[DirectoryStore, Commit]:
     store, buffer = DirectoryStore(root), SnapshotBuffer()
     snapshot = buffer.take(gather_state([stage], None).values())
-    record = upload_snapshot(store, rank_key("run", 1, 1, 0), snapshot, 0, {}, lambda seconds: False)
+    record = upload_snapshot(store, rank_key("run", 1, 1, 0), snapshot, {"rank": 0}, lambda seconds: False, Pace())
     assert isinstance(record, ObjectRecord)
     job = {"model": options.model_dump(mode="json"), "train": {"seed": 7}}
     write_commit(store, Commit("run", 1, 1, {}, job, {}, (record,)))

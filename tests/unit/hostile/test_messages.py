@@ -108,12 +108,12 @@ def test_a_hostile_copy_ends_its_connection_and_the_next_copy_arrives(
             while part := link.recv(4096):
                 answer += part
     assert answer in (b"", struct.pack("<Q?", 7, False))
-    assert not slots or slots[0].control() is None
+    assert not slots or slots[0].read() is None
     with sockets.connect(HERE, server.port, SECRET, 1) as link:
         link.sendall(message())
         assert sockets.receive(link, 9, 10) == struct.pack("<Q?", 7, True)
-    control = slots[0].control()
-    assert control is not None and control["keeper"] == keeper()
+    content = slots[0].read()
+    assert content is not None and content[0]["keeper"] == keeper()
 
 
 def test_a_rank_that_does_not_exist_places_nothing(receiver: tuple[CopyReceiver, list[Slot]]) -> None:

@@ -69,7 +69,7 @@ def sealed(directory: Path, name: SlotName = NAME, step: int = 7, fill: int = 5)
     slot.begin(name, about(name))
     weights = slice_of("w", torch.full((SIZE,), fill, dtype=torch.uint8))
     snapshot = SnapshotBuffer(slot.memory).take([weights], [slice_of("copy", torch.ones(1))])
-    slot.seal(snapshot, step, about(name), '{"data_position":null}')
+    slot.seal(snapshot, step, '{"data_position":null}')
     return slot
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_is_being_written_is_no_snapshot_also_when_its_writer_dies(t
     # Even under a complete snapshot's name.
     path = path.rename(path.with_name(NAME.file_name().replace("writing", "step-7")))
     again = Slot.open(path, parse_name(path.name) or NAME)
-    assert again is not None and again.control() is None
+    assert again is not None and again.read() is None
     again.close()
 
 
@@ -389,7 +389,7 @@ def test_copies_keep_to_the_cap_that_uploads_have(
         assert wait_for(lambda: sender.arrived == 7), sender.error
         last_piece = SIZE % cap.piece_bytes
         assert clock.now == pytest.approx(begun + 0.5 + (SIZE - last_piece) / (2 * SIZE))
-        assert slots[0].control() is not None
+        assert slots[0].read() is not None
     finally:
         assert sender.close()
         slot.close(delete=True)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.memory.tier import SnapshotCosts
 from raypp.pipeline.device_clock import ActionClock, DeviceClock, Span
 from raypp.train.step import Stopwatch
@@ -87,8 +88,9 @@ def test_a_part_that_a_device_has_not_ended_counts_in_the_next_step() -> None:
 def test_the_cost_of_a_snapshot_is_known_once_the_device_has_reached_the_update_it_held() -> None:
     costs = SnapshotCosts()
     clock = Ahead()
-    costs.unread.append((0.5, Span(clock.now(), clock.now())))
-    costs.unread.append((0.25, None))  # no update followed it
+    snapshot, last = SnapshotBuffer().take([]), SnapshotBuffer().take([])  # no update follows the last one
+    snapshot.held = Span(clock.now(), clock.now())
+    costs.unread += [(0.5, snapshot), (0.25, last)]
     costs.read()
     assert not costs.snapshots
     reach(clock, 2)

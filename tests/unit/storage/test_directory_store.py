@@ -175,7 +175,7 @@ def test_a_directory_is_opened_by_path_or_file_url(url: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("", "is empty"),
         ("gs://bucket/x", "no store 'gs'; there are: file, s3"),
@@ -188,7 +188,7 @@ def test_a_directory_is_opened_by_path_or_file_url(url: str, tmp_path: Path) -> 
         ("://x", "is not a URL"),
     ],
 )
-def test_a_wrong_url_is_an_error_of_the_job_that_says_what_is_right(url: str, said: str) -> None:
+def test_a_wrong_url_is_an_error_of_the_job_that_says_what_is_right(url: str, message: str) -> None:
     with pytest.raises(JobError) as caught:
         open_store(url)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

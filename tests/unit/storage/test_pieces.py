@@ -39,11 +39,11 @@ def test_pieces_grow_while_they_leave_fast_and_are_all_bytes_once() -> None:
     body, data = sending()
     for number in range(0, SIZE, 4096):
         data[number] = number >> 12 & 255
-    sizes, found = [], bytearray()
+    sizes, joined = [], bytearray()
     while piece := body.read(16384):
         sizes.append(len(piece))
-        found += piece
-    assert found == data
+        joined += piece
+    assert joined == data
     assert sizes[0] == 1000, "a piece is of one buffer"
     assert sizes[1] <= 2 * FIRST
     assert max(sizes) >= 4 * FIRST, "64 MiB of reads without sending include fast ones on any machine"
