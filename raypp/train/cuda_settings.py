@@ -123,8 +123,8 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str |
     if cpus:
         words += f"; {cpus}"
     if unfused is not None:
-        words += "; AdamW by rows and quantised weights use torch's slower kernels, with the same bits, and the loss "
-        words += f"in chunks is slower and takes more memory than planned: {unfused}"
+        words += "; AdamW by rows and quantised weights use torch's slower kernels, with the same bits, and the "
+        words += f"loss is slower and takes more memory than planned: {unfused}"
     return seat.event(
         "cuda",
         words,
