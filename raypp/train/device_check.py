@@ -242,11 +242,11 @@ def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bo
             `compute_90`, which the driver compiles for 9.0 and newer. Empty: unknown.
     """
     for name in built_for:
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-        if found is None:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if match is None:
             return True
-        of = (int(found[2]), int(found[3]))
-        if of == capability or (not found[4] and of < capability and (found[1] == "compute" or of[0] == capability[0])):
+        of = (int(match[2]), int(match[3]))
+        if of == capability or (not match[4] and of < capability and (match[1] == "compute" or of[0] == capability[0])):
             return True
     return not built_for
 
