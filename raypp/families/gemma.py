@@ -35,8 +35,8 @@ def layer_weights(options: GemmaOptions, *, head_norms: bool) -> list[Weight]:
     """Returns the weights of `raypp.models.layers.SandwichLayer`."""
     attention = weights.attention(options, head_norms=head_norms)
     norms = [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in _NORMS]
-    found = [*attention, *norms, *weights.gated(options)]
-    return [Weight(w.name, w.shape, w.part, w.residual, 0.0 if w.part == "norm" else None) for w in found]
+    declared = [*attention, *norms, *weights.gated(options)]
+    return [Weight(w.name, w.shape, w.part, w.residual, 0.0 if w.part == "norm" else None) for w in declared]
 
 
 SETTINGS_OF_BOTH = {

@@ -63,8 +63,8 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns which layers have the rotary encoding; null where they follow the usual pattern."""
     layers = config["num_hidden_layers"]
     listed = config.get("no_rope_layers")
-    found = _every(config.get("no_rope_layer_interval") or _INTERVAL, layers) if listed is None else map(bool, listed)
-    rotates = tuple(found)[:layers]
+    flags = _every(config.get("no_rope_layer_interval") or _INTERVAL, layers) if listed is None else map(bool, listed)
+    rotates = tuple(flags)[:layers]
     return {"rotary_layers": None if rotates == _every(_INTERVAL, layers) else rotates}
 
 

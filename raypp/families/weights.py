@@ -29,19 +29,19 @@ def attention(
     """
     width, head = options.hidden_size, options.dim_per_head
     queries, keys = options.num_heads * head, options.kv_heads * head
-    found = []
+    declared = []
     parts = [("qkv_proj", queries + 2 * keys)] if fused else [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)]
     for name, rows in parts:
-        found.append(Weight(f"self_attn.{name}.weight", (rows, width), "attention"))
+        declared.append(Weight(f"self_attn.{name}.weight", (rows, width), "attention"))
         if qkv_bias:
-            found.append(Weight(f"self_attn.{name}.bias", (rows,), "attention"))
-    found.append(Weight("self_attn.o_proj.weight", (width, queries), "attention", residual=True))
+            declared.append(Weight(f"self_attn.{name}.bias", (rows,), "attention"))
+    declared.append(Weight("self_attn.o_proj.weight", (width, queries), "attention", residual=True))
     if out_bias:
-        found.append(Weight("self_attn.o_proj.bias", (width,), "attention"))
+        declared.append(Weight("self_attn.o_proj.bias", (width,), "attention"))
     if head_norms or whole_norms:
         sizes = {"q_norm": queries, "k_norm": keys} if whole_norms else {"q_norm": head, "k_norm": head}
-        found += [Weight(f"self_attn.{name}.weight", (size,), "norm") for name, size in sizes.items()]
-    return found
+        declared += [Weight(f"self_attn.{name}.weight", (size,), "norm") for name, size in sizes.items()]
+    return declared
 
 
 def layer_norms(
@@ -82,13 +82,13 @@ def gated(
             Weight("mlp.gate_up_proj.weight", (2 * inner, width), "feed_forward"),
             Weight("mlp.down_proj.weight", (width, inner), "feed_forward", residual=True),
         ]
-    found = []
+    declared = []
     for name, rows, columns in (("gate_proj", inner, width), ("up_proj", inner, width), ("down_proj", width, inner)):
         residual = name == "down_proj"
-        found.append(Weight(f"{block}.{name}.weight", (rows, columns), "feed_forward", residual=residual))
+        declared.append(Weight(f"{block}.{name}.weight", (rows, columns), "feed_forward", residual=residual))
         if bias:
-            found.append(Weight(f"{block}.{name}.bias", (rows,), "feed_forward"))
-    return found
+            declared.append(Weight(f"{block}.{name}.bias", (rows,), "feed_forward"))
+    return declared
 
 
 def plain(options: DecoderOptions, *, bias: bool = False) -> list[Weight]:
@@ -99,12 +99,12 @@ def plain(options: DecoderOptions, *, bias: bool = False) -> list[Weight]:
         bias: Both have biases.
     """
     width, inner = options.hidden_size, options.ffn_size
-    found = []
+    declared = []
     for name, rows, columns in (("c_fc", inner, width), ("c_proj", width, inner)):
-        found.append(Weight(f"mlp.{name}.weight", (rows, columns), "feed_forward", residual=name == "c_proj"))
+        declared.append(Weight(f"mlp.{name}.weight", (rows, columns), "feed_forward", residual=name == "c_proj"))
         if bias:
-            found.append(Weight(f"mlp.{name}.bias", (rows,), "feed_forward"))
-    return found
+            declared.append(Weight(f"mlp.{name}.bias", (rows,), "feed_forward"))
+    return declared
 
 
 def experts(options: MoeOptions, block: str, names: Names) -> list[Weight]:

@@ -177,14 +177,14 @@ def _deal_out(layers: int, extra: Sequence[float], least: int) -> list[int]:
 
     `extra` is the initial cost of each place.
     """
-    found = [least] * len(extra)
+    counts = [least] * len(extra)
     costs = [(round(least + more, 9), index) for index, more in enumerate(extra)]
     heapify(costs)
     for _ in range(layers - least * len(extra)):
         index = costs[0][1]
-        found[index] += 1
-        heapreplace(costs, (round(found[index] + extra[index], 9), index))
-    return found
+        counts[index] += 1
+        heapreplace(costs, (round(counts[index] + extra[index], 9), index))
+    return counts
 
 
 def _suffixes(total: int, num_stages: int, combine: _Combine) -> list[list[float]]:

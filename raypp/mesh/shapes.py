@@ -69,7 +69,7 @@ def divisors(number: int) -> list[int]:
 
     Fast for products of small numbers, such as the rows of a step.
     """
-    found, prime = [1], 2
+    divisors, prime = [1], 2
     while number > 1:
         if prime * prime > number:
             prime = number
@@ -77,9 +77,9 @@ def divisors(number: int) -> list[int]:
         while number % prime == 0:
             number //= prime
             powers.append(powers[-1] * prime)
-        found = [one * power for power in powers for one in found]
+        divisors = [one * power for power in powers for one in divisors]
         prime += 1
-    return sorted(found)
+    return sorted(divisors)
 
 
 def best_shape(

@@ -35,8 +35,8 @@ def attend_by_products(
     Returns:
         The output `[Q, H, D]` and the lse `[Q, H]`, in fp32 or wider.
     """
-    found: tuple[Tensor, Tensor] = _attend(q_QHD, k_NKD, v_NKD, offset, rule.window, rule.soft_cap, rule.scale)
-    return found
+    attended: tuple[Tensor, Tensor] = _attend(q_QHD, k_NKD, v_NKD, offset, rule.window, rule.soft_cap, rule.scale)
+    return attended
 
 
 def gradients_by_products(

@@ -4,7 +4,8 @@
 through `token_loss_sum`, the reference. One with many goes through `loss_sum_in_chunks`: it is cut
 into chunks of tokens, and no more than one chunk's logits exist at a time. The forward then also
 computes the gradients: each chunk's logits are used for everything that needs them and dropped.
-On CUDA a chunk's losses and the gradients of its logits are one kernel (docs/design/0062).
+On CUDA a chunk's losses and the gradients of its logits are one kernel (docs/design/0062), and a
+microbatch with few logits is one chunk.
 
 Legend: B rows, T tokens, S = B · T, s tokens of a chunk, C hidden size, V vocabulary.
 """
@@ -69,11 +70,12 @@ def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def in_chunks(x_BTC: Tensor, weight_VC: Tensor) -> bool:
-    """Whether the loss of a microbatch `[B, T, C]` is computed in more than one chunk.
+    """Whether the loss of a microbatch `[B, T, C]` is computed in chunks: in several, or where one
+    kernel does it.
 
     `weight_VC`, `[V, C]`, is the projection.
     """
-    return len(_sizes(x_BTC, weight_VC)) > 1
+    return len(_sizes(x_BTC, weight_VC)) > 1 or for_chunks(x_BTC.device) is not losses_and_errors
 
 
 def loss_sum_in_chunks(x_BTC: Tensor, weight_VC: Tensor, targets: Targets, cap: float | None = None) -> Tensor:
@@ -158,8 +160,8 @@ def _over_chunks(
     """Returns the loss `[]` and, where wanted, the gradients `[S, C]` and `[V, C]`."""
     sizes = _sizes(x_SC, weight_VC)
     x_grad = torch.empty_like(x_SC) if for_x else None
-    wide = torch.promote_types(x_SC.dtype, torch.float32)
-    weight_grad = torch.empty_like(weight_VC, dtype=wide) if for_weight else None
+    summed = torch.promote_types(x_SC.dtype, torch.float32) if len(sizes) > 1 else x_SC.dtype
+    weight_grad = torch.empty_like(weight_VC, dtype=summed) if for_weight else None
     compute = for_chunks(x_SC.device)
     losses, start = [], 0
     for x_sC, labels_s in zip(torch.split(x_SC, sizes), torch.split(labels_S, sizes), strict=True):
@@ -176,6 +178,7 @@ def _over_chunks(
     return torch.stack(losses).sum(), x_grad, weight_grad
 
 
+COMPILER_OPTIONS = {"deterministic": True, "split_reductions": False}
 LossesAndErrors = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
 
@@ -183,13 +186,12 @@ LossesAndErrors = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]
 def for_chunks(device: torch.device) -> LossesAndErrors:
     """Returns `losses_and_errors`, compiled if Triton runs on the device, whatever `train.compile`.
 
-    "deterministic" keeps the compiler from timing sizes of blocks: in these a row is summed. It
-    does not split rows, because a chunk has enough of them to fill a card. So the bits of a row do
-    not depend on the rows beside it, nor on those of earlier chunks.
+    Nothing is timed or split by how many rows there are, so the bits of a row do not depend on the
+    rows beside it, nor on those of earlier chunks.
     """
     if fused.kernels(device) is None:
         return losses_and_errors
-    return torch.compile(losses_and_errors, options={"deterministic": True})
+    return torch.compile(losses_and_errors, options={**COMPILER_OPTIONS})
 
 
 def losses_and_errors(logits_sV: Tensor, labels_s: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -216,7 +218,7 @@ def losses_and_errors(logits_sV: Tensor, labels_s: Tensor, cap: float | None) ->
 
 
 def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bool) -> None:
-    """Adds errorsᵀ · x, of `[s, V]` and `[s, C]`, to a sum `[V, C]` in fp32 or wider.
+    """Adds errorsᵀ · x, of `[s, V]` and `[s, C]`, to a sum `[V, C]` in their dtype, or a wider one.
 
     Sets the sum if this is the first chunk.
     """

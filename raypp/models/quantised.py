@@ -158,8 +158,8 @@ def _keep_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str, int, bool
 def _backward_grouped(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
     """Returns the gradient `[N, C]` of the rows, given that of the output, `[N, O]`."""
     stored, ends = ctx.saved_tensors
-    found = _grouped_backward(gradient, stored, ends, ctx.base, ctx.width, ctx.transposed)
-    return found, None, None, None, None, None
+    x_grad = _grouped_backward(gradient, stored, ends, ctx.base, ctx.width, ctx.transposed)
+    return x_grad, None, None, None, None, None
 
 
 _grouped.register_autograd(_backward_grouped, setup_context=_keep_grouped)
@@ -280,8 +280,8 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
     Tests set that default to fp64, where rounding cannot hide a wrong sum.
     """
-    found: torch.dtype = torch.get_default_dtype() if dtype is FP32 else getattr(torch, dtype.torch)
-    return found
+    of_torch: torch.dtype = torch.get_default_dtype() if dtype is FP32 else getattr(torch, dtype.torch)
+    return of_torch
 
 
 def store_rest(stage: nn.Module, dtype: torch.dtype) -> None:

@@ -131,10 +131,10 @@ def _from_nf4(bytes_MR: Tensor, out_MC: Tensor) -> None:
 
 def _largest(values: Tensor) -> Tensor:
     """Returns the largest magnitude of `[..., n]` along the last dim, `[..., 1]`."""
-    found = values.abs().amax(-1, keepdim=True)
-    if not bool(found.isfinite().all()):
+    largest = values.abs().amax(-1, keepdim=True)
+    if not bool(largest.isfinite().all()):
         raise ValueError("a weight is not a finite number")
-    return found
+    return largest
 
 
 def _fp32(bytes_M4: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Setting:
     @classmethod
     def of(cls, job: Job, device: torch.device) -> Setting:
         """Returns the setting of a job on a device of this machine."""
-        found = frozenset(name for name in (FLASH3_PACKAGE, "triton") if importlib.util.find_spec(name) is not None)
+        packages = frozenset(name for name in (FLASH3_PACKAGE, "triton") if importlib.util.find_spec(name) is not None)
         return cls(
             device.type,
             torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
@@ -62,7 +62,7 @@ class Setting:
             job.model.dim_per_head,
             job.train.activation_checkpointing == "selective",
             job.mesh.cp > 1 and job.mesh.cp_style == "ring",
-            found,
+            packages,
             frozenset(job.model.attention_rule(index) for index in range(job.model.num_layers)),
         )
 

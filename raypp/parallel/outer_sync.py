@@ -85,7 +85,7 @@ def fragments_of(names: Sequence[str], fragments: int) -> dict[str, int]:
     Layer i is in fragment i modulo their number: each pipeline rank has an equal part of each
     fragment, so every link is evenly used. What is in no layer goes on after the last one.
     """
-    numbers = {name: int(found[1]) for name in names if (found := _LAYER.search(name))}
+    numbers = {name: int(match[1]) for name in names if (match := _LAYER.search(name))}
     after = max(numbers.values(), default=-1) + 1
     ends = sorted(name for name in names if name not in numbers)
     numbers |= {name: after + place for place, name in enumerate(ends)}
@@ -199,10 +199,10 @@ class OuterSync:
 
         Those of other replicas are as of the last outer step.
         """
-        found = [list(of_fragment) for of_fragment in self._tokens_of_all]
-        for of_fragment, fragment in zip(found, self._fragments, strict=True):
+        tokens = [list(of_fragment) for of_fragment in self._tokens_of_all]
+        for of_fragment, fragment in zip(tokens, self._fragments, strict=True):
             of_fragment[self.replica] = fragment.tokens
-        return found
+        return tokens
 
     @property
     def quiet(self) -> bool:
@@ -448,18 +448,18 @@ class OuterSync:
 def _in_a_thread(items: Iterator[list[_Change]]) -> tuple[Iterator[list[_Change]], threading.Thread]:
     """Lets a thread iterate; returns an iterator that waits for what it finds, and raises what it
     raised."""
-    found: SimpleQueue[list[_Change] | BaseException | None] = SimpleQueue()
+    results: SimpleQueue[list[_Change] | BaseException | None] = SimpleQueue()
 
     def run() -> None:
         try:
             for item in items:
-                found.put(item)
-            found.put(None)
+                results.put(item)
+            results.put(None)
         except BaseException as error:  # noqa: BLE001 - raised where the results are taken
-            found.put(error)
+            results.put(error)
 
     def arrived() -> Iterator[list[_Change]]:
-        while (item := found.get()) is not None:
+        while (item := results.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item

@@ -77,14 +77,14 @@ def _layout(parameter: Tensor) -> _Layout | None:
     """
     if not isinstance(parameter, DTensor):
         return None
-    mesh, found = parameter.device_mesh, None
+    mesh, layout = parameter.device_mesh, None
     for axis, placement in enumerate(parameter.placements):
         between = isinstance(placement, Shard) and placement.dim < parameter.ndim - 2
         if isinstance(placement, Shard) and not between and mesh.size(axis) > 1:
-            if found is not None:
+            if layout is not None:
                 raise NotImplementedError(f"a parameter is sharded along two mesh axes: {parameter.placements}")
-            found = _Layout(mesh.get_group(axis), placement.dim)
-    return found
+            layout = _Layout(mesh.get_group(axis), placement.dim)
+    return layout
 
 
 def _one_each(

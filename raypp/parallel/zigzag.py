@@ -84,7 +84,7 @@ def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, window
             base = (2 * row + place[chunk][1] - chunk) * width
             return slice(base + tokens.start, base + tokens.stop)
 
-        found: list[list[Block]] = [[] for _ in range(size)]
+        of_document: list[list[Block]] = [[] for _ in range(size)]
         for queries in touched:
             for keys in range(touched.start, queries + 1):
                 asking, asked = (
@@ -100,8 +100,8 @@ def plan_ring(lengths: Sequence[int], row_len: int, rank: int, size: int, window
                     spans = local(queries, asking), local(keys, asked)
                     cut = window is not None and asking.stop - 1 - asked.start >= window
                     limit = (window, asking.start - asked.start) if cut else ()
-                    found[hop].append(Block(*spans, queries == keys, *limit))
-        for hop, blocks in enumerate(found):
+                    of_document[hop].append(Block(*spans, queries == keys, *limit))
+        for hop, blocks in enumerate(of_document):
             by_hop[hop].extend(_joined(blocks))
     ordered = tuple(tuple(sorted(blocks, key=lambda block: not block.causal)) for blocks in by_hop)
     return RingPlan(ordered, hops)

@@ -191,8 +191,8 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
     width = count + 3 + _OF_REPLICA * (proposal.snapshots is not None)
     slots = replicas * width
     table = vector[:slots].view(replicas, width)
-    said = table[:, count] != _UNSAID  # not by replicas outside the group
-    differing = [r for r in range(replicas) if said[r] and int(table[r, count + 1]) != -int(table[r, count + 2])]
+    proposed = table[:, count] != _UNSAID  # not by replicas outside the group
+    differing = [r for r in range(replicas) if proposed[r] and int(table[r, count + 1]) != -int(table[r, count + 2])]
     if differing:
         raise DataError(
             Problem(
@@ -210,7 +210,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
         begin = replica // each * each
         own, arrived = table[begin : begin + each, -_OF_REPLICA:].amax(0).tolist()
         rest, memory = rest[_MEMORY:], SnapshotState(every, -own, -arrived, trouble, bool(unready), *others)
-    peaks, tokens = len(proposal.peak_bytes), torch.where(said, table[:, count], 0).tolist()
+    peaks, tokens = len(proposal.peak_bytes), torch.where(proposed, table[:, count], 0).tolist()
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),
         global_tokens=sum(tokens),

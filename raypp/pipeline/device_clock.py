@@ -161,10 +161,10 @@ class ActionClock:
 
     def medians(self) -> dict[tuple[Kind, int], float]:
         """Returns the median seconds of an action with its message, by kind and stage."""
-        found: dict[tuple[Kind, int], float] = defaultdict(float)
+        medians: dict[tuple[Kind, int], float] = defaultdict(float)
         for (kind, stage, _), seconds in self._seconds().items():
-            found[kind, stage] += statistics.median(seconds)
-        return dict(found)
+            medians[kind, stage] += statistics.median(seconds)
+        return dict(medians)
 
     def backwards(self) -> dict[int, tuple[float, float]]:
         """Returns the median seconds of a backward and of its input half, by stage.
@@ -173,12 +173,12 @@ class ActionClock:
         halves: then these are the whole ones and the halves' share of them.
         """
         medians = self.medians()
-        found = {}
+        times = {}
         for stage in {stage for kind, stage in medians if kind != "F"}:
             whole, inputs = medians.get(("B", stage), 0.0), medians.get(("I", stage), 0.0)
             halves = inputs + medians.get(("W", stage), 0.0)
-            found[stage] = (whole or halves, inputs * (whole / halves if whole and halves else 1.0))
-        return found
+            times[stage] = (whole or halves, inputs * (whole / halves if whole and halves else 1.0))
+        return times
 
     def spread(self) -> float:
         """Returns by what fraction an action's time varies, up or down.
@@ -186,12 +186,12 @@ class ActionClock:
         Half the distance between the 10th and the 90th percentile, as a mean over the kinds of
         actions. 0: too few were timed.
         """
-        found = []
+        spreads = []
         for (*_, message), seconds in self._seconds().items():
             if not message and len(seconds) >= _ENOUGH:
                 tenths = statistics.quantiles(seconds, n=10)
-                found.append((tenths[-1] - tenths[0]) / 2 / max(statistics.median(seconds), 1e-9))
-        return statistics.mean(found) if found else 0.0
+                spreads.append((tenths[-1] - tenths[0]) / 2 / max(statistics.median(seconds), 1e-9))
+        return statistics.mean(spreads) if spreads else 0.0
 
     def taken_s(self) -> float:
         """Returns the seconds of everything timed since the last call."""
@@ -206,5 +206,7 @@ class ActionClock:
 
     def _seconds(self) -> dict[_Key, list[float]]:
         """Returns the seconds of the spans that have ended; no key without any."""
-        found = {key: [s for span in spans if (s := span.seconds) is not None] for key, spans in self._spans.items()}
-        return {key: seconds for key, seconds in found.items() if seconds}
+        durations = {
+            key: [s for span in spans if (s := span.seconds) is not None] for key, spans in self._spans.items()
+        }
+        return {key: seconds for key, seconds in durations.items() if seconds}

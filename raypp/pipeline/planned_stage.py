@@ -169,7 +169,7 @@ class PlannedStage(ChunkStage):
             _last_number(buffer).fill_(form.unwritten)
         return buffer
 
-    def _filled(self, buffer: Tensor, form: WireFormat, microbatch: int, from_stage: int, what: str) -> Tensor:
+    def _filled(self, buffer: Tensor, form: WireFormat, microbatch: int, from_stage: int, noun: str) -> Tensor:
         """Returns a received buffer `[...]`, after checking that the message filled it.
 
         gloo accepts a shorter message silently and leaves the rest of the buffer unwritten. The
@@ -177,7 +177,7 @@ class PlannedStage(ChunkStage):
         """
         if buffer.device.type == "cpu" and bool((_last_number(buffer) == form.unwritten).all()):
             raise PlanMismatch(
-                f"stage {self.stage_index}: {what} of microbatch {microbatch} from stage {from_stage} are fewer than "
+                f"stage {self.stage_index}: {noun} of microbatch {microbatch} from stage {from_stage} are fewer than "
                 f"the plan says, {self.shapes[microbatch]}: the ranks follow different plans"
             )
         return computes_on(buffer)
@@ -201,13 +201,13 @@ class PlannedStage(ChunkStage):
         assert work is not None
         return work
 
-    def _send(self, tensor: Tensor | None, microbatch: int, to_stage: int, form: WireFormat, what: str) -> dist.Work:
+    def _send(self, tensor: Tensor | None, microbatch: int, to_stage: int, form: WireFormat, noun: str) -> dist.Work:
         """Encodes a tensor `[B, T, C]` and posts its send."""
         if tensor is None:
             raise PlanMismatch(
-                f"stage {self.stage_index} has no {what} of microbatch {microbatch} for stage {to_stage}"
+                f"stage {self.stage_index} has no {noun} of microbatch {microbatch} for stage {to_stage}"
             )
-        self._check(tensor, microbatch, f"{what} of microbatch {microbatch} for stage {to_stage}")
+        self._check(tensor, microbatch, f"{noun} of microbatch {microbatch} for stage {to_stage}")
         message = form.encode(tensor, message_seed(self.seed, self.step, self.stage_index, to_stage, microbatch))
         self.sent_bytes += message.numel() * message.element_size()
         to, own = self.rank_of_stage[to_stage], self.rank_of_stage[self.stage_index]

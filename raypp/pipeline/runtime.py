@@ -71,18 +71,18 @@ def _joined(line: Line, with_weights: Sequence[LoweredAction]) -> list[LoweredAc
     action now follows that action's send.
     """
     rest = iter(with_weights)
-    found: list[LoweredAction] = []
+    lowered: list[LoweredAction] = []
     for item in line:
         if isinstance(item, Action):
             for action in rest:
-                found.append(action)
+                lowered.append(action)
                 if action.computation_type in _COMPUTES:
                     break
         elif isinstance(item, Send):
-            found.append(_message_action(item.message.kind, True, item.message.stage, item.message.microbatch))
+            lowered.append(_message_action(item.message.kind, True, item.message.stage, item.message.microbatch))
         else:
-            found.append(_message_action(item.message.kind, False, item.message.to_stage, item.message.microbatch))
-    return [*found, *rest]
+            lowered.append(_message_action(item.message.kind, False, item.message.to_stage, item.message.microbatch))
+    return [*lowered, *rest]
 
 
 def _message_action(kind: str, send: bool, stage: int, microbatch: int) -> LoweredAction:

@@ -74,15 +74,15 @@ class LossMemory:
 def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     """Returns the memory of the cross-entropy of `tokens` tokens.
 
-    From whole logits: the log-softmax in fp32 is kept for the backward, and where the loss is not
-    the stage's own, the stage's output, too: the logits in the compute dtype. The backward has two
-    fp32 gradients at once: of the log-softmax and of its input. The forward also has the logits,
-    and in bf16 an fp32 copy of them. On CPUs the heap keeps the memory of the logits in any case.
+    From whole logits: the log-softmax in fp32 and the logits in the compute dtype are kept for the
+    backward, by the stage or by the heap of a CPU. The backward has two fp32 gradients at once: of
+    the log-softmax and of its input. The forward also has, in bf16, an fp32 copy of the logits.
 
-    In chunks: the gradient of the projection's input is kept. Meanwhile there are the logits of a
-    chunk, in the compute dtype and in fp32, their log-softmax (fp32), and the gradient of a trained
-    projection (fp32, and in the end a copy in the compute dtype). On CUDA one kernel makes the
-    logits' gradients of them, in the compute dtype; without Triton it is as on CPUs.
+    In chunks, on CUDA also in one: the gradient of the projection's input is kept. Meanwhile there
+    are the logits of a chunk, in the compute dtype and in fp32, their log-softmax (fp32), and the
+    gradient of a trained projection (of several chunks in fp32, and in the end a copy in the
+    compute dtype). On CUDA one kernel makes the logits' gradients of them, in the compute dtype;
+    without Triton it is as on CPUs.
 
     A soft cap of the logits keeps its tanh in the compute dtype; in chunks, its slope in fp32, but
     nothing in that kernel.
@@ -95,19 +95,19 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     model, compute = job.model, activation_bytes(job)
     capped = model.stage_ends().logit_cap is not None
     chunk = chunk_size(tokens, model.vocab_size, kind)
-    if chunk == tokens or family_of(model) is None:
+    narrow = compute if compute < FP32.bytes else 0
+    if family_of(model) is None or (kind == "cpu" and chunk == tokens):
         values = tokens * model.vocab_size
-        freed = compute if kind == "cuda" and family_of(model) is not None else 0
         return LossMemory(
-            kept=values * (compute - freed + FP32.bytes + (compute if capped else 0)),
-            forward=values * (freed + (FP32.bytes if compute < FP32.bytes else 0)),
+            kept=values * (compute + FP32.bytes + (compute if capped else 0)),
+            forward=values * (FP32.bytes if narrow else 0),
             backward=values * 2 * FP32.bytes,
         )
-    narrow = compute if compute < FP32.bytes else 0
     each = 2 * compute if kind == "cuda" else (3 if capped else 2) * FP32.bytes + narrow
     logits = each * chunk * model.vocab_size
     projection = 0 if model.lora is not None else model.vocab_size * model.hidden_size
-    working = projection * FP32.bytes + max(logits, projection * narrow)
+    summed, copied = (compute, 0) if chunk == tokens else (FP32.bytes, narrow)
+    working = projection * summed + max(logits, projection * copied)
     backward = working if projection else 0  # of the projection, from logits that it computes again
     return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=backward)
 

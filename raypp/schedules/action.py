@@ -35,10 +35,10 @@ class Action(NamedTuple):
         Raises:
             ValueError: The text is not an action.
         """
-        found = _FORM.fullmatch(text.strip())
-        if not found:
+        match = _FORM.fullmatch(text.strip())
+        if not match:
             raise ValueError(f"{text!r} is not an action; an action looks like 0F1 (stage, F|B|I|W, microbatch)")
-        return cls(int(found[1]), cast(Kind, found[2]), int(found[3]))
+        return cls(int(match[1]), cast(Kind, match[2]), int(match[3]))
 
 
 Program = Mapping[int, Sequence[Action]]

@@ -92,9 +92,9 @@ def channels_of(rank_of_stage: Sequence[int]) -> list[tuple[int, int]]:
     this order. Both ends of the first unconnected channel are always free. The channels of even
     ranks come first, so that pairs of neighbours connect in parallel.
     """
-    found = set()
+    channels = set()
     for stage in range(len(rank_of_stage) - 1):
         upper, lower = rank_of_stage[stage], rank_of_stage[stage + 1]
         if upper != lower:
-            found |= {(upper, lower), (lower, upper)}
-    return sorted(found, key=lambda channel: (channel[0] % 2, channel))
+            channels |= {(upper, lower), (lower, upper)}
+    return sorted(channels, key=lambda channel: (channel[0] % 2, channel))

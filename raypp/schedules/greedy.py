@@ -174,10 +174,10 @@ class _Clock:
 
 def _joined(actions: Sequence[Action]) -> list[Action]:
     """Replaces adjacent I and W of the first stage by one B: no rank waits for its I."""
-    found: list[Action] = []
+    joined: list[Action] = []
     for action in actions:
-        if action.kind == "W" and action.stage == 0 and found[-1] == Action(0, "I", action.microbatch):
-            found[-1] = Action(0, "B", action.microbatch)
+        if action.kind == "W" and action.stage == 0 and joined[-1] == Action(0, "I", action.microbatch):
+            joined[-1] = Action(0, "B", action.microbatch)
         else:
-            found.append(action)
-    return found
+            joined.append(action)
+    return joined

@@ -74,9 +74,9 @@ def with_messages(program: Program, rank_of_stage: Sequence[int], posting: Posti
     if posting == "ahead":
         return _ahead(program, rank_of_stage, RECEIVES_AHEAD)
     paced = Simulator(program)
-    found = [_in_one_order(paced, rank_of_stage, link) for link in _PACES]
-    if all(lines == found[0] for lines in found):
-        return found[0]
+    orders = [_in_one_order(paced, rank_of_stage, link) for link in _PACES]
+    if all(lines == orders[0] for lines in orders):
+        return orders[0]
 
     equal = {link: StageTimes.equal(len(rank_of_stage), link=link) for link in _LINKS}
     free = {link: paced.run(times).makespan for link, times in equal.items()}
@@ -85,7 +85,7 @@ def with_messages(program: Program, rank_of_stage: Sequence[int], posting: Posti
         longer = {link: paced.run(times, lines).makespan / free[link] for link, times in equal.items()}
         return sum(weight * longer[link] for link, weight in _LINKS.items())
 
-    return min(found, key=cost)
+    return min(orders, key=cost)
 
 
 def _in_one_order(paced: Simulator, rank_of_stage: Sequence[int], link: float) -> dict[int, Line]:

@@ -270,15 +270,15 @@ class Simulator:
             for action, step in zip(actions, line, strict=True)
             if step.channel >= 0
         }
-        found: list[dict[int, list[int]]] = []
+        tables: list[dict[int, list[int]]] = []
         for rank in self.program:
             position, posts = 0, dict[int, list[int]]()
             for item in lines[rank]:
                 if isinstance(item, Receive):
                     posts.setdefault(position, []).append(gives[item.message])
                 position += isinstance(item, Action)
-            found.append(posts)
-        return found
+            tables.append(posts)
+        return tables
 
     def _run_by_events(
         self, times: StageTimes, draw: random.Random | None, with_messages: Mapping[int, Line] | None = None
@@ -295,8 +295,8 @@ class Simulator:
 
         def listed() -> dict[int, list[Slot]]:
             return {
-                rank: [Slot(action, *slot) for action, slot in zip(self.program[rank], found, strict=True)]
-                for rank, found in slots.items()
+                rank: [Slot(action, *slot) for action, slot in zip(self.program[rank], times, strict=True)]
+                for rank, times in slots.items()
             }
 
         return Timeline(makespan, busy, idle, *self.peaks, listed)
@@ -317,12 +317,12 @@ class Simulator:
         return {rank: without_repeats(actions, self.waiting[rank]) for rank, actions in self.program.items()}
 
     def _slots(self, starts: list[float], ends: list[float]) -> dict[int, list[Slot]]:
-        found: dict[int, list[Slot]] = {rank: [] for rank in self.program}
-        rows = [(found[rank], iter(actions)) for rank, actions in self.program.items()]
+        slots: dict[int, list[Slot]] = {rank: [] for rank in self.program}
+        rows = [(slots[rank], iter(actions)) for rank, actions in self.program.items()]
         for (rank, *_), start, end in zip(self.in_order, starts, ends, strict=True):
             row, actions = rows[rank]
             row.append(Slot(next(actions), start, end))
-        return found
+        return slots
 
     @cached_property
     def in_order(self) -> list[_Step]:

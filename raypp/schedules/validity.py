@@ -28,71 +28,71 @@ def check_program(
         microbatches: Microbatches per step.
         trains: False for a forward-only program.
     """
-    found: list[str] = []
+    faults: list[str] = []
     if sorted(program) != list(range(len(placement))):
         ranks = f"ranks {sorted(program)}" if len(program) <= _LISTED else f"{len(program):,} ranks"
-        found.append(f"the program has {ranks}, the pipeline has 0 to {len(placement) - 1}")
-        return found
+        faults.append(f"the program has {ranks}, the pipeline has 0 to {len(placement) - 1}")
+        return faults
     owner = {stage: holder for holder, held in enumerate(placement) for stage in held}
     for rank, stages in enumerate(placement):
-        found += _on_rank(rank, program[rank], set(stages), owner)
+        faults += _on_rank(rank, program[rank], set(stages), owner)
         of_stage: dict[int, list[Action]] = defaultdict(list)
         for action in program[rank]:
             of_stage[action.stage].append(action)
         for stage in stages:
-            found += _of_stage(stage, of_stage[stage], microbatches, trains)
-    if not found:
+            faults += _of_stage(stage, of_stage[stage], microbatches, trains)
+    if not faults:
         try:
             _ = Simulator(program).in_order
         except DeadlockError as error:
-            found = error.hangs
-    return found
+            faults = error.hangs
+    return faults
 
 
 def _on_rank(rank: int, actions: Sequence[Action], stages: set[int], owner: Mapping[int, int]) -> list[str]:
-    found = []
+    faults = []
     for action in actions:
         if action.stage not in owner:
-            found.append(f"rank {rank} has {action}, but there is no stage {action.stage}")
+            faults.append(f"rank {rank} has {action}, but there is no stage {action.stage}")
         elif action.stage not in stages:
-            found.append(f"rank {rank} has {action}, but stage {action.stage} is on rank {owner[action.stage]}")
-    return found
+            faults.append(f"rank {rank} has {action}, but stage {action.stage} is on rank {owner[action.stage]}")
+    return faults
 
 
 def _of_stage(stage: int, actions: Sequence[Action], microbatches: int, trains: bool) -> list[str]:
-    found = []
+    faults = []
     position: dict[tuple[str, int], int] = {}
     for index, action in enumerate(actions):
         if not 0 <= action.microbatch < microbatches:
-            found.append(f"{action}: there are only microbatches 0 to {microbatches - 1}")
+            faults.append(f"{action}: there are only microbatches 0 to {microbatches - 1}")
         elif (action.kind, action.microbatch) in position:
-            found.append(f"{action} appears twice")
+            faults.append(f"{action} appears twice")
         else:
             position[action.kind, action.microbatch] = index
     for microbatch in range(microbatches):
         at = {kind: position[kind, microbatch] for kind in "FBIW" if (kind, microbatch) in position}
-        found += _of_microbatch(stage, microbatch, at, trains)
+        faults += _of_microbatch(stage, microbatch, at, trains)
     for kind, noun in (("F", "forward"), ("B", "backward"), ("I", "backward"), ("W", "weight gradient")):
         order = [action.microbatch for action in actions if action.kind == kind]
         late = next((b for a, b in pairwise(order) if b < a), None)
         if late is not None:
-            found.append(f"stage {stage}: the {noun} of microbatch {late} comes after that of a later microbatch")
-    return found
+            faults.append(f"stage {stage}: the {noun} of microbatch {late} comes after that of a later microbatch")
+    return faults
 
 
 def _of_microbatch(stage: int, microbatch: int, at: dict[str, int], trains: bool) -> list[str]:
     name = f"stage {stage}, microbatch {microbatch}"
-    found = [] if "F" in at else [f"{name}: there is no forward"]
+    faults = [] if "F" in at else [f"{name}: there is no forward"]
     backward = sorted(set(at) - {"F"})
     if not trains:
-        return [*found, *(f"{name}: {kind} in a forward-only program" for kind in backward)]
+        return [*faults, *(f"{name}: {kind} in a forward-only program" for kind in backward)]
     if not backward:
-        return [*found, f"{name}: there is no backward"]
+        return [*faults, f"{name}: there is no backward"]
     if backward not in (["B"], ["I", "W"]):
-        return [*found, f"{name}: the backward is {' and '.join(backward)}; it must be B, or I and W"]
+        return [*faults, f"{name}: the backward is {' and '.join(backward)}; it must be B, or I and W"]
     first = backward[0]
     if "F" in at and at[first] < at["F"]:
-        found.append(f"{name}: {first} comes before the forward")
+        faults.append(f"{name}: {first} comes before the forward")
     if "I" in at and at["W"] < at["I"]:
-        found.append(f"{name}: W comes before I")
-    return found
+        faults.append(f"{name}: W comes before I")
+    return faults

@@ -88,9 +88,9 @@ def _on_rank(
     released = dict.fromkeys(sent, 0)
     # The counts are one number, and each combination of them is one object.
     count, known = 0, {0: Waiting()}
-    found: dict[Action, Waiting] = {}
+    by_action: dict[Action, Waiting] = {}
     for action, (source, use, _, send) in zip(actions, flow, strict=True):
-        found[action] = known[count]
+        by_action[action] = known[count]
         if use is not None and (last := proven[use]) > (first := released.get(source, 0)):
             for message in sent[source][first:last]:
                 count -= part(message)
@@ -99,7 +99,7 @@ def _on_rank(
             count += part(send)
         if count not in known:
             known[count] = Waiting(count % _FROZEN, count // _FROZEN % _FROZEN, count // _GRADIENT)
-    return found
+    return by_action
 
 
 # Leaves out the actions of a rank that only repeat situations it has been in before.
@@ -136,9 +136,9 @@ def without_repeats(actions: Sequence[Action], waiting: Mapping[Action, Waiting]
     # Above those the counts of what waits.
     top = (2 * bits + 1) * len(stages)
     waits = [0] * len(actions) if waiting is None else [_number(waiting[action], bits) << top for action in actions]
-    found: list[Action] = []
+    path: list[Action] = []
     held, now = 0, waits[0] if waits else 0
-    # Since the last action of `found`: the way to the present situation without its loops, and the
+    # Since the last action of `path`: the way to the present situation without its loops, and the
     # length of the way to each situation on it.
     way: list[Action] = []
     lengths = {now: 0}
@@ -151,7 +151,7 @@ def without_repeats(actions: Sequence[Action], waiting: Mapping[Action, Waiting]
         now = held | waits_then
         way.append(action)
         if not known:
-            found += way
+            path += way
             way, lengths = [], {now: 0}
         elif now in lengths:
             del way[lengths[now] :]
@@ -159,7 +159,7 @@ def without_repeats(actions: Sequence[Action], waiting: Mapping[Action, Waiting]
                 lengths.popitem()
         else:
             lengths[now] = len(way)
-    return found
+    return path
 
 
 def _number(waiting: Waiting, bits: int) -> int:

@@ -128,8 +128,8 @@ def _read(state: dict[str, Tensor], key: str, rows: slice) -> Tensor:
     if key + SCALE not in state:
         return kept.clone()
     signed = key == "exp_avg"
-    found = dequantise(kept, as_rows(local_part(state[key + SCALE]))[rows], signed=signed)
-    return found if signed else found.mul_(found)
+    moments = dequantise(kept, as_rows(local_part(state[key + SCALE]))[rows], signed=signed)
+    return moments if signed else moments.mul_(moments)
 
 
 def _write(state: dict[str, Tensor], key: str, rows: slice, values: Tensor) -> None:

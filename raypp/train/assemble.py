@@ -29,13 +29,14 @@ from raypp.spec.job import Job
 from raypp.train.abort import cut_connections
 from raypp.train.build import BuiltStages, build_stages
 from raypp.train.cuda_settings import (
+    bind_near,
     cuda_event,
     prepare_allocator,
     prepare_driver,
     set_product_precision,
     share_compile_threads,
 )
-from raypp.train.device_check import check_device, compare_cards
+from raypp.train.device_check import Card, check_device, compare_cards
 from raypp.train.optimizer import build_optimizer
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.process_group import allow_long_steps, joined, pick_device
@@ -110,16 +111,7 @@ def assemble(
         RayppError: The data or the sizes do not fit; the user can fix it.
     """
     job = job.for_device(seat.device)
-    if seat.device == "cuda":  # both before CUDA is used
-        prepare_driver()
-    allocator = prepare_allocator() if seat.device == "cuda" else None
-    share_compile_threads(seat.local_world_size)
-    card = check_device(job, seat)
-    device = pick_device(seat)
-    if allocator is not None:
-        set_product_precision(job)
-        if seat.rank == 0:
-            tell(cuda_event(job, seat, allocator, torch.cuda.get_device_name(device), fused.reason_against(device)))
+    device, card = open_device(job, seat, tell)
     with ExitStack() as stack:
         with part("rendezvous"):
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
@@ -161,6 +153,26 @@ def assemble(
         yield AssembledRank(
             job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer
         )
+
+
+def open_device(job: Job, seat: Seat, tell: Callable[[Event], None]) -> tuple[torch.device, Card | None]:
+    """Returns the seat's device, now current, and its card, checked; None on a CPU.
+
+    On CUDA the process is set up before, and rank 0 reports how.
+    """
+    share_compile_threads(seat.local_world_size)  # while all CPUs are allowed
+    if seat.device != "cuda":
+        return pick_device(seat), None
+    prepare_driver()  # this and the allocator before CUDA is used
+    allocator = prepare_allocator()
+    card = check_device(job, seat)
+    if cpus := bind_near(card.bus):
+        log.info("rank %d: on %s", seat.rank, cpus)
+    device = pick_device(seat)
+    set_product_precision(job)
+    if seat.rank == 0:
+        tell(cuda_event(job, seat, allocator, card.name, fused.reason_against(device), cpus))
+    return device, card
 
 
 def _end_exchanges(outer: OuterSync, seat: Seat, _kind: object, error: BaseException | None, _trace: object) -> None:

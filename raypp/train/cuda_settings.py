@@ -1,9 +1,10 @@
-"""Settings of CUDA for a process: allocator, hardware queues, precision of products in fp32."""
+"""Settings of CUDA for a process: allocator, queues, CPUs, precision of products in fp32."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR = "expandable_segments:True"
 _QUEUES = "32"
 _COMPILE_THREADS = 32
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def prepare_allocator(environment: MutableMapping[str, str] | None = None) -> str:
@@ -66,13 +68,45 @@ def share_compile_threads(ranks: int, environment: Mapping[str, str] = os.enviro
         inductor_config().compile_threads = max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
+def bind_near(bus: str, devices: Path = _PCI_DEVICES) -> str:
+    """Binds this thread, and those that it starts from now on, to the CPUs next to a card.
+
+    What they allocate then lies in that part of the host's memory. Never adds a CPU to those that
+    user, Slurm or container allow. Ranks whose cards are next to the same CPUs share all of them.
+
+    Args:
+        bus: The card's place on the PCI bus, as sysfs names it.
+        devices: The folder of sysfs that has one for each PCI device.
+
+    Returns:
+        The CPUs in words; "" if all stay: the kernel lists none, or of those that are allowed it
+        lists none or all.
+    """
+    try:
+        listed = (devices / bus / "local_cpulist").read_text().strip()
+        allowed = os.sched_getaffinity(0)
+        near = allowed & listed_cpus(listed)
+        if not near or near == allowed:
+            return ""
+        os.sched_setaffinity(0, near)
+    except (OSError, ValueError):
+        return ""
+    return f"{len(near)} of its {len(allowed)} CPUs, those next to the card ({listed})"
+
+
+def listed_cpus(listed: str) -> set[int]:
+    """Returns the CPUs of a list as the kernel writes it, such as `0-15,64-79`."""
+    ranges = [part.split("-") for part in listed.split(",")]
+    return {cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)}
+
+
 def set_product_precision(job: Job) -> None:
     """Sets how CUDA multiplies matrices in fp32, by `train.tf32`."""
     torch.set_float32_matmul_precision("high" if job.train.tf32 else "highest")
 
 
-def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str | None) -> Event:
-    """Returns the `cuda` event for the run's records: device, versions, precision, allocator.
+def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str | None, cpus: str = "") -> Event:
+    """Returns the `cuda` event for the run's records: device, versions, precision, allocator, CPUs.
 
     Args:
         job: The job.
@@ -80,14 +114,17 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str |
         allocator: From `prepare_allocator`.
         device: The device's name.
         unfused: Why Triton's kernels do not run; None: they do.
+        cpus: From `bind_near`.
     """
     precision = job.train.precision
     compute = job.train.dtypes.compute
     products = "tf32" if compute is FP32 and job.train.tf32 else compute.name
     words = f"{device}, torch {torch.__version__}: precision {precision}, products in {products}; {allocator}"
+    if cpus:
+        words += f"; {cpus}"
     if unfused is not None:
-        words += "; AdamW by rows and quantised weights use torch's slower kernels, with the same bits, and the loss "
-        words += f"in chunks is slower and takes more memory than planned: {unfused}"
+        words += "; AdamW by rows and quantised weights use torch's slower kernels, with the same bits, and the "
+        words += f"loss is slower and takes more memory than planned: {unfused}"
     return seat.event(
         "cuda",
         words,
@@ -97,5 +134,6 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str |
         precision=precision,
         products=products,
         allocator=allocator,
+        cpus=cpus,
         kernels="triton" if unfused is None else "torch",
     )

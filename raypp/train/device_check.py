@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -44,7 +45,8 @@ class Card:
         name: For example `NVIDIA H100 80GB HBM3`.
         capability: Its compute capability, for example (9, 0).
         memory: Its memory in bytes.
-        bus: Its place on the PCI bus; parts of one card (MIG) have the same. "" if unknown.
+        bus: Its place on the PCI bus, as sysfs names it (`0000:1b:00.0`); parts of one card (MIG)
+            have the same. "" if unknown.
     """
 
     name: str
@@ -53,15 +55,13 @@ class Card:
     bus: str = ""
 
 
-def check_device(job: Job, seat: Seat) -> Card | None:
-    """Returns the seat's card; None on a CPU. Waits for memory that a dead process still holds.
+def check_device(job: Job, seat: Seat) -> Card:
+    """Returns the card of a seat on CUDA. Waits for memory that a dead process still holds.
 
     Raises:
         JobError: The card is not there, or cannot run the job, or others hold its memory.
         DeviceTakenError: In a later attempt, others hold the memory that the rank had.
     """
-    if seat.device != "cuda":
-        return None
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     card = card_of(seat.device_index) if seat.device_index < there else None
     why = "" if there else why_no_card()
@@ -71,8 +71,8 @@ def check_device(job: Job, seat: Seat) -> Card | None:
         problems = host_problems(job, seat, int(psutil.virtual_memory().available))
     if problems:
         raise JobError(problems)
-    if card is not None:
-        _wait_for_memory(job, seat, card, needs[seat.coordinates.pp])
+    assert card is not None
+    _wait_for_memory(job, seat, card, needs[seat.coordinates.pp])
     return card
 
 
@@ -89,9 +89,8 @@ def has_bf16(seat: Seat) -> bool:
 
 def card_of(index: int) -> Card:
     """Returns the CUDA device of a number."""
-    facts = torch.cuda.get_device_properties(index)
-    names = [name for name in ("pci_domain_id", "pci_bus_id", "pci_device_id") if hasattr(facts, name)]
-    bus = ":".join(f"{getattr(facts, name):x}" for name in names)
+    facts: Any = torch.cuda.get_device_properties(index)
+    bus = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     return Card(facts.name, (facts.major, facts.minor), facts.total_memory, bus)
 
 
@@ -243,11 +242,11 @@ def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bo
             `compute_90`, which the driver compiles for 9.0 and newer. Empty: unknown.
     """
     for name in built_for:
-        found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-        if found is None:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if match is None:
             return True
-        of = (int(found[2]), int(found[3]))
-        if of == capability or (not found[4] and of < capability and (found[1] == "compute" or of[0] == capability[0])):
+        of = (int(match[2]), int(match[3]))
+        if of == capability or (not match[4] and of < capability and (match[1] == "compute" or of[0] == capability[0])):
             return True
     return not built_for
 

@@ -99,14 +99,14 @@ def holders_in_words(listed: str, uuid: str, own: int) -> str:
         uuid: The card's, or a part of it.
         own: This process' id, which is left out.
     """
-    found = []
+    processes = []
     for line in listed.splitlines():
         card, pid, name, used = (part.strip() for part in (line.split(",") + [""] * 4)[:4])
         if uuid and uuid in card and pid != str(own):
             size = f" {size_text(int(used) << 20)}" if used.isdigit() else ""
-            found.append(f"{name} (pid {pid}){size}")
-    if found:
-        return f"held by {', '.join(found)}"
+            processes.append(f"{name} (pid {pid}){size}")
+    if processes:
+        return f"held by {', '.join(processes)}"
     return "nvidia-smi does not show here by whom: by a desktop, or by processes outside this container"
 
 

@@ -80,7 +80,7 @@ class ForwardRunner:
         runner = self._runner
         read = runner.agree(microbatches, Requests(), Stopwatch())
         batches = runner.batches(read)
-        found = self._runtime.run(
+        losses = self._runtime.run(
             runner.job.train.micro_batch_size,
             runner.own_lengths(read),
             [batch.tokens_BT for batch in batches],
@@ -88,7 +88,7 @@ class ForwardRunner:
             [{**batch.stage_arguments(), "labelled_BT": None} for batch in batches],
             [batch.labels_BT for batch in batches],
         )
-        return read.plan, found
+        return read.plan, losses
 
 
 class Evaluator:

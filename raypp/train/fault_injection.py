@@ -88,7 +88,7 @@ def parse_faults(text: str) -> list[Fault]:
     Raises:
         JobError: The text does not have the documented form.
     """
-    found = []
+    faults = []
     for part in filter(None, (one.strip() for one in text.split(";"))):
         match = _FAULT.fullmatch(part)
         if match is None or match[1] not in KINDS or match[2] not in MOMENTS:
@@ -99,8 +99,8 @@ def parse_faults(text: str) -> list[Fault]:
             if key not in ("rank", "step", "attempt", "seconds"):
                 raise JobError(f"{VARIABLE}: unknown setting `{setting}` in `{part}`", "rank, step, attempt or seconds")
             settings[key] = float(value) if key == "seconds" else int(value)
-        found.append(Fault(match[1], match[2], **settings))
-    return found
+        faults.append(Fault(match[1], match[2], **settings))
+    return faults
 
 
 class Injection:

@@ -53,7 +53,7 @@ class Chosen:
 
 def interfaces() -> dict[str, Interface]:
     """Returns every interface of this machine, by name."""
-    stats, found = psutil.net_if_stats(), {}
+    stats, by_name = psutil.net_if_stats(), {}
     for name, addresses in psutil.net_if_addrs().items():
         by_family = {
             family: one.address.partition("%")[0]
@@ -63,8 +63,8 @@ def interfaces() -> dict[str, Interface]:
         }
         address = by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6, "")
         stat = stats.get(name)
-        found[name] = Interface(name, address, max(0, stat.speed) if stat else 0, bool(stat and stat.isup))
-    return found
+        by_name[name] = Interface(name, address, max(0, stat.speed) if stat else 0, bool(stat and stat.isup))
+    return by_name
 
 
 def source_address(peer: str) -> str:

@@ -44,7 +44,7 @@ class Origin:
     """The first non-finite number that one rank saw.
 
     Attributes:
-        what: `output` of a module in a forward, or `gradient` of its output in a backward.
+        tensor: `output` of a module in a forward, or `gradient` of its output in a backward.
         rank: The rank that saw it.
         label: That rank's coordinates.
         stage: The pipeline stage.
@@ -53,7 +53,7 @@ class Origin:
         action: The schedule's action, such as 1F7.
     """
 
-    what: str
+    tensor: str
     rank: int
     label: str
     stage: int
@@ -104,9 +104,9 @@ class FiniteGuard:
         """
         self._in_a_row += 1
         if self._weights_are_broken():
-            what = f"step {step}: {self._what(sums)}, because weights are not finite: an earlier update broke them"
-            raise BrokenWeightsError(what)
-        words = f"step {step}: {self._what(sums)}; {self._describe_origin(again)}"
+            cause = "weights are not finite: an earlier update broke them"
+            raise BrokenWeightsError(f"step {step}: {self._symptoms(sums)}, because {cause}")
+        words = f"step {step}: {self._symptoms(sums)}; {self._describe_origin(again)}"
         policy = self._job.recovery.on_nonfinite
         if policy != "skip":
             raise NonFiniteError(f"{words} (recovery.on_nonfinite: {policy})")
@@ -118,22 +118,22 @@ class FiniteGuard:
     def _weights_are_broken(self) -> bool:
         """Whether some rank holds a weight that is not finite. Collective."""
         own = any(not _finite(local_part(weight)) for stage in self._stages for weight in stage.parameters())
-        found = torch.tensor([int(own)])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(found)
+        broken = torch.tensor([int(own)])
+        dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(broken)
 
-    def _what(self, sums: GlobalSums) -> str:
-        found = []
+    def _symptoms(self, sums: GlobalSums) -> str:
+        faults = []
         if not math.isfinite(sums.loss):
-            found.append(f"the loss is {sums.loss}")
+            faults.append(f"the loss is {sums.loss}")
         broken = [
             name for name, square in zip(self._names, sums.squares.tolist(), strict=True) if not math.isfinite(square)
         ]
         if broken:
             shown = ", ".join(broken[:_NAMES_SHOWN])
             more = f" and {len(broken) - _NAMES_SHOWN} more" if len(broken) > _NAMES_SHOWN else ""
-            found.append(f"the gradients of {shown}{more} are not finite")
-        return " and ".join(found) or "the gradient norm is not finite"
+            faults.append(f"the gradients of {shown}{more} are not finite")
+        return " and ".join(faults) or "the gradient norm is not finite"
 
     def _describe_origin(self, again: Callable[[], None]) -> str:
         if self._job.train.compiles:
@@ -144,20 +144,20 @@ class FiniteGuard:
         if origin is None:
             return "it did not recur when the step was repeated: a fault of a device, its memory or a link"
         return (
-            f"first in the {origin.what} of {origin.module or 'the stage'}, microbatch {origin.microbatch} of stage "
+            f"first in the {origin.tensor} of {origin.module or 'the stage'}, microbatch {origin.microbatch} of stage "
             f"{origin.stage} on rank {origin.rank} ({origin.label})"
         )
 
 
-def first_of(found: Sequence[Origin]) -> Origin | None:
+def first_of(origins: Sequence[Origin]) -> Origin | None:
     """Picks the origin from the ranks' observations.
 
     The earliest stage's forward output, or the latest stage's gradient if no output is affected.
     """
-    forwards = [origin for origin in found if origin.what == "output"]
+    forwards = [origin for origin in origins if origin.tensor == "output"]
     if forwards:
         return min(forwards, key=lambda origin: (origin.stage, origin.microbatch, origin.rank))
-    return max(found, key=lambda origin: (origin.stage, -origin.microbatch, -origin.rank), default=None)
+    return max(origins, key=lambda origin: (origin.stage, -origin.microbatch, -origin.rank), default=None)
 
 
 @contextmanager
@@ -165,12 +165,12 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
     """Records the first non-finite output of a module, or gradient of an output, in `stages`."""
     seen: list[Origin] = []
 
-    def note(what: str, name: str) -> None:
+    def note(tensor: str, name: str) -> None:
         action = runtime.now
         kind = next((letter for letter in "FBIW" if letter in action), "F")
         stage, _, microbatch = action.partition(kind)
         if not seen and stage.isdigit() and microbatch.isdigit():
-            seen.append(Origin(what, seat.rank, seat.label, int(stage), int(microbatch), name[-120:], action))
+            seen.append(Origin(tensor, seat.rank, seat.label, int(stage), int(microbatch), name[-120:], action))
 
     def back(name: str) -> Callable[[Tensor], None]:
         """Returns a hook for the gradient `[...]` of a module's output."""

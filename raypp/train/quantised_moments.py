@@ -37,14 +37,14 @@ def code_values(signed: bool, device: torch.device) -> Tensor:
     The i-th of seven decades, from 1e-7 to 1, has 2^i equally spaced numbers (unsigned: twice as
     many); zero and one are there, too.
     """
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for decade in range(_DECADES):
         count = 2**decade * (1 if signed else 2)
         top = 10.0 ** (decade - _DECADES + 1)
         for index in range(count):
             middle = 0.1 + 0.9 * (index + 0.5) / count
-            found += [top * middle, -top * middle] if signed else [top * middle]
-    return torch.tensor(sorted(found), dtype=torch.float64).to(torch.float32).to(device, non_blocking=True)
+            levels += [top * middle, -top * middle] if signed else [top * middle]
+    return torch.tensor(sorted(levels), dtype=torch.float64).to(torch.float32).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
@@ -110,8 +110,8 @@ def quantise(values_RL: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def dequantise(codes_RL: Tensor, scales_RN: Tensor, *, signed: bool) -> Tensor:
     """Returns the values fp32 `[R, L]` of codes and scales, see `quantise`."""
     numbers = code_values(signed, codes_RL.device)
-    found = torch.index_select(numbers, 0, codes_RL.reshape(-1).to(torch.int64)).view(codes_RL.shape)
-    return (_blocks(found) * scales_RN.unsqueeze(-1)).flatten(1)[:, : codes_RL.shape[1]]
+    values = torch.index_select(numbers, 0, codes_RL.reshape(-1).to(torch.int64)).view(codes_RL.shape)
+    return (_blocks(values) * scales_RN.unsqueeze(-1)).flatten(1)[:, : codes_RL.shape[1]]
 
 
 def _blocks(values_RL: Tensor) -> Tensor:

@@ -68,13 +68,13 @@ class GradientReducer:
 
     def gradients(self) -> list[Tensor]:
         """Returns the local part `[...]` of every gradient; zeros if a parameter has none."""
-        found = []
+        gradients = []
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = zero_gradient(parameter)
             round_gradient(parameter)
-            found.append(local_part(parameter.grad))
-        return found
+            gradients.append(local_part(parameter.grad))
+        return gradients
 
     def sums(self, gradients: Sequence[Tensor], loss_sum: Tensor, extra: Tensor) -> GlobalSums:
         """Computes the global loss sum and gradient norm.

@@ -72,8 +72,8 @@ def check_shared(store: ObjectStore, run: str, seat: Seat) -> None:
     """
     if seat.local_world_size == seat.world_size:
         return
-    found = store.head(spec_key(run)) is not None
-    if _everyone(found) or _everyone(not found) or found:
+    held = store.head(spec_key(run)) is not None
+    if _everyone(held) or _everyone(not held) or held:
         return
     what = f"{store.url} on node {seat.node} does not hold the run {run!r}, which other nodes find there"
     fix = "use s3://…, or a directory that all nodes share; `raypp doctor JOB` checks it"
@@ -107,21 +107,21 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
         return _from_store(mine, candidates), True
     started = time.monotonic()
     newest = _from_rank_zero(candidates[-1] if candidates else -1)
-    found = load_from_memory(tier, newest, mine.stages, mine.optimizer)
-    step = found.step
+    restored = load_from_memory(tier, newest, mine.stages, mine.optimizer)
+    step = restored.step
     if step:
-        _take_up(mine, found.extra, step, found.remark, found.origins)
+        _take_up(mine, restored.extra, step, restored.remark, restored.origins)
     else:
         step = _from_store(mine, candidates)
     if seat.rank == 0 and step:
         seconds = round(time.monotonic() - started, 4)
-        source = "memory" if found.step else "store"
-        details = {"source": source, "seconds": seconds, "committed": newest, "from_partner": found.from_partner}
-        mine.tell("restored", found.in_words(step, newest), step, details=details)
-    best = found.best
+        source = "memory" if restored.step else "store"
+        details = {"source": source, "seconds": seconds, "committed": newest, "from_partner": restored.from_partner}
+        mine.tell("restored", restored.in_words(step, newest), step, details=details)
+    best = restored.best
     kept = None if best is None else (best.attempt, {owner: best.step_of(owner) for owner in best.holders})
-    tier.start(found.nodes, found.addresses, step, found.slot, mine.optimizer, newest, kept)
-    return step, best is None or (mine.job.savable(step) and len(found.steps) == 1)
+    tier.start(restored.nodes, restored.addresses, step, restored.slot, mine.optimizer, newest, kept)
+    return step, best is None or (mine.job.savable(step) and len(restored.steps) == 1)
 
 
 def _from_store(mine: Restorable, candidates: list[int]) -> int:
@@ -136,10 +136,10 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
             return 0
         loaded = None
         try:
-            found = load_checkpoint(mine.store, mine.job.name, step, list(mine.stages), mine.optimizer)
-            if found is not None:
-                read_extra(found.extra, commit_key(mine.job.name, step))
-            loaded = found
+            checkpoint = load_checkpoint(mine.store, mine.job.name, step, list(mine.stages), mine.optimizer)
+            if checkpoint is not None:
+                read_extra(checkpoint.extra, commit_key(mine.job.name, step))
+            loaded = checkpoint
         except CheckpointError as error:
             rejected.extend(error.problems)
             message = f"step {step} cannot be used: {error}"

@@ -82,8 +82,8 @@ class Sampler:
                     module.reshard()  # gathered weights must not outlive the next optimizer step
         check_groups()  # after an abort, tokens may come from what was never received
         samples = [
-            {"prompt": text, "text": self._tokenizer.decode(found), "tokens": found, "finish": finish}
-            for text, found, finish in zip(self._options.prompts, tokens, finishes, strict=True)
+            {"prompt": text, "text": self._tokenizer.decode(generated), "tokens": generated, "finish": finish}
+            for text, generated, finish in zip(self._options.prompts, tokens, finishes, strict=True)
         ]
         words = "; ".join(f"{sample['prompt']}|{sample['text']}"[:_SHOWN] for sample in samples)
         return Event("sampled", words, attempt=attempt, step=step, details={"samples": samples})

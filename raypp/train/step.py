@@ -181,9 +181,9 @@ class StepRunner:
 
     def _peaks(self) -> list[int]:
         """Returns this rank's peak of memory so far, in the place of its pipeline rank."""
-        found = [0] * self.job.mesh.pp
-        found[self.seat.coordinates.pp] = peak_memory(self.device)
-        return found
+        peaks = [0] * self.job.mesh.pp
+        peaks[self.seat.coordinates.pp] = peak_memory(self.device)
+        return peaks
 
     def _lengths(self, microbatches: list[tuple[Row, ...]]) -> list[int]:
         """Returns the length this rank proposes per microbatch, by pipeline.variable_seq_len."""
@@ -316,10 +316,10 @@ class StepRunner:
     def _seed(self, step: int) -> None:
         torch.manual_seed(step_seed(self.job.train.seed, step, self.seat.replica))
 
-    def _mark(self, what: str) -> None:
+    def _mark(self, action: str) -> None:
         """Marks what this rank does next, with a name that `raypp.recovery.hang_analysis` knows."""
         if self.built.runtime.mark is not None:
-            self.built.runtime.mark(what)
+            self.built.runtime.mark(action)
 
     def update(self, step: int, gradients: list[torch.Tensor], norm: float, tokens: int, rate: float) -> None:
         """Scales the gradients, local shards `[...]` of this norm, and runs the optimizer."""

@@ -147,9 +147,9 @@ class _Recording:
             cut=len(self._taken) > MOST_SPANS,
         )
 
-    def _mark(self, what: str) -> None:
+    def _mark(self, action: str) -> None:
         if self._runtime.mark is not None:
-            self._runtime.mark(what)
+            self._runtime.mark(action)
 
 
 def spans_of(taken: Sequence[tuple[int, Recorded]], anchor: Anchor, clock: CommonClock) -> list[Span]:
@@ -171,7 +171,7 @@ def spans_of(taken: Sequence[tuple[int, Recorded]], anchor: Anchor, clock: Commo
 
 
 def _gathering(spans: Sequence[Span]) -> list[Span]:
-    found: list[Span] = []
+    gathering: list[Span] = []
     begun: dict[int, Span] = {}
     ends: dict[int, float] = {}
     for span in spans:
@@ -181,21 +181,21 @@ def _gathering(spans: Sequence[Span]) -> list[Span]:
             ends[span.stage] = span.end
         elif span.kind == "F" and span.stage in begun and span.stage in ends:
             gather = begun.pop(span.stage)
-            found.append(gather._replace(kind="gathering", seconds=max(0.0, ends[span.stage] - gather.begin)))
-    return found
+            gathering.append(gather._replace(kind="gathering", seconds=max(0.0, ends[span.stage] - gather.begin)))
+    return gathering
 
 
 def _summing(spans: Sequence[Span]) -> list[Span]:
-    found: list[Span] = []
+    summing: list[Span] = []
     begun: dict[int, Span] = {}
     for span in spans:
         if span.kind == "sum":
             begun.setdefault(span.stage, span)
         elif span.kind == "wait sums":
             for first in begun.values():
-                found.append(first._replace(kind="summing", seconds=max(0.0, span.end - first.begin)))
+                summing.append(first._replace(kind="summing", seconds=max(0.0, span.end - first.begin)))
             begun.clear()
-    return found
+    return summing
 
 
 _ROUNDS = 12
@@ -261,12 +261,12 @@ def _answer(speaker: int) -> None:
 def _ask() -> tuple[float, float]:
     """Returns the offset to rank 0's clock, and its error."""
     asked, now = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-    found = []
+    exchanges = []
     for _ in range(_ROUNDS):
         sent = time.perf_counter()
         dist.send(asked, 0)
         dist.recv(now, 0)
         came = time.perf_counter()
-        found.append((came - sent, float(now[0]) - (sent + came) / 2))
-    round_trip, offset = min(found)
+        exchanges.append((came - sent, float(now[0]) - (sent + came) / 2))
+    round_trip, offset = min(exchanges)
     return offset, round_trip / 2

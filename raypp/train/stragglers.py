@@ -45,13 +45,13 @@ class StragglerWatch:
         Returns:
             Ranks that stayed slow, and how many times slower they are; each rank once.
         """
-        found = []
+        slow = []
         for rank, ratio in enumerate(self._ratios(seconds)):
             self._slow[rank] = self._slow[rank] + 1 if ratio > self.factor else 0
             if self._slow[rank] >= _IN_A_ROW and rank not in self._reported:
                 self._reported.add(rank)
-                found.append((rank, ratio))
-        return found
+                slow.append((rank, ratio))
+        return slow
 
     def _ratios(self, seconds: Sequence[float]) -> list[float]:
         per_layer = [one / self.work[pp] for one, pp in zip(seconds, self.pp_of_rank, strict=True)]

@@ -48,7 +48,7 @@ class Choice:
 
     Attributes:
         times: Seconds of every stage and border, and the cards that messages share.
-        found: The depths that fit into memory, with their simulated steps.
+        candidates: The depths that fit into memory, with their simulated steps.
         best: The depth to use.
         free: The depth to use if memory were unlimited.
         most_in_flight: Microbatches that fit into memory, per stage.
@@ -57,7 +57,7 @@ class Choice:
     """
 
     times: StageTimes
-    found: Sequence[Depth]
+    candidates: Sequence[Depth]
     best: Depth
     free: Depth
     most_in_flight: Sequence[int]
@@ -74,10 +74,10 @@ class Choice:
             f"{_seconds(self.times.forward[border])} forward and "
             f"{_seconds(self.times.backward[border])} backward between stage {border} and {border + 1}"
         )
-        now, classic = self.best, self.found[0]
+        now, classic = self.best, self.candidates[0]
         if now.lookahead:
             gain = f"a step of {_seconds(now.step_s)} by simulation, {_seconds(classic.step_s)} with 0"
-        elif len(self.found) == 1 and self.free.lookahead == 0:
+        elif len(self.candidates) == 1 and self.free.lookahead == 0:
             gain = "this schedule has no deeper warm-up"
         else:
             gain = "a deeper warm-up does not pay off"
@@ -96,7 +96,7 @@ class Choice:
             "crowded_s": [round(seconds, 6) for seconds in self.crowded],
             "cards": None if self.times.cards is None else list(self.times.cards),
             "spread": round(self.times.spread, 3),
-            "step_s": {depth.lookahead: round(depth.step_s, 6) for depth in self.found},
+            "step_s": {depth.lookahead: round(depth.step_s, 6) for depth in self.candidates},
             "most_in_flight": list(self.most_in_flight),
         }
 
@@ -184,11 +184,11 @@ class LookaheadTuner:
         rank = self._rank
         kind: Kind = "cuda" if rank.device.type == "cuda" else "cpu"
         free = _SHARE * free_bytes(rank.device, rank.seat.local_world_size) / len(self.runtime.planned)
-        found = {}
+        room = {}
         for stage in self.runtime.planned:
             computed = self._tokens * stage_activation_bytes(self.job, stage, self.pipeline.cut, kind)
-            found[stage] = int(free // max(1, self._clock.kept_bytes(stage) or computed))
-        return found
+            room[stage] = int(free // max(1, self._clock.kept_bytes(stage) or computed))
+        return room
 
 
 def choose(
@@ -223,10 +223,10 @@ def choose(
         link_spread=_LINK_SPREAD if cards else 0.0,
     )
     most = [int(-number) for number in memory]
-    found = depths(pipeline.simulator, pipeline.microbatches, times, most, fits)
+    candidates = depths(pipeline.simulator, pipeline.microbatches, times, most, fits)
     unbounded = depths(pipeline.simulator, pipeline.microbatches, times)
-    chosen, free = best_depth(found), best_depth(unbounded)
-    return Choice(times, found, chosen, free, most, list(wire[:-1]), list(crowded[:-1]))
+    chosen, free = best_depth(candidates), best_depth(unbounded)
+    return Choice(times, candidates, chosen, free, most, list(wire[:-1]), list(crowded[:-1]))
 
 
 def total_bytes(device: torch.device) -> int:

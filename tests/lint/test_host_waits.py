@@ -51,7 +51,7 @@ ALLOWED = {
         "raypp.train.optimizer_offload.OffloadedOptimizer.to_host",
         "cpu",
     ): "loads a checkpoint, before the first step of an attempt",
-    ("raypp.train.nonfinite.FiniteGuard._what", "tolist"): _HOST + ", of a step that is not finite",
+    ("raypp.train.nonfinite.FiniteGuard._symptoms", "tolist"): _HOST + ", of a step that is not finite",
     ("raypp.train.nonfinite._gathered", "tolist"): _HOST + ", of a step that is not finite",
     ("raypp.checkpoint.snapshot.Snapshot.data", "numpy"): _HOST + ": the bytes of a snapshot",
     ("raypp.checkpoint.snapshot.SnapshotBuffer._copy.rest", "synchronize"): _SAVER,

@@ -309,8 +309,8 @@ FAULTS = [
     # The runtime.
     Fault(
         "runtime-loses-the-last-weights-action", _RUNTIME,
-        "return [*found, *rest]",
-        "return found",
+        "return [*lowered, *rest]",
+        "return lowered",
         "gradients of the last microbatch's stage are not summed over ranks",
     ),
     Fault(
@@ -420,8 +420,8 @@ FAULTS = [
     ),
     Fault(
         "posting-first-order-always", _POSTING,
-        "return min(found, key=cost)",
-        "return found[0]",
+        "return min(orders, key=cost)",
+        "return orders[0]",
         "steps on NCCL take longer than they need",
     ),
     # Recovery.

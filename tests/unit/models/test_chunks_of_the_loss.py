@@ -12,8 +12,17 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from raypp.measure.model_costs import backward_for_input
+from raypp.models import loss
 from raypp.models.documents import PackedDocuments
-from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
+from raypp.models.loss import (
+    IGNORED,
+    Targets,
+    in_chunks,
+    loss_sum_in_chunks,
+    losses_and_errors,
+    soft_capped,
+    token_loss_sum,
+)
 from raypp.models.stage import build_stage
 from raypp.planning import loss_memory
 from raypp.planning.loss_memory import chunk_sizes, chunk_tokens
@@ -63,6 +72,18 @@ def test_the_moment_of_the_projections_gradient_changes_no_bit(dtype: torch.dtyp
             results(loss_sum_in_chunks(x, weight, Targets(labels, when), cap), x, weight) for when in (True, False)
         )
         assert all(torch.equal(a, b) for a, b in zip(now, later, strict=True))
+
+
+def test_where_a_kernel_computes_it_few_logits_are_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels = drawn(torch.bfloat16)
+    x, labels = x[:1, :CHUNK].detach().requires_grad_(), labels[:1, :CHUNK]
+    assert not in_chunks(x, weight)
+    monkeypatch.setattr(loss, "for_chunks", lambda device: lambda *given: losses_and_errors(*given))
+    assert in_chunks(x, weight)
+    expected = results(token_loss_sum(F.linear(x, weight), labels), x, weight)
+    for ours, value in zip(results(loss_sum_in_chunks(x, weight, Targets(labels)), x, weight), expected, strict=True):
+        assert ours.dtype == value.dtype
+        assert float((ours.double() - value.double()).norm()) <= BOUNDS[torch.bfloat16] * float(value.double().norm())
 
 
 def test_the_gradients_are_scaled_by_what_follows() -> None:

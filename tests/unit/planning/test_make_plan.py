@@ -157,6 +157,8 @@ def test_a_loss_in_chunks_needs_a_chunk_and_one_gradient_of_the_projection() -> 
     assert cpu == 2 * 4 * 205 * 152_000 + projection + rows  # 20 chunks of 205 tokens
     assert cuda == 2 * 4 * 1366 * 152_000 + projection + rows  # 3 of 1366
     small = memory_of(resources={"device": "cpu"}, data={"seq_len": 2048}).memory[1].logits
+    one = memory_of(resources={"device": "cuda"}, model={"hidden_size": 1024}, data={"seq_len": 2048}).memory[1].logits
+    assert one == 2 * 4 * 4096 * 4096 + 4096 * 1024 * 4 + rows  # one chunk, through the same kernel
     assert small == 4096 * 4096 * 4 * 4  # 64 MiB of logits, not cut; the log-softmax and two gradients
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from raypp.spec.load import parse_job
 from raypp.torch_private import inductor_config
 from raypp.train import torchrun
 from raypp.train.assemble import assemble
-from raypp.train.cuda_settings import cuda_event, prepare_allocator, prepare_driver, share_compile_threads
+from raypp.train.cuda_settings import (
+    bind_near,
+    cuda_event,
+    listed_cpus,
+    prepare_allocator,
+    prepare_driver,
+    share_compile_threads,
+)
 from raypp.train.own_seat import local_seat, seat_from_environment
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -59,6 +67,23 @@ def test_the_ranks_of_a_node_share_its_cores_to_compile(monkeypatch: pytest.Monk
     for ranks, threads in ((1, 24), (4, 6), (48, 1)):
         share_compile_threads(ranks, {})
         assert config.compile_threads == threads
+
+
+@pytest.mark.parametrize(
+    ("listed", "cpus"), [("0-15,64-79", {*range(16), *range(64, 80)}), ("3", {3}), ("0,2-3", {0, 2, 3})]
+)
+def test_a_list_of_cpus_is_read_as_the_kernel_writes_it(listed: str, cpus: set[int]) -> None:
+    assert listed_cpus(listed) == cpus
+
+
+@pytest.mark.parametrize("listed", [None, "", "\n", "all", "4096-4100\n", "0-4095\n"])
+def test_without_a_list_that_narrows_its_cpus_a_rank_keeps_them(listed: str | None, tmp_path: Path) -> None:
+    if listed is not None:
+        (tmp_path / "0000:1b:00.0").mkdir()
+        (tmp_path / "0000:1b:00.0/local_cpulist").write_text(listed)
+    before = os.sched_getaffinity(0)
+    assert bind_near("0000:1b:00.0", tmp_path) == bind_near("", tmp_path) == ""
+    assert os.sched_getaffinity(0) == before
 
 
 def test_under_torchrun_torchs_threads_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_schedules_without_a_deeper_warmup_say_so(schedule: str, stages_per_rank
 def test_schedules_with_several_stages_per_rank_look_ahead_where_it_pays(schedule: str) -> None:
     pipeline = pipeline_of(pp=4, schedule=schedule, stages_per_rank=2, microbatches=32)
     slow = choose(pipeline, figures(8, 0.4))
-    classic = slow.found[0]
+    classic = slow.candidates[0]
     assert slow.best.lookahead > 0 and f"{classic.step_s:.2f} s with 0" in slow.words()
     assert slow.best.step_s < 0.87 * classic.step_s
     assert slow.best.timeline.in_flight_on_rank > classic.timeline.in_flight_on_rank
@@ -127,6 +127,6 @@ def test_times_that_vary_are_simulated_several_times() -> None:
     pipeline = pipeline_of(pp=4, microbatches=16)
     exact, varied = (choose(pipeline, figures(4, 0.2, spread=spread)) for spread in (0.0, 0.2))
     assert varied.times.spread == 0.2 and varied.details()["spread"] == 0.2
-    assert exact.found[1].step_s == varied.found[1].timeline.makespan != varied.found[1].step_s
+    assert exact.candidates[1].step_s == varied.candidates[1].timeline.makespan != varied.candidates[1].step_s
     assert choose(pipeline, figures(4, 0.2, crowded=0.4)).times.link_spread > 0
     assert choose(pipeline, figures(4, 0.2, spread=9.0)).times.spread < 0.5
