@@ -44,7 +44,7 @@ def list_command(run: str, as_json: bool) -> None:
     Shows what COMMIT records. `raypp checkpoints verify` reads the data itself.
     """
     store, name, step = open_run(run)
-    rows = [_row(store, name, found) for found in committed_steps(store, name, step)]
+    rows = [_row(store, name, committed) for committed in committed_steps(store, name, step)]
     if as_json:
         echo_json(rows)
     elif not rows:
@@ -69,21 +69,21 @@ def verify_command(run: str, as_json: bool) -> None:
         raise nothing_committed(store, name)
     bad = False
     results: list[dict[str, Any]] = []
-    for found in steps:
-        with progress_bar(f"step {found}", _size(store, name, found)) as advance:
+    for step in steps:
+        with progress_bar(f"step {step}", _size(store, name, step)) as advance:
             started = time.monotonic()
-            problems = verify_checkpoint(store, name, found, progress=advance)
+            problems = verify_checkpoint(store, name, step, progress=advance)
         bad = bad or bool(problems)
         results.append(
             {
-                "step": found,
-                "checkpoint": f"{store.url}/{step_folder(name, found)}",
+                "step": step,
+                "checkpoint": f"{store.url}/{step_folder(name, step)}",
                 "ok": not problems,
                 "problems": [{"object": problem.key, "problem": problem.what} for problem in problems],
             }
         )
         if not as_json:
-            _tell(store, name, found, problems, time.monotonic() - started)
+            _tell(store, name, step, problems, time.monotonic() - started)
     if as_json:
         echo_json(results)
     if bad:

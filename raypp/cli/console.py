@@ -105,10 +105,10 @@ def wide_console() -> Console:
 
 
 @contextmanager
-def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
+def progress_bar(description: str, size: int | None) -> Iterator[Callable[[int], None]]:
     """Shows progress in bytes on stderr, if it is a terminal."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=size)
+        task = progress.add_task(description, total=size)
         yield lambda count: progress.advance(task, count)

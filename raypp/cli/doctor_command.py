@@ -74,20 +74,20 @@ def doctor_command(
     here = cluster.embedded is not None
     options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices, nccl, share_environment=here)
     report = last_answer(_examination(cluster, options))
-    found = findings(report)
+    results = findings(report)
     if checked is not None:
         try:
             client.check_resources(checked, cluster)
         except ResourcesError as error:
-            found = [Finding(Severity.BREAKS, problem) for problem in error.problems] + found
+            results = [Finding(Severity.BREAKS, problem) for problem in error.problems] + results
     if as_json:
-        echo_json({**report, "findings": [finding.as_dict() for finding in found]})
+        echo_json({**report, "findings": [finding.as_dict() for finding in results]})
     else:
-        _show(report, found, bool(url))
+        _show(report, results, bool(url))
     if out is not None:
         write_file(out, (json.dumps(links_document(report), indent=2) + "\n").encode())
         echo(f"wrote {out}; use it with `raypp plan JOB --links {shell_word(out)}`", err=True)
-    raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in found) else EXIT_OK)
+    raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in results) else EXIT_OK)
 
 
 def _examination(cluster: Cluster, options: ProbeOptions) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _examination(cluster: Cluster, options: ProbeOptions) -> Iterator[str]:
             yield line
 
 
-def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:
+def _show(report: dict[str, Any], results: list[Finding], store_asked: bool) -> None:
     console = Console()
     console.print(_nodes(report))
     console.print(_machines(report))
@@ -123,10 +123,10 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
     elif not store_asked:
         console.print("store: not tested; give a JOB, or --store URL")
         console.print()
-    for finding in found:
+    for finding in results:
         colour = _COLOURS[finding.severity]
         echo_lines(styled(_WORDS[finding.severity], fg=colour), ": ", *problem_parts(finding.problem))
-    if not found:
+    if not results:
         echo("no problems found")
 
 

@@ -133,12 +133,12 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
 
 
 def _show_samples(place: RunPlace, reader: RunReader, as_json: bool) -> None:
-    found = reader.samples()
+    samples = reader.samples()
     if as_json:
-        echo_json(found)
-    elif not found:
+        echo_json(samples)
+    elif not samples:
         echo(f"{place.name} has no samples yet: train.sample of its job takes them", err=True)
-    for taken in () if as_json else found:
+    for taken in () if as_json else samples:
         echo(styled(f"step {taken['step']}", bold=True))
         for sample in taken["samples"]:
             echo_lines(styled(sample.get("prompt", ""), dim=True), sample.get("text", ""))
@@ -227,9 +227,9 @@ def report_command(runs: tuple[str, ...], out: Path) -> None:
     """
     if len(runs) > 2:
         raise JobError(Problem("RUN", f"{len(runs)} runs are named; a page shows one or two", "name one or two"))
-    found = [collect(*find_run(run)) for run in runs]
-    if len(found) == 2 and found[0].title == found[1].title:
-        found = [replace(run, title=f"{run.title} ({run.url})") for run in found]
-    content = page(found).encode("utf-8", "replace")
+    collected = [collect(*find_run(run)) for run in runs]
+    if len(collected) == 2 and collected[0].title == collected[1].title:
+        collected = [replace(run, title=f"{run.title} ({run.url})") for run in collected]
+    content = page(collected).encode("utf-8", "replace")
     write_file(out, content)
     echo(f"wrote {out} ({size_text(len(content))})")

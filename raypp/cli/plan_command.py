@@ -34,10 +34,10 @@ class _Finite(click.FloatRange):
     """A range of numbers that refuses NaN; click's own range accepts it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
-        if math.isnan(found):
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
             self.fail(f"{value} is not a number.", param, ctx)
-        return found
+        return number
 
 
 _INDENTED = 4096
@@ -202,10 +202,10 @@ def _measure(job: Job, path: Path) -> None:
             f"Other programs, or the host of a virtual machine, used the core for {others:.0%} of the time. "
             "The measured costs include that."
         )
-    found = TypeAdapter(Costs).validate_python(answer)
+    measured = TypeAdapter(Costs).validate_python(answer)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        write_costs(path, found, job, answer["device"], when)
+        write_costs(path, measured, job, answer["device"], when)
     except OSError as error:
         raise JobError(f"--measure {path}: {error.strerror}", "name a file that can be written") from error
 
@@ -228,12 +228,12 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
         names = ", ".join(name for name, known in DEVICES.items() if known.memory)
         raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
     with Console(stderr=True).status("trying meshes and memory-saving options …"):
-        found = changes_that_fit(job, grounds.machines_for(job), device, patience_s=patience_s)
+        fitting = changes_that_fit(job, grounds.machines_for(job), device, patience_s=patience_s)
     if as_json:
-        echo_json(fit_document(found), indent=2)
+        echo_json(fit_document(fitting), indent=2)
     else:
-        echo_lines("\n".join(_lines(found, job, device)))
-    if found.now is None and not found.same:
+        echo_lines("\n".join(_lines(fitting, job, device)))
+    if fitting.now is None and not fitting.same:
         raise SystemExit(EXIT_RESOURCES)
 
 
@@ -248,7 +248,7 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
     job = job.for_device(kind_of(device))
     costs = grounds.costs or computed_costs(job, device)
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
-        found = search(
+        result = search(
             job,
             grounds.machines_for(job),
             costs,
@@ -266,32 +266,32 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
                 "peak_memory": one.forecast.peak_memory,
                 "bottleneck": one.forecast.bottleneck,
             }
-            for one in found.best
+            for one in result.best
         ]
-        counts = {"tried": found.tried, "refused": found.refused, "too_large": found.too_large}
+        counts = {"tried": result.tried, "refused": result.refused, "too_large": result.too_large}
         remarks = {"remarks": [remark]} if remark else {}
-        echo_json({"best": rows, **counts, "out_of_time": found.out_of_time, **remarks}, indent=2)
+        echo_json({"best": rows, **counts, "out_of_time": result.out_of_time, **remarks}, indent=2)
         return
     from raypp.cli.plan_view import search_view
 
-    console.print(search_view(found, job))
+    console.print(search_view(result, job))
     if remark:
         console.print()
         console.print(remark)
 
 
-def fit_document(found: Fitting) -> dict[str, Any]:
+def fit_document(fitting: Fitting) -> dict[str, Any]:
     """Returns an answer as plain JSON values."""
     return {
-        "fits": found.now is not None,
-        "need": found.need,
-        "device_memory": found.capacity,
-        "same": [_row(one) for one in found.same],
-        "apart": [_row(one) for one in found.apart],
-        "nearest": _row(found.nearest) if found.nearest else None,
-        "more_devices": _row(found.more) if found.more else None,
-        "tried": found.tried,
-        "out_of_time": found.out_of_time,
+        "fits": fitting.now is not None,
+        "need": fitting.need,
+        "device_memory": fitting.capacity,
+        "same": [_row(one) for one in fitting.same],
+        "apart": [_row(one) for one in fitting.apart],
+        "nearest": _row(fitting.nearest) if fitting.nearest else None,
+        "more_devices": _row(fitting.more) if fitting.more else None,
+        "tried": fitting.tried,
+        "out_of_time": fitting.out_of_time,
     }
 
 
@@ -306,31 +306,31 @@ def _row(one: Proposal) -> dict[str, Any]:
     }
 
 
-def _lines(found: Fitting, job: Job, device: Device) -> Iterator[str]:
+def _lines(fitting: Fitting, job: Job, device: Device) -> Iterator[str]:
     world = job.mesh.world
     where = f"{world} × {device.name} ({size_text(device.memory)} each)"
-    if found.now is not None:
-        yield f"{job.name} already fits on {where}: a rank needs {size_text(found.need)}, {_speed(found.now)}"
-        yield _assumptions(found.now)
+    if fitting.now is not None:
+        yield f"{job.name} already fits on {where}: a rank needs {size_text(fitting.need)}, {_speed(fitting.now)}"
+        yield _assumptions(fitting.now)
         return
-    yield f"{job.name} does not fit on {where}: a rank needs {size_text(found.need)}"
-    if found.same:
+    yield f"{job.name} does not fit on {where}: a rank needs {size_text(fitting.need)}"
+    if fitting.same:
         yield "\nfits with the same model, data and batch, fastest first:"
-        yield from _listed(found.same)
+        yield from _listed(fitting.same)
     else:
         yield "\nnothing that was tried fits with the same model, data and batch"
-        if found.nearest is not None:
+        if fitting.nearest is not None:
             yield "the nearest:"
-            yield from _listed([found.nearest])
-    if found.more is not None:
-        yield f"\nfits on {found.more.job.mesh.world} devices:"
-        yield from _listed([found.more])
-    if found.apart:
+            yield from _listed([fitting.nearest])
+    if fitting.more is not None:
+        yield f"\nfits on {fitting.more.job.mesh.world} devices:"
+        yield from _listed([fitting.more])
+    if fitting.apart:
         yield "\nfits with another training:"
-        yield from _listed(found.apart)
-    summary = f"\n{found.tried} combinations planned"
-    yield summary + ("; stopped before all were tried (raise --search-time)" if found.out_of_time else "")
-    shown = [*found.same, *found.apart, *(one for one in (found.more, found.nearest) if one is not None)]
+        yield from _listed(fitting.apart)
+    summary = f"\n{fitting.tried} combinations planned"
+    yield summary + ("; stopped before all were tried (raise --search-time)" if fitting.out_of_time else "")
+    shown = [*fitting.same, *fitting.apart, *(one for one in (fitting.more, fitting.nearest) if one is not None)]
     if shown:
         yield _assumptions(shown[0])
 

@@ -148,9 +148,9 @@ def _played(plan: Plan, played: Sequence[Mapping[str, Any]]) -> RenderableType:
     table = _table("", "planned", "played", "difference", "peak at", "other", "total", justify="right")
     divisor, _ = _unit(plan)
     for row in played:
-        planned, found, other, total = (row[name] for name in ("planned", "played", "rest", "total"))
-        sizes = [three_digits(size / divisor) for size in (planned, found, other, total)]
-        difference = f"{planned / found - 1:+.1%}"
+        planned, actual, other, total = (row[name] for name in ("planned", "played", "rest", "total"))
+        sizes = [three_digits(size / divisor) for size in (planned, actual, other, total)]
+        difference = f"{planned / actual - 1:+.1%}"
         table.add_row(f"pp{row['pp']}", *sizes[:2], difference, row["at"], sizes[2], Text(sizes[3], style="bold"))
     have, need = plan.predictions[-1].device_memory, max(row["total"] for row in played)
     if not have:
@@ -254,10 +254,10 @@ def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
     return Group(*parts)
 
 
-def search_view(found: Found, job: Job) -> RenderableType:
+def search_view(result: Found, job: Job) -> RenderableType:
     """Shows the best candidates of a search with their settings."""
     table = _table("", "step", "tokens/s", "memory", "settings")
-    for place, one in enumerate(found.best, start=1):
+    for place, one in enumerate(result.best, start=1):
         cast = one.forecast
         settings = " ".join(one.settings()) or "the job unchanged"
         table.add_row(
@@ -267,9 +267,11 @@ def search_view(found: Found, job: Job) -> RenderableType:
             size_text(cast.peak_memory),
             Lines(settings),
         )
-    best = found.best[0]
-    summary = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
-    if found.out_of_time:
+    best = result.best[0]
+    summary = (
+        f"{result.tried} forecasts; left out: {result.refused} that cannot run, {result.too_large} that do not fit"
+    )
+    if result.out_of_time:
         summary += "; stopped before all were tried (raise --search-time)"
     words = " ".join(f"--set {shell_word(setting)}" for setting in best.settings())
     parts: list[RenderableType] = [

@@ -96,8 +96,8 @@ def stop_command(run: str, no_save: bool) -> None:
     echo(_stop(Run.find(run), save=not no_save, on_wait=_says(f"{run}: the run has not ended yet")))
 
 
-def _says(what: str) -> Callable[[], None]:
-    return lambda: echo(f"{what}; still waiting (Ctrl-C ends only the waiting)", err=True)
+def _says(state: str) -> Callable[[], None]:
+    return lambda: echo(f"{state}; still waiting (Ctrl-C ends only the waiting)", err=True)
 
 
 def _save(run: Run, on_wait: Callable[[], None] = lambda: None) -> str:

@@ -135,10 +135,10 @@ def wait_for_ray(client: Dashboard, head: subprocess.Popen[bytes], log: Path) ->
         except (RayppError, KeyError, TypeError):
             pass
         if head.poll() is not None or time.monotonic() > end:
-            what = "exited at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
+            state = "exited at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             error = SlowStartError if any(text in tail for text in _RAY_GAVE_UP) else UnreachableError
             raise error(
-                Problem("raypp local up", f"the Ray head {what}; the end of {log}:\n{tail}", "run `raypp doctor`")
+                Problem("raypp local up", f"the Ray head {state}; the end of {log}:\n{tail}", "run `raypp doctor`")
             )
         time.sleep(0.1)

@@ -154,24 +154,24 @@ def messages_of(ranks: Iterable[RankTrace]) -> Iterator[Message]:
 
 
 def _times_of(one: RankTrace) -> RankTimes:
-    found = RankTimes(one)
+    times = RankTimes(one)
     for span in one.spans:
         match span.kind:
             case "F" | "B" | "I" | "W":
-                found.compute += span.seconds
+                times.compute += span.seconds
             case "wait gather":
-                found.gathers += span.seconds
-                found.compute -= span.seconds  # it is within a forward
+                times.gathers += span.seconds
+                times.compute -= span.seconds  # it is within a forward
             case "wait sums":
-                found.sums += span.seconds
+                times.sums += span.seconds
             case "gathering" | "summing" | "exchanging":
-                found.under_way += span.seconds
+                times.under_way += span.seconds
             case "step":
-                found.total += span.seconds
+                times.total += span.seconds
             case kind if " " not in kind and kind not in ("gather", "sum"):
-                found.parts[kind] += span.seconds
-    found.compute = max(0.0, found.compute)
-    return found
+                times.parts[kind] += span.seconds
+    times.compute = max(0.0, times.compute)
+    return times
 
 
 def _whole(ranks: Iterable[RankTrace], kind: str) -> list[float]:
@@ -221,20 +221,20 @@ def predicted(
 def _gather_waits(one: RankTrace) -> dict[tuple[int, int], float]:
     """Returns the seconds of waits for weights within each action, by step and the action's number
     among all of the trace."""
-    found: dict[tuple[int, int], float] = defaultdict(float)
+    waits: dict[tuple[int, int], float] = defaultdict(float)
     number = 0
     for span in one.spans:
         if span.kind in COMPUTE:
             number += 1
         elif span.kind == "wait gather":
-            found[span.step, number] += span.seconds
-    return found
+            waits[span.step, number] += span.seconds
+    return waits
 
 
 def _stage_times(seconds: Mapping[tuple[str, int], list[float]], stages: int, link_s: Sequence[float]) -> StageTimes:
     def median(kind: str, stage: int) -> float:
-        found = seconds.get((kind, stage))
-        return statistics.median(found) if found else 0.0
+        samples = seconds.get((kind, stage))
+        return statistics.median(samples) if samples else 0.0
 
     inputs = [median("I", stage) for stage in range(stages)]
     weights = [median("W", stage) for stage in range(stages)]

@@ -184,8 +184,8 @@ def identity(store: ObjectStore, run: str) -> str:
     key = f"{run}/trackers/id"
     with contextlib.suppress(AlreadyExists):
         store.put(key, f"{run[:40]}-{secrets.token_hex(4)}".encode(), if_absent=True)
-    found = store.get(key, 0, 100).decode("ascii", "replace")
-    return found if re.fullmatch(r"[a-z0-9-]{1,60}", found) else f"{run}-damaged"
+    stored = store.get(key, 0, 100).decode("ascii", "replace")
+    return stored if re.fullmatch(r"[a-z0-9-]{1,60}", stored) else f"{run}-damaged"
 
 
 def main() -> int:
