@@ -6,28 +6,29 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from pydantic import TypeAdapter
 
-from raypp.api.checked_job import load_checked_job
+from raypp.api.checked_job import count_own_model, grounds_of, load_checked_job
 from raypp.api.torch_process import ask
+from raypp.cli.console import Console
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json, echo_lines
-from raypp.cli.plan_view import count_text, time_text
+from raypp.cli.plan_view import count_text, plan_view, search_view, time_text
 from raypp.errors import EXIT_RESOURCES, JobError
-from raypp.planning.costs import Device
-from raypp.planning.fit_search import Fitting, Proposal, set_words
+from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, write_costs
+from raypp.planning.fit_search import Fitting, Proposal, changes_that_fit, set_words
+from raypp.planning.memory import RankMemory
+from raypp.planning.plan import Plan, make_plan
+from raypp.planning.predict import Grounds, kind_of
+from raypp.planning.search import search as search_meshes
+from raypp.planning.sizes import sizes_remark
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 from raypp.spec.limits import RANKS, RATE
-
-if TYPE_CHECKING:
-    from raypp.planning.memory import RankMemory
-    from raypp.planning.plan import Plan
-    from raypp.planning.predict import Grounds
-    from raypp.spec.load import JobFile
+from raypp.spec.load import JobFile, job_document
 
 
 class _Finite(click.FloatRange):
@@ -103,15 +104,11 @@ def plan_command(
         raise JobError(f"--exact and {fault} do not go together", "play the job with the settings that it finds")
     if costs is not None and measure is not None:
         raise JobError("--measure writes the file that --costs reads", "use only one of them")
-    from raypp.api.checked_job import count_own_model, grounds_of
-
     file = load_checked_job(job, overrides)
     count_own_model(file.job)
     if measure is not None:
         _measure(file.job, measure)
     grounds = grounds_of(file.job, costs=costs or measure, **machines)
-    from raypp.cli.console import Console
-
     console = Console()
     if fit:
         _fit(file.job, grounds, search_time, as_json)
@@ -119,16 +116,12 @@ def plan_command(
     if search:
         _search(file.job, grounds, search_time, as_json, console)
         return
-    from raypp.planning.plan import make_plan
-
     plan = make_plan(file.job, grounds)
     played = _play(file, plan) if exact else []
     if as_json:
         document = plan.as_dict() | ({"played": played} if exact else {})
         echo_json(document, indent=2 if plan.world <= _INDENTED else None)
         return
-    from raypp.cli.plan_view import plan_view
-
     console.print(plan_view(file.job, plan, console.width, played))
 
 
@@ -144,9 +137,6 @@ def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
         JobError: The plan is for a CPU, or such a step cannot be played.
         RunFailedError: The step failed.
     """
-    from raypp.cli.console import Console
-    from raypp.spec.load import job_document
-
     if plan.memory_device != "cuda":
         fix = "leave out --exact, or plan for a GPU: --set resources.device=cuda"
         raise JobError("--exact plays the step of a GPU, and this plan is for a CPU", fix)
@@ -189,10 +179,6 @@ def _measure(job: Job, path: Path) -> None:
     Raises:
         RunFailedError: The measurement failed.
     """
-    from raypp.cli.console import Console
-    from raypp.planning.costs import Costs, write_costs
-    from raypp.spec.load import job_document
-
     request = {"job": job_document(job), "device": job.resources.device}
     console = Console(stderr=True)
     with console.status("measuring the parts of the model on this machine …"):
@@ -217,11 +203,6 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
         JobError: The memory of the device is unknown.
         SystemExit: Nothing that was tried fits on the given devices (exit code 4).
     """
-    from raypp.cli.console import Console
-    from raypp.planning.costs import DEVICES
-    from raypp.planning.fit_search import changes_that_fit
-    from raypp.planning.predict import kind_of
-
     device = grounds.devices_for(job)[-1]
     job = job.for_device(kind_of(device))
     if not device.memory:
@@ -237,18 +218,12 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
         raise SystemExit(EXIT_RESOURCES)
 
 
-def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Any) -> None:
-    from raypp.cli.console import Console
-    from raypp.planning.costs import computed_costs
-    from raypp.planning.predict import kind_of
-    from raypp.planning.search import search
-    from raypp.planning.sizes import sizes_remark
-
+def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Console) -> None:
     device = grounds.devices_for(job)[-1]
     job = job.for_device(kind_of(device))
     costs = grounds.costs or computed_costs(job, device)
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
-        result = search(
+        result = search_meshes(
             job,
             grounds.machines_for(job),
             costs,
@@ -272,8 +247,6 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
         remarks = {"remarks": [remark]} if remark else {}
         echo_json({"best": rows, **counts, "out_of_time": result.out_of_time, **remarks}, indent=2)
         return
-    from raypp.cli.plan_view import search_view
-
     console.print(search_view(result, job))
     if remark:
         console.print()
