@@ -63,7 +63,7 @@ def export_command(
     AutoModelForCausalLM and AutoTokenizer load them. Tensors are copied a few rows at a time, and
     every byte read is checked.
     """
-    with progress_bar("exporting", None) as advance:
+    with progress_bar("exporting") as advance:
         done = export(
             run,
             target,
@@ -98,7 +98,7 @@ def import_command(source: str, job: str, as_json: bool) -> None:
     lend_store_settings()
     files = HfFiles(source)
     store, name, options, document = _run_of_job(files, job) if _is_file(job) else _run_of_place(files, job)
-    with progress_bar("importing", None) as advance:
+    with progress_bar("importing") as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
     if as_json:
         place = f"{store.url}/{name}/step-00000000"

@@ -14,7 +14,7 @@ import rich.console
 import rich.table
 import rich.text
 from rich.console import ConsoleOptions, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.segment import Segment
 from rich.style import Style
 
@@ -105,10 +105,17 @@ def wide_console() -> Console:
 
 
 @contextmanager
-def progress_bar(description: str, size: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows progress in bytes on stderr, if it is a terminal."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+def progress_bar(description: str, size: int | None = None) -> Iterator[Callable[..., None]]:
+    """Shows bytes, speed and time left on stderr, if it is a terminal.
+
+    Yields:
+        A function that takes the bytes since its last call, or the `total` once that is known.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(description, total=size)
-        yield lambda count: progress.advance(task, count)
+        yield lambda count=0, total=None: progress.update(task, advance=count, total=total)
