@@ -168,11 +168,8 @@ def _row(store: ObjectStore, name: str, step: int) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("step", "size", "objects", "attempt"):
-        table.add_column(heading, justify="right")
-    for heading in ("mesh", "written"):
-        table.add_column(heading)
+    numbers = ("step", "size", "objects", "attempt")
+    table = Table(*numbers, "mesh", "written", right=numbers)
     for row in rows:
         if "error" in row:
             table.add_row(str(row["step"]), "–", "–", "–", Lines(f"COMMIT {row['error']}", "red"), "")

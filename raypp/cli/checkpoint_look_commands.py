@@ -141,10 +141,8 @@ def _tell(comparison: Comparison) -> None:
     if len(comparison.other_form) > _SHOWN:
         echo(f"…{_more(len(comparison.other_form))}")
     if comparison.different:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        table.add_column("values differ", overflow="fold")
-        for heading in ("elements", "max |a − b|", "relative"):
-            table.add_column(heading, justify="right")
+        numbers = ("elements", "max |a − b|", "relative")
+        table = Table("values differ", *numbers, right=numbers)
         largest = sorted(comparison.different, key=lambda one: (-one.max_rel, -one.max_abs))
         for one in largest[:_SHOWN]:
             table.add_row(one.name, f"{one.elements} of {one.of}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}")

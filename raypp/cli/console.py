@@ -6,13 +6,14 @@ plain lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import rich.console
 import rich.table
 import rich.text
+from rich.box import SIMPLE_HEAD
 from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.segment import Segment
@@ -52,7 +53,31 @@ class Lines(Text):
 
 
 class Table(rich.table.Table):
-    """A table whose cells are lines of limited length."""
+    """A table whose cells are lines of limited length.
+
+    Args:
+        names: The heads of its columns.
+        right: The columns that are aligned right.
+        folded: The columns whose cells take several lines on a narrow terminal; None: all.
+        rule: Whether a line is drawn below the heads.
+        options: As Rich's.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        right: Collection[str] = (),
+        folded: Collection[str] | None = None,
+        rule: bool = False,
+        **options: Any,
+    ) -> None:
+        frame: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)} if rule else {"box": None}
+        super().__init__(
+            **{"padding": (0, 2, 0, 0), "show_edge": False, "pad_edge": False, "header_style": "dim"} | frame | options
+        )
+        for name in names:
+            justify = "right" if name in right else "left"
+            self.add_column(name, justify=justify, overflow="fold", no_wrap=folded is not None and name not in folded)
 
     @classmethod
     def grid(cls, *headers: Any, **options: Any) -> rich.table.Table:

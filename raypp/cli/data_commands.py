@@ -236,8 +236,7 @@ def _stretches(piece: LookedPiece) -> list[tuple[int, int]]:
 
 def _histogram(look: Look, seq_len: int) -> Table:
     most = max(look.counts)
-    table = Table("tokens", "documents", "", box=None, padding=(0, 1))
-    table.columns[0].justify = table.columns[1].justify = "right"
+    table = Table("tokens", "documents", "", right=("tokens", "documents"))
     for low, high, count in zip(look.edges, look.edges[1:], look.counts, strict=False):
         style = _TOO_LONG if low >= seq_len else "cyan"
         bar = "█" * max(round(_BAR * count / most), 1 if count else 0)

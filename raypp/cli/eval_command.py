@@ -147,9 +147,7 @@ def _show_loss(source: Source, answer: dict[str, Any], as_json: bool) -> None:
 
 def _show_tasks(source: Source, answer: dict[str, Any]) -> None:
     echo(source.place)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("task", "metric", "value", "±"):
-        table.add_column(name, justify="right" if name in ("value", "±") else "left")
+    table = Table("task", "metric", "value", "±", right=("value", "±"))
     for task, metrics in answer["tasks"].items():
         for metric, value in metrics.items():
             if "_stderr" not in metric and isinstance(value, int | float):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
@@ -98,7 +97,8 @@ def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:
 
 
 def _steps(answer: dict[str, Any]) -> Table:
-    table = _table("step", "", "loss", "grad norm", "gradients that differ", "by")
+    numbers = ("loss", "grad norm", "gradients that differ", "by")
+    table = Table("step", "", *numbers, right=numbers, rule=True)
     for row in answer["steps"]:
         differing = f"{row['differing']} of {row['gradients']}"
         worst = _error(row["worst"])
@@ -111,7 +111,7 @@ def _steps(answer: dict[str, Any]) -> Table:
 
 
 def _parameters(answer: dict[str, Any]) -> RenderableType:
-    table = _table("parameter", "gradient", "weight")
+    table = Table("parameter", "gradient", "weight", right=("gradient", "weight"), rule=True)
     for parameter in answer["parameters"][:_SHOWN]:
         name = Text(parameter["name"], overflow="ellipsis", no_wrap=True)
         table.add_row(name, _error(parameter["gradient_error"]), _error(parameter["weight_error"]))
@@ -130,10 +130,3 @@ def _verdict(answer: dict[str, Any]) -> Text:
 
 def _error(value: float) -> Text:
     return Text("none", "green") if value == 0 else Text(f"{value:.1e}")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for position, name in enumerate(columns):
-        table.add_column(name, justify="left" if position == 0 or not name else "right")
-    return table

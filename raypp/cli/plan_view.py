@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
@@ -72,7 +71,7 @@ def _mesh(plan: Plan) -> str:
 
 
 def _rank_map(plan: Plan) -> RenderableType:
-    table = _table("ranks" if plan.world > MOST_RANKS else "rank", "place", "stage", "layers")
+    table = Table("ranks" if plan.world > MOST_RANKS else "rank", "place", "stage", "layers", rule=True)
     for ranks in _lines(plan):
         first, last = ranks[0], ranks[-1]
         numbers = str(first.rank) if first is last else f"{first.rank}–{last.rank}"
@@ -136,7 +135,7 @@ def _bubble(plan: Plan) -> RenderableType:
 def _memory(plan: Plan) -> RenderableType:
     rows = [_parts_of(memory) for memory in plan.memory]
     shown = [name for name in rows[0] if any(row[name] for row in rows)]
-    table = _table("", *shown, justify="right")
+    table = Table("", *shown, right=shown, rule=True)
     divisor, _ = _unit(plan)
     for pp, row in enumerate(rows):
         cells = [Text(three_digits(row[name] / divisor), style="bold" if name == "total" else "") for name in shown]
@@ -145,7 +144,8 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _played(plan: Plan, played: Sequence[Mapping[str, Any]]) -> RenderableType:
-    table = _table("", "planned", "played", "difference", "peak at", "other", "total", justify="right")
+    columns = ("planned", "played", "difference", "peak at", "other", "total")
+    table = Table("", *columns, right=columns, rule=True)
     divisor, _ = _unit(plan)
     for row in played:
         planned, actual, other, total = (row[name] for name in ("planned", "played", "rest", "total"))
@@ -198,7 +198,8 @@ def _links(plan: Plan) -> RenderableType:
     crossing = [boundary for boundary in plan.boundaries if boundary.crosses_ranks]
     if not crossing:
         return Text("no messages between pipeline ranks")
-    table = _table("", "per microbatch, each way", "per step, both ways", justify="right")
+    columns = ("per microbatch, each way", "per step, both ways")
+    table = Table("", *columns, right=columns, rule=True)
     places = [(f"pp{boundary.from_rank} – pp{boundary.to_rank}", boundary) for boundary in crossing]
     sizes = {(boundary.bytes_per_microbatch, boundary.bytes_per_step) for boundary in crossing}
     if len(places) > 4 and len(sizes) == 1:
@@ -256,7 +257,7 @@ def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
 
 def search_view(result: Found, job: Job) -> RenderableType:
     """Shows the best candidates of a search with their settings."""
-    table = _table("", "step", "tokens/s", "memory", "settings")
+    table = Table("", "step", "tokens/s", "memory", "settings", rule=True)
     for place, one in enumerate(result.best, start=1):
         cast = one.forecast
         settings = " ".join(one.settings()) or "the job unchanged"
@@ -286,13 +287,6 @@ def search_view(result: Found, job: Job) -> RenderableType:
     if words:
         parts.append(Text(f"to use it: raypp submit JOB {words}"))
     return Group(*parts)
-
-
-def _table(*columns: str, justify: str = "left") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for position, name in enumerate(columns):
-        table.add_column(name, justify="left" if position == 0 or justify == "left" else "right")
-    return table
 
 
 def count_text(count: float) -> str:

@@ -131,10 +131,7 @@ def survived(status: Mapping[str, Any]) -> bool:
 
 def ranks_table(status: Mapping[str, Any]) -> Table:
     """Shows one line per rank: its place in the mesh, its node, its process and its state."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("rank", justify="right")
-    for name in ("place", "node", "pid", "state"):
-        table.add_column(name, no_wrap=name != "node", overflow="fold")
+    table = Table("rank", "place", "node", "pid", "state", right=("rank",), folded=("node",))
     for rank in status["ranks"]:
         bad = rank["state"] in LOST
         table.add_row(
@@ -173,10 +170,7 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str], wid
     one_place = len(set(places)) == 1
     if not one_place and width - sum(taken.values()) >= _NARROWEST_PLACE:
         columns["where"] = list(places)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        left, folded = name in ("run", "state", "where"), name in ("run", "where")
-        table.add_column(name, justify="left" if left else "right", no_wrap=not folded, overflow="fold")
+    table = Table(*columns, right=columns.keys() - {"run", "state", "where"}, folded=("run", "where"))
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     below = [Text(f"in {places[0]}", style="dim")] if one_place else []

@@ -229,10 +229,8 @@ def _weights_and_sums(ranks: Sequence[RankTimes]) -> str:
 
 
 def _ranks(ranks: Sequence[RankTimes]) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("rank", no_wrap=True)
-    for name in ("computes", "waits for", "messages", "weights", "sums", "optimizer", "save", "other"):
-        table.add_column(name, justify="left" if name == "waits for" else "right", no_wrap=name != "waits for")
+    shares = ("messages", "weights", "sums", "optimizer", "save", "other")
+    table = Table("rank", "computes", "waits for", *shares, right=("computes", *shares), folded=("waits for",))
     labels = {one.trace.rank: one.trace.label for one in ranks}
     for one in ranks[:_MOST_RANKS]:
         waits = sum(one.waits_for.values())
