@@ -81,7 +81,7 @@ def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...
             _loan.take_back()
     if embedded is None or any(os.environ.get(name) for store in STORES if store.embedded for name in store.chosen_by):
         return None
-    _loan.give(embedded.aws_environment())
+    _loan.give(embedded.s3.environment())
     return embedded.s3.endpoint
 
 

@@ -88,10 +88,6 @@ class LocalCluster:
         """Returns whether its Prometheus runs."""
         return self.prometheus is not None and self.prometheus.find() is not None
 
-    def aws_environment(self) -> dict[str, str]:
-        """Returns the AWS variables for using this cluster's S3 server."""
-        return self.s3.environment()
-
     def ray_environment(self) -> dict[str, str]:
         """Returns the variables with which a process on this machine can join the cluster."""
         ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_path, "RAY_ADDRESS": self.gcs}

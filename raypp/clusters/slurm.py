@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 
 from raypp.clusters.dashboard import Dashboard, NodeResources
-from raypp.clusters.ray_head import OBJECT_STORE_BYTES, START_NODE, short_temporary_directory
+from raypp.clusters.ray_head import START_NODE, short_temporary_directory
 from raypp.clusters.user_folder import private_directory, raypp_home, write_private
 from raypp.environment import check_node
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, in_words
@@ -283,11 +283,8 @@ def main(arguments: Sequence[str]) -> int:
         *START_NODE,
         *role,
         *(f"--{name}={port}" for name, port in zip(_PORTS, free_ports(len(_PORTS), own), strict=True)),
-        "--min-worker-port=0",
-        "--max-worker-port=0",
         f"--node-ip-address={own}",
         f"--num-cpus={os.environ.get('SLURM_CPUS_ON_NODE', os.cpu_count() or 1)}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={folder}",
     ]
     if gpus := os.environ.get("SLURM_GPUS_ON_NODE"):
