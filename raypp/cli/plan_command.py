@@ -16,8 +16,9 @@ from raypp.api.torch_process import ask
 from raypp.cli.console import Console
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json, echo_lines
-from raypp.cli.plan_view import count_text, plan_view, search_view, time_text
+from raypp.cli.plan_view import count_text, plan_view, search_view
 from raypp.errors import EXIT_RESOURCES, JobError
+from raypp.observe.status import seconds_text
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, write_costs
 from raypp.planning.fit_search import Fitting, Proposal, changes_that_fit, set_words
 from raypp.planning.memory import RankMemory
@@ -316,7 +317,7 @@ def _listed(proposals: Iterable[Proposal]) -> Iterator[str]:
 
 
 def _speed(one: Proposal) -> str:
-    return f"{time_text(one.forecast.step_s)} per step, {count_text(one.forecast.tokens_per_s)} tokens/s"
+    return f"{seconds_text(one.forecast.step_s)} per step, {count_text(one.forecast.tokens_per_s)} tokens/s"
 
 
 def _assumptions(one: Proposal) -> str:

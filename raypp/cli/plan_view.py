@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from raypp.cli.console import Lines, Table, Text
+from raypp.observe.status import seconds_text
 from raypp.planning.forecast import Forecast
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
@@ -208,20 +209,20 @@ def _links(plan: Plan) -> RenderableType:
         table.add_row(place, size_text(boundary.bytes_per_microbatch), size_text(boundary.bytes_per_step))
     if plan.link_gbps is None or plan.link_s_per_microbatch is None:
         return Group(table, Text("add --link-gbps X to see the time this takes", style="dim"))
-    return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {time_text(plan.link_s_per_microbatch)} per message"))
+    return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {seconds_text(plan.link_s_per_microbatch)} per message"))
 
 
 def _sums(sums: ReplicaSums) -> str:
     """Describes the sums of gradients over replicas, in both kinds."""
     if sums.kind == "outer":
         each, step = size_text(sums.outer_bytes), size_text(sums.outer_bytes // sums.every_steps)
-        took = f"{time_text(sums.seconds)}, of which steps wait {time_text(sums.exposed_s)} each"
+        took = f"{seconds_text(sums.seconds)}, of which steps wait {seconds_text(sums.exposed_s)} each"
         every = f"every {sums.every_steps} steps" + (f" in {sums.fragments} fragments" if sums.fragments > 1 else "")
         return f"outer steps: {each} per rank {every}, {step} per step, in {took}"
     exact, int8 = size_text(sums.exact_bytes), size_text(sums.int8_bytes)
     sent = f"exact, {exact} (int8: {int8})" if sums.kind == "exact" else f"int8, {int8} (exact: {exact})"
     share = f"{sums.hidden_s / sums.seconds:.0%} beside the backwards" if sums.seconds else "at no cost"
-    return f"sums over replicas: {sent} per rank and step, {share}, {time_text(sums.exposed_s)} after them"
+    return f"sums over replicas: {sent} per rank and step, {share}, {seconds_text(sums.exposed_s)} after them"
 
 
 def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
@@ -234,7 +235,7 @@ def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
     for prediction in predictions:
         own = "; ".join(text for text in prediction.assumptions if text not in shared)
         speed = f"{count_text(prediction.tokens_per_s)} tokens/s"
-        table.add_row(prediction.device, time_text(prediction.step_s), speed, Text(own, style="dim"))
+        table.add_row(prediction.device, seconds_text(prediction.step_s), speed, Text(own, style="dim"))
     parts: list[RenderableType] = [table]
     for prediction in predictions:
         lead = f"{prediction.device}: " if len(predictions) > 1 else ""
@@ -263,7 +264,7 @@ def search_view(result: Found, job: Job) -> RenderableType:
         settings = " ".join(one.settings()) or "the job unchanged"
         table.add_row(
             str(place),
-            time_text(cast.step_s),
+            seconds_text(cast.step_s),
             count_text(cast.tokens_per_s),
             size_text(cast.peak_memory),
             Lines(settings),
@@ -295,13 +296,6 @@ def count_text(count: float) -> str:
         if count >= limit:
             return f"{three_digits(count / limit)} {unit}"
     return f"{count:.0f}"
-
-
-def time_text(seconds: float) -> str:
-    """Formats seconds with three digits: 2.62 ms, 0.72 s, 12.3 s."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
-    return f"{three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{three_digits(seconds)} s"
 
 
 _STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "rank": "bold"}

@@ -201,8 +201,8 @@ def _spread(seconds: Sequence[float]) -> str:
 def _predicted(analysis: Analysis) -> str:
     if analysis.prediction is None:
         return "–"
-    makespan = analysis.prediction.timeline.makespan
-    bubble = analysis.prediction.timeline.bubble
+    makespan = analysis.prediction.makespan
+    bubble = analysis.prediction.bubble
     text = f"{seconds_text(makespan)} for the pipeline, by simulation with the medians of these actions"
     return f"{text}; {bubble:.0%} of it is bubble"
 

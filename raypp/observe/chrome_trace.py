@@ -133,7 +133,7 @@ def _predicted(ranks: Sequence[RankTrace], analysis: Analysis, process: int, zer
     if analysis.prediction is None:
         return
     yield from _named(process, "predicted", process)
-    slots = analysis.prediction.timeline.slots
+    slots = analysis.prediction.slots
     for pp in sorted(slots):
         yield _row(process, pp + 1, f"pp{pp}")
     begins: dict[int, float] = {}

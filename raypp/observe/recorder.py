@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 from raypp.errors import in_words
@@ -222,7 +223,7 @@ class RunRecorder:
             due_s = HEARTBEAT_S if status == before else min(HEARTBEAT_S, _STATUS_S_PER_RANK * len(status.ranks))
             if now - self._status_written_at < due_s and not (at_once and status != before):
                 return
-        self._store.put(f"{self._run}/status.json", document(status.stamped(time.time()).as_dict()))
+        self._store.put(f"{self._run}/status.json", document(replace(status, updated_at=time.time()).as_dict()))
         self._status_written = status
         self._status_written_at = now
 

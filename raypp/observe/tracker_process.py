@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 import threading
@@ -154,8 +155,6 @@ class FolderCopy:
         Raises:
             StoreError: The store does not answer; the folder stays.
         """
-        import shutil
-
         self._round()
         shutil.rmtree(self._folder, ignore_errors=True)
 
