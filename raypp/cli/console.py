@@ -71,10 +71,9 @@ class Table(rich.table.Table):
         rule: bool = False,
         **options: Any,
     ) -> None:
-        frame: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)} if rule else {"box": None}
-        super().__init__(
-            **{"padding": (0, 2, 0, 0), "show_edge": False, "pad_edge": False, "header_style": "dim"} | frame | options
-        )
+        look: dict[str, Any] = {"show_edge": False, "pad_edge": False, "header_style": "dim"}
+        look |= {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)} if rule else {"box": None, "padding": (0, 2, 0, 0)}
+        super().__init__(**look | options)
         for name in names:
             justify = "right" if name in right else "left"
             self.add_column(name, justify=justify, overflow="fold", no_wrap=folded is not None and name not in folded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +158,7 @@ class _LogPrinter:
             self.printed = True
             self._widest = max(self._widest, tag_width(line))
             for part in of_log(line.text).splitlines() or [""]:
-                self._print_one(dataclasses.replace(line, text=part))
+                self._print_one(replace(line, text=part))
 
     def _print_one(self, line: LogLine) -> None:
         if self._console.is_terminal:
