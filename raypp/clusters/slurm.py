@@ -108,12 +108,10 @@ class SlurmCluster:
     """The Ray cluster of an allocation, while it runs.
 
     Attributes:
-        allocation: The allocation.
         address: `http://host:port` of its dashboard.
         token_path: File with its token; only its owner can read it.
     """
 
-    allocation: Allocation
     address: str
     token_path: Path
     _steps: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -185,7 +183,7 @@ def slurm_cluster(allocation: Allocation) -> Iterator[SlurmCluster]:
     write_private(folder / "token", token)
     own = _address_towards(others[0]) if others else "127.0.0.2"
     gcs, dashboard = free_ports(2, own)
-    cluster = SlurmCluster(allocation, f"http://{own}:{dashboard}", folder / "token")
+    cluster = SlurmCluster(f"http://{own}:{dashboard}", folder / "token")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     client, end = Dashboard(cluster.address, token), time.monotonic() + _START_S
     try:

@@ -69,7 +69,6 @@ class RunRecorder:
         self._status: RunStatus | None = None
         self._status_written: RunStatus | None = None
         self._status_written_at = 0.0
-        self.dropped_log_lines = 0
         self.last_error: str | None = None
         """The error of the last write; None if it succeeded."""
 
@@ -109,10 +108,7 @@ class RunRecorder:
     def log(self, line: LogLine) -> None:
         """Records a log line; drops the oldest unwritten lines if they exceed their memory."""
         self._logs.add(log_line(line))
-        if self._logs.waiting_bytes > self._log_memory_bytes:
-            dropped = self._logs.drop_oldest(self._log_memory_bytes)
-            with self._changed:
-                self.dropped_log_lines += dropped
+        self._logs.drop_oldest(self._log_memory_bytes)
 
     def status(self, status: RunStatus) -> None:
         """Replaces the run's current status. A change of state is written soon."""
