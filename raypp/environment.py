@@ -67,6 +67,11 @@ def c_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_older(version: str, oldest: str) -> bool:
     """Whether a version such as `2.9.1+cpu` is older than one such as `2.11`."""
     numbers = _numbers(version)

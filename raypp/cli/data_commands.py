@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from raypp.cli.console import Console, Lines, Table, Text, progress_bar
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
+from raypp.environment import usable_cores
 from raypp.errors import DataError, JobError
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_spec
@@ -58,7 +58,7 @@ def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes:
     made: list[tuple[Output, str, Manifest]] = []
     for output in outputs_of(file.job):
         try:
-            url, manifest = _written(output, out, processes or len(os.sched_getaffinity(0)))
+            url, manifest = _written(output, out, processes or usable_cores())
         except DataError as error:
             raise DataError(file.locate(problem) for problem in error.problems) from error
         made.append((output, url, manifest))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from raypp.api.torch_process import ask
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json
+from raypp.environment import usable_cores
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
@@ -77,7 +77,7 @@ def _check_world(world: int, max_ranks: int | None) -> None:
     Raises:
         ResourcesError: There are too many ranks.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     most = 2 * cores if max_ranks is None else max_ranks
     if world > most:
         why = "--max-ranks" if max_ranks is not None else f"twice its {cores} core{'' if cores == 1 else 's'}"
