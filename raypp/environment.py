@@ -43,13 +43,13 @@ NCCL_OF_TORCH = {
 """Variables of a rank's process, unless the user sets them."""
 
 
-def need(module: str, extra: str, what: str, node: str = "") -> None:
+def need(module: str, extra: str, feature: str, node: str = "") -> None:
     """Checks that an optional package is installed in this process' Python. Does not import it.
 
     Args:
         module: Its module, such as `torch`.
         extra: The extra of raypp that installs it.
-        what: Who needs it, for the error: "raypp parity".
+        feature: Who needs it, for the error: "raypp parity".
         node: The node's name, if this is not the machine of the user.
 
     Raises:
@@ -58,13 +58,18 @@ def need(module: str, extra: str, what: str, node: str = "") -> None:
     if importlib.util.find_spec(module) is None:
         where = f"on node {node}" if node else "here"
         fix = f"pip install 'raypp[{extra}]'" + (" there, into the Python that runs Ray" if node else "")
-        raise JobError(Problem(what, f"needs {module}, which is not installed {where}", fix))
+        raise JobError(Problem(feature, f"needs {module}, which is not installed {where}", fix))
 
 
 def c_compiler() -> str | None:
     """Returns this machine's C compiler, which Triton runs for every kernel; None without one."""
     names = [os.environ.get("CC"), "cc", "gcc", "clang"]
     return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_older(version: str, oldest: str) -> bool:
@@ -75,12 +80,12 @@ def is_older(version: str, oldest: str) -> bool:
 
 def too_old(versions: dict[str, str]) -> str:
     """Names the versions, of Python, Ray and torch, that are older than raypp needs; "" if none."""
-    found = [
+    old = [
         f"{name} {versions[name]} (raypp needs {oldest} or newer)"
         for name, oldest in OLDEST.items()
         if versions.get(name) and is_older(versions[name], oldest)
     ]
-    return ", ".join(found)
+    return ", ".join(old)
 
 
 def check_node(place: str) -> None:
@@ -115,5 +120,5 @@ def _version(name: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d{1,9}(\.\d{1,9}){0,3}", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d{1,9}(\.\d{1,9}){0,3}", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

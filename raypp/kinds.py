@@ -13,13 +13,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from raypp.errors import JobError, Problem
+from raypp.proxies import is_loopback
 from raypp.registry import Kind, Registry
 
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*)://")
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class StoreKind(Kind):
     def record_interval_s(self) -> float:
         """Returns `record_every_s`, but at most one second if the server is on this machine."""
         url = next((os.environ[name] for name in self.endpoints if os.environ.get(name)), "")
-        return min(1.0, self.record_every_s) if urlsplit(url).hostname in _LOOPBACK else self.record_every_s
+        return min(1.0, self.record_every_s) if is_loopback(url) else self.record_every_s
 
 
 @dataclass(frozen=True)

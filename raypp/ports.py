@@ -29,11 +29,11 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     This function gives none of them to another process of this host while this process lives, or
     until it has chosen 512 others.
     """
-    room, found = _room(), list[int]()
+    room, ports = _room(), list[int]()
     for port in random.SystemRandom().sample(room, k=min(_TRIES + count, len(room))):
-        if len(found) < count and port_is_free(port, host) and _claim(port):
-            found.append(port)
-    return found + _ephemeral_ports(count - len(found), host)
+        if len(ports) < count and port_is_free(port, host) and _claim(port):
+            ports.append(port)
+    return ports + _ephemeral_ports(count - len(ports), host)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -156,8 +156,8 @@ class Registry(Generic[K]):
         Skips installed packages.
         """
         if self._ours is None:
-            found = sorted(self._in_package(), key=lambda kind: kind.name)
-            ours = sorted([*found, *self._registered.values()], key=lambda kind: kind.position)
+            declared = sorted(self._in_package(), key=lambda kind: kind.name)
+            ours = sorted([*declared, *self._registered.values()], key=lambda kind: kind.position)
             self._ours = {kind.name: kind for kind in ours}
         return self._ours
 
@@ -181,10 +181,10 @@ class Registry(Generic[K]):
 
     def _declared(self, file: Path, builder: str) -> K | None:
         """Returns the kind that a file declares; None if it declares none of this registry."""
-        found = _declaration(file, self._entry.__name__)
-        if found is None:
+        declaration = _declaration(file, self._entry.__name__)
+        if declaration is None:
             return None
-        arguments, keywords = found
+        arguments, keywords = declaration
         kind: K = self._entry(*arguments, **keywords)
         return replace(kind, builder=builder)
 

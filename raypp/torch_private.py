@@ -344,11 +344,11 @@ def backends_on(device: torch.device) -> list[Any]:
     Callers abort them, and ask NCCL's for errors (`get_error`, since 2.6). Uses
     `distributed_c10d._world.pg_map` and `ProcessGroup._get_backend`. Since 2.4.
     """
-    found = []
+    backends = []
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):  # a group without this device
-            found.append(group._get_backend(device))
-    return found
+            backends.append(group._get_backend(device))
+    return backends
 
 
 def set_operation_timeout(backend: Any, timeout: timedelta) -> None:
@@ -479,7 +479,7 @@ def kernels_on_cuda(function: Callable[..., Any], inputs: Sequence[Tensor], fake
     places[0].get_rng_state, places[0].set_rng_state = lambda *_: torch.zeros(1), lambda *_: None
     places[1].get_compute_capability = lambda device=None: 90
     places[2].has_triton = lambda: True
-    found: list[list[int]] = []
+    sizes: list[list[int]] = []
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -503,7 +503,7 @@ def kernels_on_cuda(function: Callable[..., Any], inputs: Sequence[Tensor], fake
             lowered._update_scheduler()
             others = (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode)
             own = [node for node in lowered.scheduler.nodes if not isinstance(node, others)]
-            found.append([int(node.get_read_write_buffers_sizes()) for node in own])
+            sizes.append([int(node.get_read_write_buffers_sizes()) for node in own])
         return run
 
     compiled = aot_function(
@@ -515,4 +515,4 @@ def kernels_on_cuda(function: Callable[..., Any], inputs: Sequence[Tensor], fake
     if outputs:
         gradients = [torch.ones_like(one) for one in outputs]
         torch.autograd.grad(outputs, [one for one in inputs if one.requires_grad], gradients)
-    return found
+    return sizes

@@ -44,7 +44,7 @@ def list_command(run: str, as_json: bool) -> None:
     Shows what COMMIT records. `raypp checkpoints verify` reads the data itself.
     """
     store, name, step = open_run(run)
-    rows = [_row(store, name, found) for found in committed_steps(store, name, step)]
+    rows = [_row(store, name, committed) for committed in committed_steps(store, name, step)]
     if as_json:
         echo_json(rows)
     elif not rows:
@@ -67,26 +67,28 @@ def verify_command(run: str, as_json: bool) -> None:
     steps = committed_steps(store, name, step)
     if not steps:
         raise nothing_committed(store, name)
-    bad = False
     results: list[dict[str, Any]] = []
-    for found in steps:
-        with progress_bar(f"step {found}", _size(store, name, found)) as advance:
-            started = time.monotonic()
-            problems = verify_checkpoint(store, name, found, progress=advance)
-        bad = bad or bool(problems)
+    for step in steps:
+        size, started = _size(store, name, step), time.monotonic()
+        with progress_bar(f"step {step}", size) as advance:
+            problems = verify_checkpoint(store, name, step, progress=advance)
         results.append(
             {
-                "step": found,
-                "checkpoint": f"{store.url}/{step_folder(name, found)}",
+                "step": step,
+                "checkpoint": f"{store.url}/{step_folder(name, step)}",
                 "ok": not problems,
                 "problems": [{"object": problem.key, "problem": problem.what} for problem in problems],
             }
         )
-        if not as_json:
-            _tell(store, name, found, problems, time.monotonic() - started)
+        if not as_json and problems:
+            echo(f"step {step}: unusable", err=True)
+            for problem in problems:
+                echo(f"  {store.url}/{problem.key}: {problem.what}", err=True)
+        elif not as_json:
+            echo(f"step {step}: intact, {size / 1e6:.1f} MB read in {time.monotonic() - started:.1f} s")
     if as_json:
         echo_json(results)
-    if bad:
+    if not all(result["ok"] for result in results):
         raise SystemExit(EXIT_RUN_FAILED)
 
 
@@ -119,12 +121,8 @@ def prune_command(run: str, keep: int | None, keep_every: int | None, dry_run: b
         with progress_bar(f"step {steps[-1]}", _size(store, name, steps[-1])) as advance:
             problems = verify_checkpoint(store, name, steps[-1], progress=advance)
         if problems:
-            advice = Problem(
-                "",
-                "nothing was removed: an older checkpoint may be the last good one",
-                "run `raypp checkpoints verify`",
-            )
-            raise CheckpointError([*problems, advice])
+            fault = "nothing was removed: an older checkpoint may be the last good one"
+            raise CheckpointError([*problems, Problem("", fault, "run `raypp checkpoints verify`")])
     pruned = prune(store, name, keep, keep_every=keep_every, dry_run=dry_run)
     left = find_leftovers(store, name)
     left = replace(left, objects=tuple(info for info in left.objects if info.key not in pruned.objects))
@@ -168,11 +166,8 @@ def _row(store: ObjectStore, name: str, step: int) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("step", "size", "objects", "attempt"):
-        table.add_column(heading, justify="right")
-    for heading in ("mesh", "written"):
-        table.add_column(heading)
+    numbers = ("step", "size", "objects", "attempt")
+    table = Table(*numbers, "mesh", "written", right=numbers)
     for row in rows:
         if "error" in row:
             table.add_row(str(row["step"]), "–", "–", "–", Lines(f"COMMIT {row['error']}", "red"), "")
@@ -181,16 +176,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         size = f"{row['bytes'] / 1e6:.1f} MB"
         table.add_row(str(row["step"]), size, str(row["objects"]), str(row["attempt"]), mesh_text(row["mesh"]), written)
     return table
-
-
-def _tell(store: ObjectStore, name: str, step: int, problems: list[Problem], seconds: float) -> None:
-    if not problems:
-        size = _size(store, name, step)
-        echo(f"step {step}: intact, {size / 1e6:.1f} MB read in {seconds:.1f} s")
-        return
-    echo(f"step {step}: unusable", err=True)
-    for problem in problems:
-        echo(f"  {store.url}/{problem.key}: {problem.what}", err=True)
 
 
 def _size(store: ObjectStore, name: str, step: int) -> int:
@@ -215,10 +200,5 @@ def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: in
     except CheckpointError:
         if keep is not None:
             return keep, keep_every or 0
-        raise JobError(
-            Problem(
-                "--keep",
-                "the store does not contain this run's job, so its checkpoint.keep is unknown",
-                "give the number to keep: --keep N",
-            )
-        ) from None
+        fault = "the store does not contain this run's job, so its checkpoint.keep is unknown"
+        raise JobError(Problem("--keep", fault, "give the number to keep: --keep N")) from None

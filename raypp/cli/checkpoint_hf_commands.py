@@ -63,7 +63,7 @@ def export_command(
     AutoModelForCausalLM and AutoTokenizer load them. Tensors are copied a few rows at a time, and
     every byte read is checked.
     """
-    with progress_bar("exporting", None) as advance:
+    with progress_bar("exporting") as advance:
         done = export(
             run,
             target,
@@ -98,7 +98,7 @@ def import_command(source: str, job: str, as_json: bool) -> None:
     lend_store_settings()
     files = HfFiles(source)
     store, name, options, document = _run_of_job(files, job) if _is_file(job) else _run_of_place(files, job)
-    with progress_bar("importing", None) as advance:
+    with progress_bar("importing") as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
     if as_json:
         place = f"{store.url}/{name}/step-00000000"
@@ -123,15 +123,15 @@ def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOpt
     asked = parse_job(job_document(job)).model
     matching_tensors(files, model_tensors(asked))
     try:
-        found = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
+        options = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
         rows = files.config().get("vocab_size")
-        if found.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
-            fault = f"is {found.vocab_size}, the default, but {files.place('config.json')} says {rows}"
+        if options.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
+            fault = f"is {options.vocab_size}, the default, but {files.place('config.json')} says {rows}"
             raise JobError(Problem("model.vocab_size", fault, f"write {rows}, or more"))
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from error
     document = job_document(job)
-    document["model"]["original"] = found.model_dump(mode="json")["original"]
+    document["model"]["original"] = options.model_dump(mode="json")["original"]
     return open_store(job.checkpoint.url), job.name, asked, document
 
 

@@ -67,24 +67,24 @@ def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
     """
     (store_a, commit_a, tensors_a), (store_b, commit_b, tensors_b) = open_checkpoint(a, say), open_checkpoint(b, say)
     with progress_bar("comparing", commit_a.size) as advance:
-        found = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
+        comparison = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
     if as_json:
         facts = {
             "a": f"{store_a.url}/{step_folder(commit_a.run, commit_a.step)}",
             "b": f"{store_b.url}/{step_folder(commit_b.run, commit_b.step)}",
-            "same": found.same,
-            "equal": found.equal,
-            "only_a": found.only_a,
-            "only_b": found.only_b,
+            "same": comparison.same,
+            "equal": comparison.equal,
+            "only_a": comparison.only_a,
+            "only_b": comparison.only_b,
             "other_form": [
-                {"name": left.name, "a": _form(left), "b": _form(right)} for left, right in found.other_form
+                {"name": left.name, "a": _form(left), "b": _form(right)} for left, right in comparison.other_form
             ],
-            "different": [asdict(difference) for difference in found.different],
+            "different": [asdict(difference) for difference in comparison.different],
         }
         echo_json(facts)
     else:
-        _tell(found)
-    return EXIT_OK if found.same else EXIT_RUN_FAILED
+        _tell(comparison)
+    return EXIT_OK if comparison.same else EXIT_RUN_FAILED
 
 
 def _facts(store: ObjectStore, commit: Commit, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
@@ -132,28 +132,26 @@ def _form(info: TensorInfo) -> dict[str, Any]:
     return {"dtype": info.dtype, "shape": info.shape}
 
 
-def _tell(found: Comparison) -> None:
+def _tell(comparison: Comparison) -> None:
     console = wide_console()
-    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
+    for title, names in (("only in A", comparison.only_a), ("only in B", comparison.only_b)):
         if names:
             echo(f"{title}: {', '.join(names[:_SHOWN])}{_more(len(names))}")
-    for left, right in found.other_form[:_SHOWN]:
+    for left, right in comparison.other_form[:_SHOWN]:
         echo(f"{left.name}: {left.dtype} {list(left.shape)} in A, {right.dtype} {list(right.shape)} in B")
-    if len(found.other_form) > _SHOWN:
-        echo(f"…{_more(len(found.other_form))}")
-    if found.different:
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        table.add_column("values differ", overflow="fold")
-        for heading in ("elements", "max |a − b|", "relative"):
-            table.add_column(heading, justify="right")
-        largest = sorted(found.different, key=lambda one: (-one.max_rel, -one.max_abs))
+    if len(comparison.other_form) > _SHOWN:
+        echo(f"…{_more(len(comparison.other_form))}")
+    if comparison.different:
+        numbers = ("elements", "max |a − b|", "relative")
+        table = Table("values differ", *numbers, right=numbers)
+        largest = sorted(comparison.different, key=lambda one: (-one.max_rel, -one.max_abs))
         for one in largest[:_SHOWN]:
             table.add_row(one.name, f"{one.elements} of {one.of}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}")
         console.print(table)
         if len(largest) > _SHOWN:
             echo(f"…{_more(len(largest))}")
-    count = len(found.different) + len(found.only_a) + len(found.only_b) + len(found.other_form)
-    echo(f"{found.equal} tensors are bitwise equal, {count} are not")
+    count = len(comparison.different) + len(comparison.only_a) + len(comparison.only_b) + len(comparison.other_form)
+    echo(f"{comparison.equal} tensors are bitwise equal, {count} are not")
 
 
 def _more(count: int) -> str:

@@ -6,15 +6,16 @@ plain lines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import rich.console
 import rich.table
 import rich.text
+from rich.box import SIMPLE_HEAD
 from rich.console import ConsoleOptions, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.segment import Segment
 from rich.style import Style
 
@@ -52,7 +53,30 @@ class Lines(Text):
 
 
 class Table(rich.table.Table):
-    """A table whose cells are lines of limited length."""
+    """A table whose cells are lines of limited length.
+
+    Args:
+        names: The heads of its columns.
+        right: The columns that are aligned right.
+        folded: The columns whose cells take several lines on a narrow terminal; None: all.
+        rule: Whether a line is drawn below the heads.
+        options: As Rich's.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        right: Collection[str] = (),
+        folded: Collection[str] | None = None,
+        rule: bool = False,
+        **options: Any,
+    ) -> None:
+        look: dict[str, Any] = {"show_edge": False, "pad_edge": False, "header_style": "dim"}
+        look |= {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)} if rule else {"box": None, "padding": (0, 2, 0, 0)}
+        super().__init__(**look | options)
+        for name in names:
+            justify = "right" if name in right else "left"
+            self.add_column(name, justify=justify, overflow="fold", no_wrap=folded is not None and name not in folded)
 
     @classmethod
     def grid(cls, *headers: Any, **options: Any) -> rich.table.Table:
@@ -105,10 +129,17 @@ def wide_console() -> Console:
 
 
 @contextmanager
-def progress_bar(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows progress in bytes on stderr, if it is a terminal."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+def progress_bar(description: str, size: int | None = None) -> Iterator[Callable[..., None]]:
+    """Shows bytes, speed and time left on stderr, if it is a terminal.
+
+    Yields:
+        A function that takes the bytes since its last call, or the `total` once that is known.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=size)
-        yield lambda count: progress.advance(task, count)
+        task = progress.add_task(description, total=size)
+        yield lambda count=0, total=None: progress.update(task, advance=count, total=total)

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import yaml
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.rule import Rule
 
 from raypp.api.checked_job import load_checked_job
-from raypp.cli.console import Console, Lines, Table, Text
+from raypp.cli.console import Console, Lines, Table, Text, progress_bar
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
+from raypp.environment import usable_cores
 from raypp.errors import DataError, JobError
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.load import load_job
-from raypp.spec.paths import is_remote
 from raypp.storage import open_for_others
 from raypp.untrusted.text import shell_word
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # NumPy, which `--help` does not need
+    from raypp.data.look import Look, LookedPiece
     from raypp.data.shard_format import Manifest
     from raypp.data.shard_jobs import Output
+    from raypp.data.tokenizer import Tokenizer
+
+_LOSS = ("green", "bright_green")
+_NO_LOSS = ("bright_black", "white")
+_TOO_LONG = "yellow"
+_MOST_CHARACTERS = 1500
+_BAR = 40
 
 
 @click.command("tokenize")
@@ -54,7 +58,7 @@ def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes:
     made: list[tuple[Output, str, Manifest]] = []
     for output in outputs_of(file.job):
         try:
-            url, manifest = _written(output, out, processes or len(os.sched_getaffinity(0)))
+            url, manifest = _written(output, out, processes or usable_cores())
         except DataError as error:
             raise DataError(file.locate(problem) for problem in error.problems) from error
         made.append((output, url, manifest))
@@ -81,42 +85,21 @@ def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
             name = f"{output.name}: " if output.name else ""
             echo(f"{name}keeps {shards} finished shard{'s' if shards != 1 else ''}", err=True)
 
-    def say_remark(remark: str) -> None:
-        echo(f"note: {remark}", err=True)
-
     place = f"{out.rstrip('/')}/{output.name}" if output.name else out
-    with open_for_others(place) as store, _progress(output.name) as (total, advance):
-        options = Options(processes, total=total, progress=advance, found=say_found, remarked=say_remark)
+    with open_for_others(place) as store, progress_bar(f"tokenising {output.name}".rstrip()) as advance:
+        options = Options(
+            processes,
+            total=lambda size: advance(total=size),
+            progress=advance,
+            found=say_found,
+            remarked=lambda remark: echo(f"note: {remark}", err=True),
+        )
         return store.url.removeprefix("file://"), write_shards(output.read, output.request, store, options)
 
 
 def _output_document(output: Output, url: str, made: Manifest) -> dict[str, object]:
     facts = {"documents": made.documents, "tokens": made.tokens, "shards": len(made.shards), "bytes": made.size}
     return {"key": output.key, "out": url, **facts, "dtype": made.plan.dtype, "digest": made.digest}
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Shows bytes of the source, speed and time left on stderr, if it is a terminal."""
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"tokenising {name}".rstrip(), total=None)
-        yield lambda size: progress.update(task, total=size), lambda count: progress.advance(task, count)
-
-
-if TYPE_CHECKING:
-    from raypp.data.look import Look, LookedPiece
-    from raypp.data.tokenizer import Tokenizer
-
-_LOSS = ("green", "bright_green")
-_NO_LOSS = ("bright_black", "white")
-_TOO_LONG = "yellow"
-_MOST_CHARACTERS = 1500
-_BAR = 40
 
 
 @click.group("data")
@@ -138,12 +121,7 @@ def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool
     Reads all of the data, as a run would.
     """
     file = load_checked_job(job, overrides)
-    data = file.job.data
-    named = [data.path, data.eval and data.eval.path, *(part.path for part in data.parts or ())]
-    if any(path and is_remote(path) for path in named):
-        from raypp.clusters.find import lend_store_settings
-
-        lend_store_settings()
+    lend_store_settings()
     from raypp.data.look import look_at
 
     try:
@@ -258,8 +236,7 @@ def _stretches(piece: LookedPiece) -> list[tuple[int, int]]:
 
 def _histogram(look: Look, seq_len: int) -> Table:
     most = max(look.counts)
-    table = Table("tokens", "documents", "", box=None, padding=(0, 1))
-    table.columns[0].justify = table.columns[1].justify = "right"
+    table = Table("tokens", "documents", "", right=("tokens", "documents"))
     for low, high, count in zip(look.edges, look.edges[1:], look.counts, strict=False):
         style = _TOO_LONG if low >= seq_len else "cyan"
         bar = "█" * max(round(_BAR * count / most), 1 if count else 0)

@@ -74,20 +74,20 @@ def doctor_command(
     here = cluster.embedded is not None
     options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices, nccl, share_environment=here)
     report = last_answer(_examination(cluster, options))
-    found = findings(report)
+    results = findings(report)
     if checked is not None:
         try:
             client.check_resources(checked, cluster)
         except ResourcesError as error:
-            found = [Finding(Severity.BREAKS, problem) for problem in error.problems] + found
+            results = [Finding(Severity.BREAKS, problem) for problem in error.problems] + results
     if as_json:
-        echo_json({**report, "findings": [finding.as_dict() for finding in found]})
+        echo_json({**report, "findings": [finding.as_dict() for finding in results]})
     else:
-        _show(report, found, bool(url))
+        _show(report, results, bool(url))
     if out is not None:
         write_file(out, (json.dumps(links_document(report), indent=2) + "\n").encode())
         echo(f"wrote {out}; use it with `raypp plan JOB --links {shell_word(out)}`", err=True)
-    raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in found) else EXIT_OK)
+    raise SystemExit(EXIT_RUN_FAILED if any(one.severity is Severity.BREAKS for one in results) else EXIT_OK)
 
 
 def _examination(cluster: Cluster, options: ProbeOptions) -> Iterator[str]:
@@ -103,11 +103,12 @@ def _examination(cluster: Cluster, options: ProbeOptions) -> Iterator[str]:
             yield line
 
 
-def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> None:
+def _show(report: dict[str, Any], results: list[Finding], store_asked: bool) -> None:
     console = Console()
     console.print(_nodes(report))
     console.print(_machines(report))
     if report["links"]:
+        console.print()
         console.print(_matrix(report))
         console.print("rows send to columns: Gbit/s, half a round trip; † not over the node's main interface")
         skews = [abs(link["skew_s"]) for link in report["links"] if "skew_s" in link]
@@ -123,22 +124,19 @@ def _show(report: dict[str, Any], found: list[Finding], store_asked: bool) -> No
     elif not store_asked:
         console.print("store: not tested; give a JOB, or --store URL")
         console.print()
-    for finding in found:
+    for finding in results:
         colour = _COLOURS[finding.severity]
         echo_lines(styled(_WORDS[finding.severity], fg=colour), ": ", *problem_parts(finding.problem))
-    if not found:
+    if not results:
         echo("no problems found")
 
 
-def _plain_table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    return table
+def _titled(title: str, *columns: str) -> Table:
+    return Table(*columns, title=Text(title), title_justify="left")
 
 
 def _nodes(report: dict[str, Any]) -> Table:
-    table = _plain_table("nodes", "node", "host", "python", "torch", "ray", "interface")
+    table = _titled("nodes", "node", "host", "python", "torch", "ray", "interface")
     for node in report["nodes"]:
         if "error" in node:
             table.add_row(node["ip"], node["hostname"], Text("does not respond", "red"))
@@ -153,7 +151,7 @@ def _nodes(report: dict[str, Any]) -> Table:
 
 
 def _machines(report: dict[str, Any]) -> Table:
-    table = _plain_table("", "node", "devices", "slots", "memory", "/dev/shm", "disk free")
+    table = _titled("", "node", "devices", "slots", "memory", "/dev/shm", "disk free")
     for node in report["nodes"]:
         if "error" not in node:
             free = (_gib(node[name]) for name in ("memory_free", "shm_free", "disk_free"))
@@ -190,9 +188,7 @@ def _matrix(report: dict[str, Any]) -> Table:
         mark = "" if link["interface"] == carries[link["from"]] else "†"
         for key, rate in (((link["from"], link["to"]), "gbps_out"), ((link["to"], link["from"]), "gbps_in")):
             cells[key] = Lines(f"{link[rate]:.3g}{mark}\n{link['latency_ms']:.2g} ms")
-    table = Table(title=Lines("\nlinks"), title_justify="left", header_style="bold")
-    for name in ("", *nodes):
-        table.add_column(name)
+    table = _titled("links", "", *nodes)
     for row in nodes:
         table.add_row(row, *("–" if row == column else cells.get((row, column), "") for column in nodes))
     return table
@@ -203,7 +199,7 @@ def _own_interface(node: dict[str, Any]) -> str:
 
 
 def _groups(report: dict[str, Any]) -> Table:
-    table = _plain_table("groups", "", "nodes", "ranks", "works", "sums", "to a neighbour")
+    table = _titled("groups", "", "nodes", "ranks", "works", "sums", "to a neighbour")
     for group in report["groups"]:
         last = group["tries"][-1]
         facts = (group["kind"], ", ".join(group["nodes"]), str(group["ranks"]))
@@ -216,7 +212,7 @@ def _groups(report: dict[str, Any]) -> Table:
 
 
 def _store(store: dict[str, Any]) -> Table:
-    table = _plain_table(f"store {store['url']}", "node", "rights", "up", "down")
+    table = _titled(f"store {store['url']}", "node", "rights", "up", "down")
     for node in store["nodes"]:
         if "error" in node:
             table.add_row(node["ip"], Text("no", "red"), "–", "–")

@@ -70,15 +70,12 @@ def eval_command(
     source = find_source(model, step)
     for remark in source.remarks:
         echo(f"note: {remark}", err=True)
-    request: dict[str, Any] = {"source": asdict(source)}
     if tasks is None:
         job = data_job(source, data, pp, overrides)
+        if cluster is not None:
+            note_paths(cluster, source, job)
         try:
-            if cluster is None:
-                answer = _asked(request | {"job": job_document(job)}, as_json)
-            else:
-                note_paths(cluster, source, job)
-                answer = _asked_cluster(cluster, source, job, {}, as_json)
+            answer = _asked(cluster, source, job, {}, as_json)
         except RayppError as error:
             named = type(error)(as_asked(error.problems, data))
             named.exit_code = error.exit_code
@@ -89,36 +86,27 @@ def eval_command(
     if not names:
         raise JobError(Problem("--tasks", "names no task", "name some, separated by commas"))
     job = task_job(source, pp, overrides)
-    asked: dict[str, Any] = {"tasks": [_absolute(name) for name in names], "limit": limit}
-    if cluster is None:
-        answer = _asked(request | {"job": job_document(job), **asked}, as_json)
-    else:
-        ends = end_ids(source, source.open_tokenizer())
-        note_paths(cluster, source, files=[source.tokenizer or "", *filter(_is_file, asked["tasks"])])
-        asked |= {"ends": list(ends), "folder": str(Path.cwd())}
-        answer = _asked_cluster(cluster, source, job, asked, as_json)
+    request: dict[str, Any] = {"tasks": [_absolute(name) for name in names], "limit": limit}
+    if cluster is not None:
+        note_paths(cluster, source, files=[source.tokenizer or "", *filter(_is_file, request["tasks"])])
+        request |= {"ends": list(end_ids(source, source.open_tokenizer())), "folder": str(Path.cwd())}
+    answer = _asked(cluster, source, job, request, as_json)
     if as_json:
         echo_json(answer)
     else:
         _show_tasks(source, answer)
 
 
-def _asked(request: dict[str, Any], as_json: bool) -> dict[str, Any]:
-    with evaluation_progress(quiet=as_json) as progress:
-        return ask("raypp.inference.evaluate", request, "the evaluation", progress)
-
-
-def _asked_cluster(
-    cluster: Cluster, source: Source, job: Job, request: dict[str, Any], as_json: bool
-) -> dict[str, Any]:
+def _asked(cluster: Cluster | None, source: Source, job: Job, request: dict[str, Any], as_json: bool) -> dict[str, Any]:
     answer: dict[str, Any] = {}
-    with (
-        evaluation_progress(quiet=as_json) as progress,
-        closing(use_on_cluster(cluster, "eval", source, job, request)) as reports,
-    ):
-        for answer in reports:
-            if "progress" in answer:
-                progress(answer["progress"])
+    with evaluation_progress(quiet=as_json) as progress:
+        if cluster is None:
+            request = {"source": asdict(source), "job": job_document(job), **request}
+            return ask("raypp.inference.evaluate", request, "the evaluation", progress)
+        with closing(use_on_cluster(cluster, "eval", source, job, request)) as reports:
+            for answer in reports:
+                if "progress" in answer:
+                    progress(answer["progress"])
     if not answer.keys() >= ({"tasks"} if "tasks" in request else {*_KEYS, "seconds"}):
         raise RunFailedError("the evaluation on the cluster ended without a result")
     return answer
@@ -147,9 +135,7 @@ def _show_loss(source: Source, answer: dict[str, Any], as_json: bool) -> None:
 
 def _show_tasks(source: Source, answer: dict[str, Any]) -> None:
     echo(source.place)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("task", "metric", "value", "±"):
-        table.add_column(name, justify="right" if name in ("value", "±") else "left")
+    table = Table("task", "metric", "value", "±", right=("value", "±"))
     for task, metrics in answer["tasks"].items():
         for metric, value in metrics.items():
             if "_stderr" not in metric and isinstance(value, int | float):

@@ -6,22 +6,27 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from raypp.api.run import complete, row
 from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths
 from raypp.cli.output import echo, echo_json, echo_lines, styled
 from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.tokenizer import PromptTokenizer
 from raypp.errors import JobError, Problem
 from raypp.inference.processes import Generators
-from raypp.inference.prompts import Answer, encode_conversation, end_of_turn
-from raypp.inference.source import Source
-
-if TYPE_CHECKING:
-    from raypp.data.tokenizer import PromptTokenizer
-    from raypp.inference.prompts import Answer, Encoded
+from raypp.inference.prompts import (
+    Answer,
+    Encoded,
+    chat_end_ids,
+    encode_conversation,
+    encode_prompts,
+    end_of_turn,
+    read_prompts,
+)
+from raypp.inference.source import Source, find_source
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -102,12 +107,6 @@ def generate_command(
     The model is a run (its newest checkpoint, or URL/NAME/step-N), or the folder or store URL of
     a Hugging Face model. The tokens are the same for every --mesh.
     """
-    # Imported here: `raypp generate --help` is quick.
-    from raypp.api.run import complete
-    from raypp.inference.processes import Generators
-    from raypp.inference.prompts import Answer, chat_end_ids, encode_prompts, read_prompts
-    from raypp.inference.source import find_source
-
     if (count := bool(given) + (file is not None) + chat) != 1:
         fault = "none is given" if count == 0 else "only one of them can be given"
         fix = "give one or more --prompt TEXT, or --prompts FILE.jsonl, or --chat"
@@ -158,8 +157,6 @@ class _Printer:
             if self._as_json:
                 if answer.finish is None:
                     return
-                from raypp.api.run import row
-
                 echo_json(row(answer, self._tokenizer))
             else:
                 self._show(answer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.cells import cell_len, set_cell_size
 
 from raypp.api.find_run import find_run, open_reader, present_status
 from raypp.api.following import POLL_S, follow
 from raypp.api.report.collect import collect
 from raypp.api.report.page import page
-from raypp.api.run import event_json
-from raypp.cli.console import Console
+from raypp.api.run import event_json, label_of
+from raypp.cli.console import Console, Lines, Text
 from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled, write_file
-from raypp.cli.render import log_text, of_log, one_line, padded_tag, runs_table, show_event, status_view, tag_width
+from raypp.cli.render import one_line, runs_table, show_event, status_view
 from raypp.clusters import known_runs
 from raypp.clusters.find import lend_settings_of
 from raypp.clusters.known_runs import RunPlace
@@ -30,6 +31,11 @@ from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final, loss_text, quantity
 from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
+from raypp.untrusted.text import visible
+
+_RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
+_WIDEST_TAG = 24
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 @click.command("status")
@@ -133,12 +139,12 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
 
 
 def _show_samples(place: RunPlace, reader: RunReader, as_json: bool) -> None:
-    found = reader.samples()
+    samples = reader.samples()
     if as_json:
-        echo_json(found)
-    elif not found:
+        echo_json(samples)
+    elif not samples:
         echo(f"{place.name} has no samples yet: train.sample of its job takes them", err=True)
-    for taken in () if as_json else found:
+    for taken in () if as_json else samples:
         echo(styled(f"step {taken['step']}", bold=True))
         for sample in taken["samples"]:
             echo_lines(styled(sample.get("prompt", ""), dim=True), sample.get("text", ""))
@@ -147,7 +153,7 @@ def _show_samples(place: RunPlace, reader: RunReader, as_json: bool) -> None:
 
 
 class _LogPrinter:
-    """Prints log lines with tags of equal width."""
+    """Prints log lines as `pp0-fsdp1 | text`, with tags of equal width, one colour per rank."""
 
     def __init__(self) -> None:
         self.printed = False
@@ -157,15 +163,21 @@ class _LogPrinter:
     def print(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
             self.printed = True
-            self._widest = max(self._widest, tag_width(line))
-            for part in of_log(line.text).splitlines() or [""]:
-                self._print_one(dataclasses.replace(line, text=part))
+            tag = _tag(line)
+            self._widest = max(self._widest, cell_len(tag))
+            tag = f"{set_cell_size(tag, self._widest)} | "
+            for text in _COLOUR.sub("", line.text).splitlines() or [""]:
+                if self._console.is_terminal:
+                    colour = "white" if line.rank is None else _RANK_COLOURS[line.rank % len(_RANK_COLOURS)]
+                    self._console.print(Text.assemble((tag, colour), Lines(text)), soft_wrap=True)
+                else:
+                    echo_lines(tag, text)
 
-    def _print_one(self, line: LogLine) -> None:
-        if self._console.is_terminal:
-            self._console.print(log_text(line, self._widest), soft_wrap=True)
-        else:
-            echo_lines(f"{padded_tag(line, self._widest)} | {line.text}")
+
+def _tag(line: LogLine) -> str:
+    """Returns the label of the rank, or of the controller, that wrote a line, in few columns."""
+    tag = visible(label_of(line))[: 10 * _WIDEST_TAG]
+    return tag if cell_len(tag) <= _WIDEST_TAG else f"{set_cell_size(tag, _WIDEST_TAG - 1)}…"
 
 
 def _watch_status(place: RunPlace, reader: RunReader, as_json: bool) -> None:
@@ -227,9 +239,9 @@ def report_command(runs: tuple[str, ...], out: Path) -> None:
     """
     if len(runs) > 2:
         raise JobError(Problem("RUN", f"{len(runs)} runs are named; a page shows one or two", "name one or two"))
-    found = [collect(*find_run(run)) for run in runs]
-    if len(found) == 2 and found[0].title == found[1].title:
-        found = [replace(run, title=f"{run.title} ({run.url})") for run in found]
-    content = page(found).encode("utf-8", "replace")
+    collected = [collect(*find_run(run)) for run in runs]
+    if len(collected) == 2 and collected[0].title == collected[1].title:
+        collected = [replace(run, title=f"{run.title} ({run.url})") for run in collected]
+    content = page(collected).encode("utf-8", "replace")
     write_file(out, content)
     echo(f"wrote {out} ({size_text(len(content))})")

@@ -129,20 +129,20 @@ def files_of(name: str) -> list[str]:
     import yaml
 
     job = yaml.safe_load(_text(name))
-    found = [f"{name}.yaml"]
+    files = [f"{name}.yaml"]
     names = (("data", "path"), ("data", "tokenizer"), ("data", "chat_template"), ("model", "from_hf"))
     values = [job.get(section, {}).get(key, "") for section, key in names]
     for named in map(str, [*values, *(part.get("path", "") for part in job.get("data", {}).get("parts", []))]):
         place = TEMPLATES / named
         if named and place.is_dir():
-            found += sorted(path.relative_to(TEMPLATES).as_posix() for path in place.rglob("*") if path.is_file())
+            files += sorted(path.relative_to(TEMPLATES).as_posix() for path in place.rglob("*") if path.is_file())
         elif named and place.is_file():
-            found.append(named)
+            files.append(named)
     for section, key in (("model", "kind"), ("pipeline", "schedule")):
         module, colon, _ = str(job.get(section, {}).get(key, "")).partition(":")
         if colon and (TEMPLATES / f"{module}.py").is_file():
-            found.append(f"{module}.py")
-    return found
+            files.append(f"{module}.py")
+    return files
 
 
 def write(name: str, job: Path) -> list[Path]:

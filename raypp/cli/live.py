@@ -178,10 +178,10 @@ def summary_view(place: RunPlace, records: Records, console: Console) -> Rendera
 
 def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
     """Returns the last evaluation, if there was one."""
-    found = [event for event in events if event.kind == "evaluated"]
-    if not found:
+    evaluations = [event for event in events if event.kind == "evaluated"]
+    if not evaluations:
         return []
-    return [("held-out loss", f"{loss_text(found[-1].number('loss'))}  (step {found[-1].step})")]
+    return [("held-out loss", f"{loss_text(evaluations[-1].number('loss'))}  (step {evaluations[-1].step})")]
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:

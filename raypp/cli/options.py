@@ -82,10 +82,10 @@ def _pipeline_ranks(context: click.Context, parameter: click.Parameter, value: s
         JobError: It is something else.
     """
     del context, parameter
-    found = re.fullmatch(r"pp=([1-9][0-9]{0,4})", value.strip())
-    if found is None:
+    match = re.fullmatch(r"pp=([1-9][0-9]{0,4})", value.strip())
+    if match is None:
         raise JobError(Problem("--mesh", f"{value!r} is not pp=N", "give the number of pipeline ranks, such as pp=4"))
-    return int(found[1])
+    return int(match[1])
 
 
 def set_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
@@ -16,6 +14,7 @@ from raypp.api.torch_process import ask
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json
+from raypp.environment import usable_cores
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.spec.job import Job
@@ -78,7 +77,7 @@ def _check_world(world: int, max_ranks: int | None) -> None:
     Raises:
         ResourcesError: There are too many ranks.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     most = 2 * cores if max_ranks is None else max_ranks
     if world > most:
         why = "--max-ranks" if max_ranks is not None else f"twice its {cores} core{'' if cores == 1 else 's'}"
@@ -98,7 +97,8 @@ def parity_view(job: Job, answer: dict[str, Any]) -> RenderableType:
 
 
 def _steps(answer: dict[str, Any]) -> Table:
-    table = _table("step", "", "loss", "grad norm", "gradients that differ", "by")
+    numbers = ("loss", "grad norm", "gradients that differ", "by")
+    table = Table("step", "", *numbers, right=numbers, rule=True)
     for row in answer["steps"]:
         differing = f"{row['differing']} of {row['gradients']}"
         worst = _error(row["worst"])
@@ -111,7 +111,7 @@ def _steps(answer: dict[str, Any]) -> Table:
 
 
 def _parameters(answer: dict[str, Any]) -> RenderableType:
-    table = _table("parameter", "gradient", "weight")
+    table = Table("parameter", "gradient", "weight", right=("gradient", "weight"), rule=True)
     for parameter in answer["parameters"][:_SHOWN]:
         name = Text(parameter["name"], overflow="ellipsis", no_wrap=True)
         table.add_row(name, _error(parameter["gradient_error"]), _error(parameter["weight_error"]))
@@ -130,10 +130,3 @@ def _verdict(answer: dict[str, Any]) -> Text:
 
 def _error(value: float) -> Text:
     return Text("none", "green") if value == 0 else Text(f"{value:.1e}")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for position, name in enumerate(columns):
-        table.add_column(name, justify="left" if position == 0 or not name else "right")
-    return table

@@ -6,38 +6,40 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from pydantic import TypeAdapter
 
-from raypp.api.checked_job import load_checked_job
+from raypp.api.checked_job import count_own_model, grounds_of, load_checked_job
 from raypp.api.torch_process import ask
+from raypp.cli.console import Console
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json, echo_lines
-from raypp.cli.plan_view import count_text, time_text
+from raypp.cli.plan_view import count_text, plan_view, search_view
 from raypp.errors import EXIT_RESOURCES, JobError
-from raypp.planning.costs import Device
-from raypp.planning.fit_search import Fitting, Proposal, set_words
+from raypp.observe.status import seconds_text
+from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, write_costs
+from raypp.planning.fit_search import Fitting, Proposal, changes_that_fit, set_words
+from raypp.planning.memory import RankMemory
+from raypp.planning.plan import Plan, make_plan
+from raypp.planning.predict import Grounds, kind_of
+from raypp.planning.search import search as search_meshes
+from raypp.planning.sizes import sizes_remark
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 from raypp.spec.limits import RANKS, RATE
-
-if TYPE_CHECKING:
-    from raypp.planning.memory import RankMemory
-    from raypp.planning.plan import Plan
-    from raypp.planning.predict import Grounds
-    from raypp.spec.load import JobFile
+from raypp.spec.load import JobFile, job_document
 
 
 class _Finite(click.FloatRange):
     """A range of numbers that refuses NaN; click's own range accepts it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
-        if math.isnan(found):
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
             self.fail(f"{value} is not a number.", param, ctx)
-        return found
+        return number
 
 
 _INDENTED = 4096
@@ -103,15 +105,11 @@ def plan_command(
         raise JobError(f"--exact and {fault} do not go together", "play the job with the settings that it finds")
     if costs is not None and measure is not None:
         raise JobError("--measure writes the file that --costs reads", "use only one of them")
-    from raypp.api.checked_job import count_own_model, grounds_of
-
     file = load_checked_job(job, overrides)
     count_own_model(file.job)
     if measure is not None:
         _measure(file.job, measure)
     grounds = grounds_of(file.job, costs=costs or measure, **machines)
-    from raypp.cli.console import Console
-
     console = Console()
     if fit:
         _fit(file.job, grounds, search_time, as_json)
@@ -119,16 +117,12 @@ def plan_command(
     if search:
         _search(file.job, grounds, search_time, as_json, console)
         return
-    from raypp.planning.plan import make_plan
-
     plan = make_plan(file.job, grounds)
     played = _play(file, plan) if exact else []
     if as_json:
         document = plan.as_dict() | ({"played": played} if exact else {})
         echo_json(document, indent=2 if plan.world <= _INDENTED else None)
         return
-    from raypp.cli.plan_view import plan_view
-
     console.print(plan_view(file.job, plan, console.width, played))
 
 
@@ -144,9 +138,6 @@ def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
         JobError: The plan is for a CPU, or such a step cannot be played.
         RunFailedError: The step failed.
     """
-    from raypp.cli.console import Console
-    from raypp.spec.load import job_document
-
     if plan.memory_device != "cuda":
         fix = "leave out --exact, or plan for a GPU: --set resources.device=cuda"
         raise JobError("--exact plays the step of a GPU, and this plan is for a CPU", fix)
@@ -189,10 +180,6 @@ def _measure(job: Job, path: Path) -> None:
     Raises:
         RunFailedError: The measurement failed.
     """
-    from raypp.cli.console import Console
-    from raypp.planning.costs import Costs, write_costs
-    from raypp.spec.load import job_document
-
     request = {"job": job_document(job), "device": job.resources.device}
     console = Console(stderr=True)
     with console.status("measuring the parts of the model on this machine …"):
@@ -202,10 +189,10 @@ def _measure(job: Job, path: Path) -> None:
             f"Other programs, or the host of a virtual machine, used the core for {others:.0%} of the time. "
             "The measured costs include that."
         )
-    found = TypeAdapter(Costs).validate_python(answer)
+    measured = TypeAdapter(Costs).validate_python(answer)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        write_costs(path, found, job, answer["device"], when)
+        write_costs(path, measured, job, answer["device"], when)
     except OSError as error:
         raise JobError(f"--measure {path}: {error.strerror}", "name a file that can be written") from error
 
@@ -217,38 +204,27 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
         JobError: The memory of the device is unknown.
         SystemExit: Nothing that was tried fits on the given devices (exit code 4).
     """
-    from raypp.cli.console import Console
-    from raypp.planning.costs import DEVICES
-    from raypp.planning.fit_search import changes_that_fit
-    from raypp.planning.predict import kind_of
-
     device = grounds.devices_for(job)[-1]
     job = job.for_device(kind_of(device))
     if not device.memory:
         names = ", ".join(name for name, known in DEVICES.items() if known.memory)
         raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
     with Console(stderr=True).status("trying meshes and memory-saving options …"):
-        found = changes_that_fit(job, grounds.machines_for(job), device, patience_s=patience_s)
+        fitting = changes_that_fit(job, grounds.machines_for(job), device, patience_s=patience_s)
     if as_json:
-        echo_json(fit_document(found), indent=2)
+        echo_json(fit_document(fitting), indent=2)
     else:
-        echo_lines("\n".join(_lines(found, job, device)))
-    if found.now is None and not found.same:
+        echo_lines("\n".join(_lines(fitting, job, device)))
+    if fitting.now is None and not fitting.same:
         raise SystemExit(EXIT_RESOURCES)
 
 
-def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Any) -> None:
-    from raypp.cli.console import Console
-    from raypp.planning.costs import computed_costs
-    from raypp.planning.predict import kind_of
-    from raypp.planning.search import search
-    from raypp.planning.sizes import sizes_remark
-
+def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Console) -> None:
     device = grounds.devices_for(job)[-1]
     job = job.for_device(kind_of(device))
     costs = grounds.costs or computed_costs(job, device)
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
-        found = search(
+        result = search_meshes(
             job,
             grounds.machines_for(job),
             costs,
@@ -266,32 +242,30 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
                 "peak_memory": one.forecast.peak_memory,
                 "bottleneck": one.forecast.bottleneck,
             }
-            for one in found.best
+            for one in result.best
         ]
-        counts = {"tried": found.tried, "refused": found.refused, "too_large": found.too_large}
+        counts = {"tried": result.tried, "refused": result.refused, "too_large": result.too_large}
         remarks = {"remarks": [remark]} if remark else {}
-        echo_json({"best": rows, **counts, "out_of_time": found.out_of_time, **remarks}, indent=2)
+        echo_json({"best": rows, **counts, "out_of_time": result.out_of_time, **remarks}, indent=2)
         return
-    from raypp.cli.plan_view import search_view
-
-    console.print(search_view(found, job))
+    console.print(search_view(result, job))
     if remark:
         console.print()
         console.print(remark)
 
 
-def fit_document(found: Fitting) -> dict[str, Any]:
+def fit_document(fitting: Fitting) -> dict[str, Any]:
     """Returns an answer as plain JSON values."""
     return {
-        "fits": found.now is not None,
-        "need": found.need,
-        "device_memory": found.capacity,
-        "same": [_row(one) for one in found.same],
-        "apart": [_row(one) for one in found.apart],
-        "nearest": _row(found.nearest) if found.nearest else None,
-        "more_devices": _row(found.more) if found.more else None,
-        "tried": found.tried,
-        "out_of_time": found.out_of_time,
+        "fits": fitting.now is not None,
+        "need": fitting.need,
+        "device_memory": fitting.capacity,
+        "same": [_row(one) for one in fitting.same],
+        "apart": [_row(one) for one in fitting.apart],
+        "nearest": _row(fitting.nearest) if fitting.nearest else None,
+        "more_devices": _row(fitting.more) if fitting.more else None,
+        "tried": fitting.tried,
+        "out_of_time": fitting.out_of_time,
     }
 
 
@@ -306,31 +280,31 @@ def _row(one: Proposal) -> dict[str, Any]:
     }
 
 
-def _lines(found: Fitting, job: Job, device: Device) -> Iterator[str]:
+def _lines(fitting: Fitting, job: Job, device: Device) -> Iterator[str]:
     world = job.mesh.world
     where = f"{world} × {device.name} ({size_text(device.memory)} each)"
-    if found.now is not None:
-        yield f"{job.name} already fits on {where}: a rank needs {size_text(found.need)}, {_speed(found.now)}"
-        yield _assumptions(found.now)
+    if fitting.now is not None:
+        yield f"{job.name} already fits on {where}: a rank needs {size_text(fitting.need)}, {_speed(fitting.now)}"
+        yield _assumptions(fitting.now)
         return
-    yield f"{job.name} does not fit on {where}: a rank needs {size_text(found.need)}"
-    if found.same:
+    yield f"{job.name} does not fit on {where}: a rank needs {size_text(fitting.need)}"
+    if fitting.same:
         yield "\nfits with the same model, data and batch, fastest first:"
-        yield from _listed(found.same)
+        yield from _listed(fitting.same)
     else:
         yield "\nnothing that was tried fits with the same model, data and batch"
-        if found.nearest is not None:
+        if fitting.nearest is not None:
             yield "the nearest:"
-            yield from _listed([found.nearest])
-    if found.more is not None:
-        yield f"\nfits on {found.more.job.mesh.world} devices:"
-        yield from _listed([found.more])
-    if found.apart:
+            yield from _listed([fitting.nearest])
+    if fitting.more is not None:
+        yield f"\nfits on {fitting.more.job.mesh.world} devices:"
+        yield from _listed([fitting.more])
+    if fitting.apart:
         yield "\nfits with another training:"
-        yield from _listed(found.apart)
-    summary = f"\n{found.tried} combinations planned"
-    yield summary + ("; stopped before all were tried (raise --search-time)" if found.out_of_time else "")
-    shown = [*found.same, *found.apart, *(one for one in (found.more, found.nearest) if one is not None)]
+        yield from _listed(fitting.apart)
+    summary = f"\n{fitting.tried} combinations planned"
+    yield summary + ("; stopped before all were tried (raise --search-time)" if fitting.out_of_time else "")
+    shown = [*fitting.same, *fitting.apart, *(one for one in (fitting.more, fitting.nearest) if one is not None)]
     if shown:
         yield _assumptions(shown[0])
 
@@ -343,7 +317,7 @@ def _listed(proposals: Iterable[Proposal]) -> Iterator[str]:
 
 
 def _speed(one: Proposal) -> str:
-    return f"{time_text(one.forecast.step_s)} per step, {count_text(one.forecast.tokens_per_s)} tokens/s"
+    return f"{seconds_text(one.forecast.step_s)} per step, {count_text(one.forecast.tokens_per_s)} tokens/s"
 
 
 def _assumptions(one: Proposal) -> str:

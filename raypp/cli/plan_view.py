@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from raypp.cli.console import Lines, Table, Text
+from raypp.observe.status import seconds_text
 from raypp.planning.forecast import Forecast
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
@@ -72,7 +72,7 @@ def _mesh(plan: Plan) -> str:
 
 
 def _rank_map(plan: Plan) -> RenderableType:
-    table = _table("ranks" if plan.world > MOST_RANKS else "rank", "place", "stage", "layers")
+    table = Table("ranks" if plan.world > MOST_RANKS else "rank", "place", "stage", "layers", rule=True)
     for ranks in _lines(plan):
         first, last = ranks[0], ranks[-1]
         numbers = str(first.rank) if first is last else f"{first.rank}–{last.rank}"
@@ -136,7 +136,7 @@ def _bubble(plan: Plan) -> RenderableType:
 def _memory(plan: Plan) -> RenderableType:
     rows = [_parts_of(memory) for memory in plan.memory]
     shown = [name for name in rows[0] if any(row[name] for row in rows)]
-    table = _table("", *shown, justify="right")
+    table = Table("", *shown, right=shown, rule=True)
     divisor, _ = _unit(plan)
     for pp, row in enumerate(rows):
         cells = [Text(three_digits(row[name] / divisor), style="bold" if name == "total" else "") for name in shown]
@@ -145,12 +145,13 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _played(plan: Plan, played: Sequence[Mapping[str, Any]]) -> RenderableType:
-    table = _table("", "planned", "played", "difference", "peak at", "other", "total", justify="right")
+    columns = ("planned", "played", "difference", "peak at", "other", "total")
+    table = Table("", *columns, right=columns, rule=True)
     divisor, _ = _unit(plan)
     for row in played:
-        planned, found, other, total = (row[name] for name in ("planned", "played", "rest", "total"))
-        sizes = [three_digits(size / divisor) for size in (planned, found, other, total)]
-        difference = f"{planned / found - 1:+.1%}"
+        planned, actual, other, total = (row[name] for name in ("planned", "played", "rest", "total"))
+        sizes = [three_digits(size / divisor) for size in (planned, actual, other, total)]
+        difference = f"{planned / actual - 1:+.1%}"
         table.add_row(f"pp{row['pp']}", *sizes[:2], difference, row["at"], sizes[2], Text(sizes[3], style="bold"))
     have, need = plan.predictions[-1].device_memory, max(row["total"] for row in played)
     if not have:
@@ -198,7 +199,8 @@ def _links(plan: Plan) -> RenderableType:
     crossing = [boundary for boundary in plan.boundaries if boundary.crosses_ranks]
     if not crossing:
         return Text("no messages between pipeline ranks")
-    table = _table("", "per microbatch, each way", "per step, both ways", justify="right")
+    columns = ("per microbatch, each way", "per step, both ways")
+    table = Table("", *columns, right=columns, rule=True)
     places = [(f"pp{boundary.from_rank} – pp{boundary.to_rank}", boundary) for boundary in crossing]
     sizes = {(boundary.bytes_per_microbatch, boundary.bytes_per_step) for boundary in crossing}
     if len(places) > 4 and len(sizes) == 1:
@@ -207,20 +209,20 @@ def _links(plan: Plan) -> RenderableType:
         table.add_row(place, size_text(boundary.bytes_per_microbatch), size_text(boundary.bytes_per_step))
     if plan.link_gbps is None or plan.link_s_per_microbatch is None:
         return Group(table, Text("add --link-gbps X to see the time this takes", style="dim"))
-    return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {time_text(plan.link_s_per_microbatch)} per message"))
+    return Group(table, Text(f"at {plan.link_gbps:g} Gbit/s: {seconds_text(plan.link_s_per_microbatch)} per message"))
 
 
 def _sums(sums: ReplicaSums) -> str:
     """Describes the sums of gradients over replicas, in both kinds."""
     if sums.kind == "outer":
         each, step = size_text(sums.outer_bytes), size_text(sums.outer_bytes // sums.every_steps)
-        took = f"{time_text(sums.seconds)}, of which steps wait {time_text(sums.exposed_s)} each"
+        took = f"{seconds_text(sums.seconds)}, of which steps wait {seconds_text(sums.exposed_s)} each"
         every = f"every {sums.every_steps} steps" + (f" in {sums.fragments} fragments" if sums.fragments > 1 else "")
         return f"outer steps: {each} per rank {every}, {step} per step, in {took}"
     exact, int8 = size_text(sums.exact_bytes), size_text(sums.int8_bytes)
     sent = f"exact, {exact} (int8: {int8})" if sums.kind == "exact" else f"int8, {int8} (exact: {exact})"
     share = f"{sums.hidden_s / sums.seconds:.0%} beside the backwards" if sums.seconds else "at no cost"
-    return f"sums over replicas: {sent} per rank and step, {share}, {time_text(sums.exposed_s)} after them"
+    return f"sums over replicas: {sent} per rank and step, {share}, {seconds_text(sums.exposed_s)} after them"
 
 
 def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
@@ -233,7 +235,7 @@ def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
     for prediction in predictions:
         own = "; ".join(text for text in prediction.assumptions if text not in shared)
         speed = f"{count_text(prediction.tokens_per_s)} tokens/s"
-        table.add_row(prediction.device, time_text(prediction.step_s), speed, Text(own, style="dim"))
+        table.add_row(prediction.device, seconds_text(prediction.step_s), speed, Text(own, style="dim"))
     parts: list[RenderableType] = [table]
     for prediction in predictions:
         lead = f"{prediction.device}: " if len(predictions) > 1 else ""
@@ -254,22 +256,24 @@ def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
     return Group(*parts)
 
 
-def search_view(found: Found, job: Job) -> RenderableType:
+def search_view(result: Found, job: Job) -> RenderableType:
     """Shows the best candidates of a search with their settings."""
-    table = _table("", "step", "tokens/s", "memory", "settings")
-    for place, one in enumerate(found.best, start=1):
+    table = Table("", "step", "tokens/s", "memory", "settings", rule=True)
+    for place, one in enumerate(result.best, start=1):
         cast = one.forecast
         settings = " ".join(one.settings()) or "the job unchanged"
         table.add_row(
             str(place),
-            time_text(cast.step_s),
+            seconds_text(cast.step_s),
             count_text(cast.tokens_per_s),
             size_text(cast.peak_memory),
             Lines(settings),
         )
-    best = found.best[0]
-    summary = f"{found.tried} forecasts; left out: {found.refused} that cannot run, {found.too_large} that do not fit"
-    if found.out_of_time:
+    best = result.best[0]
+    summary = (
+        f"{result.tried} forecasts; left out: {result.refused} that cannot run, {result.too_large} that do not fit"
+    )
+    if result.out_of_time:
         summary += "; stopped before all were tried (raise --search-time)"
     words = " ".join(f"--set {shell_word(setting)}" for setting in best.settings())
     parts: list[RenderableType] = [
@@ -286,26 +290,12 @@ def search_view(found: Found, job: Job) -> RenderableType:
     return Group(*parts)
 
 
-def _table(*columns: str, justify: str = "left") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for position, name in enumerate(columns):
-        table.add_column(name, justify="left" if position == 0 or justify == "left" else "right")
-    return table
-
-
 def count_text(count: float) -> str:
     """Formats a number with three digits: 1.81 M, 11.4 k, 8."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= limit:
             return f"{three_digits(count / limit)} {unit}"
     return f"{count:.0f}"
-
-
-def time_text(seconds: float) -> str:
-    """Formats seconds with three digits: 2.62 ms, 0.72 s, 12.3 s."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
-    return f"{three_digits(seconds * 1e3)} ms" if seconds < 0.1 else f"{three_digits(seconds)} s"
 
 
 _STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", "rank": "bold"}

@@ -9,16 +9,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len, set_cell_size
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
-from raypp.api.run import label_of
 from raypp.cli.console import Console, Lines, Table, Text
-from raypp.observe.json_lines import LogLine
 from raypp.observe.status import LOST, clock, date_and_clock, duration, loss_text, mesh_text, quantity, rank_label
 from raypp.records import Event
-from raypp.untrusted.text import visible
 
 _STATE_STYLES = {
     "PENDING": "yellow",
@@ -40,13 +36,10 @@ _EVENT_STYLES = {
     "committed": "green",
     "succeeded": "bold green",
 }
-_RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
-_WIDEST_TAG = 24
 _NARROWEST_PLACE = 16
 """Columns for the URL of a store; with less room it is left out."""
 _MOST_POINTS = 20_000
 _FIX = re.compile(r"\s*\n\s*fix: ")
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def state_text(state: str | None) -> Text:
@@ -131,10 +124,7 @@ def survived(status: Mapping[str, Any]) -> bool:
 
 def ranks_table(status: Mapping[str, Any]) -> Table:
     """Shows one line per rank: its place in the mesh, its node, its process and its state."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    table.add_column("rank", justify="right")
-    for name in ("place", "node", "pid", "state"):
-        table.add_column(name, no_wrap=name != "node", overflow="fold")
+    table = Table("rank", "place", "node", "pid", "state", right=("rank",), folded=("node",))
     for rank in status["ranks"]:
         bad = rank["state"] in LOST
         table.add_row(
@@ -173,10 +163,7 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str], wid
     one_place = len(set(places)) == 1
     if not one_place and width - sum(taken.values()) >= _NARROWEST_PLACE:
         columns["where"] = list(places)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        left, folded = name in ("run", "state", "where"), name in ("run", "where")
-        table.add_column(name, justify="left" if left else "right", no_wrap=not folded, overflow="fold")
+    table = Table(*columns, right=columns.keys() - {"run", "state", "where"}, folded=("run", "where"))
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     below = [Text(f"in {places[0]}", style="dim")] if one_place else []
@@ -227,32 +214,6 @@ def event_words(event: Event) -> tuple[str, tuple[str, str]]:
 def one_line(text: str) -> str:
     """Joins the lines of a text, for output with a promised line. A fix follows a semicolon."""
     return re.sub(r"\s*\n\s*", " ", _FIX.sub("; fix: ", text))
-
-
-def of_log(text: str) -> str:
-    """Returns text of a log without its colours."""
-    return _COLOUR.sub("", text)
-
-
-def log_text(line: LogLine, widest: int) -> Text:
-    """Formats a log line as `pp0-fsdp1 | text`. Each rank's tag has its own colour."""
-    colour = "white" if line.rank is None else _RANK_COLOURS[line.rank % len(_RANK_COLOURS)]
-    return Text.assemble((f"{padded_tag(line, widest)} | ", colour), Lines(line.text))
-
-
-def padded_tag(line: LogLine, widest: int) -> str:
-    """Returns the tag of the rank, or of the controller, that wrote a line, in so many columns."""
-    return set_cell_size(_tag(line), widest)
-
-
-def tag_width(line: LogLine) -> int:
-    """Returns the columns of a line's tag."""
-    return cell_len(_tag(line))
-
-
-def _tag(line: LogLine) -> str:
-    tag = visible(label_of(line))[: 10 * _WIDEST_TAG]
-    return tag if cell_len(tag) <= _WIDEST_TAG else f"{set_cell_size(tag, _WIDEST_TAG - 1)}…"
 
 
 _BRAILLE = 0x2800

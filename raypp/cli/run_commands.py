@@ -85,7 +85,9 @@ def submit_command(
 @click.argument("run")
 def save_command(run: str) -> None:
     """Save a checkpoint of RUN now. Returns when it is committed."""
-    echo(_save(Run.find(run), _says(f"{run}: the checkpoint is not committed yet")))
+    active = Run.find(run)
+    saved = active.save(_still_waiting(f"{run}: the checkpoint is not committed yet"))
+    echo(f"{active.name}: step {saved['step']} is committed: {saved['what']}")
 
 
 @click.command("stop")
@@ -93,20 +95,14 @@ def save_command(run: str) -> None:
 @click.option("--no-save", is_flag=True, help="Stop at once, without a final checkpoint.")
 def stop_command(run: str, no_save: bool) -> None:
     """Stop RUN after a final checkpoint. Returns when the run has ended."""
-    echo(_stop(Run.find(run), save=not no_save, on_wait=_says(f"{run}: the run has not ended yet")))
+    active = Run.find(run)
+    echo(
+        f"{active.name}: {end_in_words(active.stop(not no_save, _still_waiting(f'{run}: the run has not ended yet')))}"
+    )
 
 
-def _says(what: str) -> Callable[[], None]:
-    return lambda: echo(f"{what}; still waiting (Ctrl-C ends only the waiting)", err=True)
-
-
-def _save(run: Run, on_wait: Callable[[], None] = lambda: None) -> str:
-    saved = run.save(on_wait)
-    return f"{run.name}: step {saved['step']} is committed: {saved['what']}"
-
-
-def _stop(run: Run, *, save: bool = True, on_wait: Callable[[], None] = lambda: None) -> str:
-    return f"{run.name}: {end_in_words(run.stop(save, on_wait))}"
+def _still_waiting(state: str) -> Callable[[], None]:
+    return lambda: echo(f"{state}; still waiting (Ctrl-C ends only the waiting)", err=True)
 
 
 def _sides(versions: dict[str, str]) -> str:

@@ -46,9 +46,8 @@ def watch(place: RunPlace, reader: RunReader, console: Console) -> Records:
     """
     following = follow(place, reader)
     records = next(following)
-    for name in ("SIGTERM", "SIGHUP"):  # as exceptions, after which the terminal is as before
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _leave)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as exceptions, after which the terminal is as before
+        signal.signal(number, _leave)
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         while not is_final(records.status):
             live.update(screen_view(records, console), refresh=True)

@@ -63,11 +63,11 @@ def timeline_command(run: str, steps: int, out: Path | None, recorded: bool) -> 
         trace = _next_steps(place, reader, store, steps)
     events = reader.events()
     attempt = trace[0].attempt
-    found = analyse(trace, measured_links(events, attempt), measured_cards(events, attempt))
+    analysis = analyse(trace, measured_links(events, attempt), measured_cards(events, attempt))
     console = wide_console()
-    console.print(timeline_view(trace, found))
+    console.print(timeline_view(trace, analysis))
     if out is not None:
-        write_file(out, json.dumps(chrome_trace(trace, found, events), separators=(",", ":")).encode())
+        write_file(out, json.dumps(chrome_trace(trace, analysis, events), separators=(",", ":")).encode())
         echo(f"wrote {out}: open it in https://ui.perfetto.dev or chrome://tracing")
     else:
         echo("with --out FILE the trace is written for https://ui.perfetto.dev")
@@ -131,8 +131,8 @@ def _parts_of(
     since = over = None
     while True:
         status = present_status(place, reader)  # before looking at the store: an ended attempt has written its parts
-        found = {key: ranks for key, ranks in list_traces(store, place.name).items() if key not in before}
-        for key, ranks in found.items():
+        traces = {key: ranks for key, ranks in list_traces(store, place.name).items() if key not in before}
+        for key, ranks in traces.items():
             since = since or time.monotonic()
             if len(ranks) == read_trace(store, place.name, key, ranks[:1])[0].world:
                 return read_trace(store, place.name, key, ranks)
@@ -144,7 +144,7 @@ def _parts_of(
                 raise _not_traced(place, status)
             return None
         if since is not None and time.monotonic() - since > _PARTS_PATIENCE_S:
-            raise _incomplete(place, found)
+            raise _incomplete(place, traces)
         time.sleep(_POLL_S)
 
 
@@ -159,8 +159,8 @@ def _none_recorded(place: RunPlace, *, ended: bool) -> JobError:
     return JobError(Problem("RUN", f"no complete trace of {place.name} is in its store", fix))
 
 
-def _incomplete(place: RunPlace, found: dict[TracePlace, list[int]]) -> UnreachableError:
-    count = max(map(len, found.values()))
+def _incomplete(place: RunPlace, traces: dict[TracePlace, list[int]]) -> UnreachableError:
+    count = max(map(len, traces.values()))
     fix = f"`raypp events {shell_word(place.name)}` shows what the others report"
     return UnreachableError(Problem("RUN", f"only {count} ranks have written their part of the trace", fix))
 
@@ -169,24 +169,24 @@ _MOST_RANKS = 64
 _HARDLY = 0.005
 
 
-def timeline_view(trace: Sequence[RankTrace], found: Analysis) -> RenderableType:
+def timeline_view(trace: Sequence[RankTrace], analysis: Analysis) -> RenderableType:
     """Shows steps, messages and prediction, and one line per rank."""
     first = trace[0]
     last = first.first_step + first.steps - 1
     steps = f"step {first.first_step}" if last == first.first_step else f"steps {first.first_step} to {last}"
     head = Text.assemble((first.run, "bold"), f"  {steps} of attempt {first.attempt}")
     pairs: list[tuple[str, RenderableType]] = [
-        ("step", _spread(found.step_s)),
-        ("pipeline", _spread(found.pipeline_s)),
-        ("predicted", _predicted(found)),
-        ("messages", _messages(found)),
-        ("weights, sums", _weights_and_sums(found.ranks)),
-        ("clocks", f"agree within {seconds_text(found.error_s)}" if found.error_s else "one host, one clock"),
+        ("step", _spread(analysis.step_s)),
+        ("pipeline", _spread(analysis.pipeline_s)),
+        ("predicted", _predicted(analysis)),
+        ("messages", _messages(analysis)),
+        ("weights, sums", _weights_and_sums(analysis.ranks)),
+        ("clocks", f"agree within {seconds_text(analysis.error_s)}" if analysis.error_s else "one host, one clock"),
     ]
     if any(one.cut for one in trace):
         pairs.append(("cut", "a rank did more than a trace holds; trace fewer steps"))
     parts: list[RenderableType] = [head, facts(pairs), Text("")]
-    parts.append(Padding(_ranks(found.ranks), (0, 0, 0, 2), expand=False))
+    parts.append(Padding(_ranks(analysis.ranks), (0, 0, 0, 2), expand=False))
     return Group(*parts)
 
 
@@ -198,23 +198,25 @@ def _spread(seconds: Sequence[float]) -> str:
     return middle if low == high else f"{middle}  ({low} to {high})"
 
 
-def _predicted(found: Analysis) -> str:
-    if found.prediction is None:
+def _predicted(analysis: Analysis) -> str:
+    if analysis.prediction is None:
         return "–"
-    makespan = found.prediction.timeline.makespan
-    bubble = found.prediction.timeline.bubble
+    makespan = analysis.prediction.makespan
+    bubble = analysis.prediction.bubble
     text = f"{seconds_text(makespan)} for the pipeline, by simulation with the medians of these actions"
     return f"{text}; {bubble:.0%} of it is bubble"
 
 
-def _messages(found: Analysis) -> str:
-    if not found.messages:
+def _messages(analysis: Analysis) -> str:
+    if not analysis.messages:
         return "none between ranks"
-    arrived = sum(message.arrived for message in found.messages)
-    late = sum(message.under_way_s for message in found.messages)
-    total = sum(one.total for one in found.ranks)
+    arrived = sum(message.arrived for message in analysis.messages)
+    late = sum(message.under_way_s for message in analysis.messages)
+    total = sum(one.total for one in analysis.ranks)
     share = f"{late / total:.1%} of the ranks' time" if total else seconds_text(late)
-    return f"{arrived} of {len(found.messages)} had arrived when they were needed; {share} waits for messages under way"
+    return (
+        f"{arrived} of {len(analysis.messages)} had arrived when they were needed; {share} waits for messages under way"
+    )
 
 
 def _weights_and_sums(ranks: Sequence[RankTimes]) -> str:
@@ -227,10 +229,8 @@ def _weights_and_sums(ranks: Sequence[RankTimes]) -> str:
 
 
 def _ranks(ranks: Sequence[RankTimes]) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("rank", no_wrap=True)
-    for name in ("computes", "waits for", "messages", "weights", "sums", "optimizer", "save", "other"):
-        table.add_column(name, justify="left" if name == "waits for" else "right", no_wrap=name != "waits for")
+    shares = ("messages", "weights", "sums", "optimizer", "save", "other")
+    table = Table("rank", "computes", "waits for", *shares, right=("computes", *shares), folded=("waits for",))
     labels = {one.trace.rank: one.trace.label for one in ranks}
     for one in ranks[:_MOST_RANKS]:
         waits = sum(one.waits_for.values())

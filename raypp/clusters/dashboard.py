@@ -85,13 +85,8 @@ def dashboard_url(address: str) -> str:
     """
     text = address.strip()
     if text.startswith("ray://"):
-        raise JobError(
-            Problem(
-                "--address",
-                f"{address!r} is a Ray Client address",
-                "use the dashboard's address, as in http://host:8265",
-            )
-        )
+        fix = "use the dashboard's address, as in http://host:8265"
+        raise JobError(Problem("--address", f"{address!r} is a Ray Client address", fix))
     try:
         parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
         port = parts.port
@@ -161,26 +156,23 @@ class Dashboard:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace").strip()
             if error.code in (401, 403):
-                raise UnreachableError(
-                    Problem(
-                        "address",
-                        f"{self._through}the Ray cluster at {self.url} denies access ({error.code}: {text[:120]})",
-                        f"{self._or_proxy}set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token",
-                    )
-                ) from None
-            what = f"{self._through}{self.url}{path} answered {error.code}: {(words_after_stack(text) or text)[-800:]}"
-            raise DashboardError(what, status=error.code) from None
+                fault = f"the Ray cluster at {self.url} denies access ({error.code}: {text[:120]})"
+                fix = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token"
+                raise UnreachableError(self._problem(fault, fix)) from None
+            fault = f"{self._through}{self.url}{path} answered {error.code}: {(words_after_stack(text) or text)[-800:]}"
+            raise DashboardError(fault, status=error.code) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             sent = not isinstance(error, urllib.error.URLError)  # urllib wraps what goes wrong before the answer
-            what, fix = f"no Ray cluster answers at {self.url}: {reason}", _OTHER
+            fault, fix = f"no Ray cluster answers at {self.url}: {reason}", _OTHER
             if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
                 grpc = str(error).startswith("\0\0")  # a frame of HTTP/2
                 speaks = "gRPC, not HTTP: it may be Ray's GCS, by default on port 6379" if grpc else "another protocol"
-                what, fix = f"the server at {self.url} speaks {speaks}", self._usual
-            raise (NoAnswerError if sent else UnreachableError)(
-                Problem("address", f"{self._through}{what}", f"{self._or_proxy}{fix}")
-            ) from None
+                fault, fix = f"the server at {self.url} speaks {speaks}", self._usual
+            raise (NoAnswerError if sent else UnreachableError)(self._problem(fault, fix)) from None
+
+    def _problem(self, fault: str, fix: str) -> Problem:
+        return Problem("address", f"{self._through}{fault}", f"{self._or_proxy}{fix}")
 
     def get_json(self, path: str, timeout_s: float | None = None) -> Any:
         """Fetches the JSON at a path; see `request` for errors."""
@@ -189,16 +181,16 @@ class Dashboard:
             return json.loads(answer)
         except ValueError:
             start = answer[:60].decode(errors="replace")
-            what = f"{self._through}{self.url} is not a Ray dashboard: {path} answered {start!r}"
-            raise UnreachableError(Problem("address", what, self._or_proxy + self._usual)) from None
+            fault = f"{self.url} is not a Ray dashboard: {path} answered {start!r}"
+            raise UnreachableError(self._problem(fault, self._usual)) from None
 
     def ray_version(self) -> str:
         """Returns the cluster's Ray version; the cheapest way to check that the cluster answers."""
         try:
             return str(self.get_json("/api/version").get("ray_version", ""))
         except DashboardError as error:
-            what = f"{self._through}{self.url} is not a Ray dashboard: /api/version answered {error.status}"
-            raise UnreachableError(Problem("address", what, self._or_proxy + self._usual)) from None
+            fault = f"{self.url} is not a Ray dashboard: /api/version answered {error.status}"
+            raise UnreachableError(self._problem(fault, self._usual)) from None
 
     def check_versions(self) -> dict[str, str]:
         """Returns the versions of the cluster's `ray` and of the head's `python`.
@@ -206,15 +198,15 @@ class Dashboard:
         Raises:
             UnreachableError: Nothing answers, or raypp does not run with these versions.
         """
-        found = {"ray": self.ray_version()}
+        versions = {"ray": self.ray_version()}
         with contextlib.suppress(DashboardError):
             answer = self.get_json("/api/v0/cluster_metadata")
             data = answer.get("data") if isinstance(answer, dict) else None
-            found["python"] = str(data.get("pythonVersion") or "") if isinstance(data, dict) else ""
-        if old := too_old(found):
+            versions["python"] = str(data.get("pythonVersion") or "") if isinstance(data, dict) else ""
+        if old := too_old(versions):
             fix = "install `raypp[node]` on every node, and start Ray again"
             raise UnreachableError(Problem("address", f"the cluster at {self.url} has {old}", fix))
-        return found
+        return versions
 
     # Jobs ---------------------------------------------------------------------------------------
 

@@ -49,13 +49,9 @@ def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster
         if embedded is None or not _is_at(embedded, url):
             return Cluster(url, Dashboard(url, token_from_environment(), timeout_s))
     if embedded is None:
-        raise UnreachableError(
-            Problem(
-                "address",
-                "no address of a Ray cluster is given, and no embedded cluster runs",
-                "start one with `raypp local up`, or give an address: --address http://host:8265 or RAYPP_ADDRESS",
-            )
-        )
+        fault = "no address of a Ray cluster is given, and no embedded cluster runs"
+        fix = "start one with `raypp local up`, or give an address: --address http://host:8265 or RAYPP_ADDRESS"
+        raise UnreachableError(Problem("address", fault, fix))
     return Cluster(embedded.dashboard, Dashboard(embedded.dashboard, embedded.token(), timeout_s), embedded)
 
 
@@ -81,7 +77,7 @@ def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...
             _loan.take_back()
     if embedded is None or any(os.environ.get(name) for store in STORES if store.embedded for name in store.chosen_by):
         return None
-    _loan.give(embedded.aws_environment())
+    _loan.give(embedded.s3.environment())
     return embedded.s3.endpoint
 
 
@@ -121,9 +117,8 @@ def _dashboard_of(address: str, embedded: local.LocalCluster | None) -> str:
         return embedded.dashboard if embedded is not None else dashboard_url("127.0.0.1")
     url = dashboard_url(address)
     if embedded is not None and urlsplit(url).netloc == embedded.gcs:
-        raise JobError(
-            Problem("--address", f"{address!r} is the embedded cluster's GCS port", f"use {embedded.dashboard}")
-        )
+        fault = f"{address!r} is the embedded cluster's GCS port"
+        raise JobError(Problem("--address", fault, f"use {embedded.dashboard}"))
     return url
 
 

@@ -103,15 +103,15 @@ def _located(argument: str) -> RunPlace:
 def known_runs() -> list[RunPlace]:
     """Returns runs submitted from here and runs of the reachable cluster, newest first."""
     lend_store_settings()
-    found = {}
+    places = {}
     with contextlib.suppress(RayppError):
         for place in _of_cluster(find_cluster(timeout_s=_QUICK_S)):
-            found[place.url, place.name] = place
+            places[place.url, place.name] = place
     for path in islice((raypp_home() / "runs").glob("*.json"), _MOST_RUNS):
         remembered = _read(path)
         if remembered is not None:
-            found.setdefault((remembered.url, remembered.name), remembered)
-    return sorted(found.values(), key=lambda place: place.submitted_at or 0.0, reverse=True)
+            places.setdefault((remembered.url, remembered.name), remembered)
+    return sorted(places.values(), key=lambda place: place.submitted_at or 0.0, reverse=True)
 
 
 def cluster_of(place: RunPlace, timeout_s: float = 20.0) -> Cluster:

@@ -88,10 +88,6 @@ class LocalCluster:
         """Returns whether its Prometheus runs."""
         return self.prometheus is not None and self.prometheus.find() is not None
 
-    def aws_environment(self) -> dict[str, str]:
-        """Returns the AWS variables for using this cluster's S3 server."""
-        return self.s3.environment()
-
     def ray_environment(self) -> dict[str, str]:
         """Returns the variables with which a process on this machine can join the cluster."""
         ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_path, "RAY_ADDRESS": self.gcs}
@@ -159,15 +155,15 @@ def down(*, delete_data: bool = False) -> bool:
 def _read_state() -> LocalCluster | None:
     path = directory() / "state.json"
     try:
-        found = parse_as(LocalCluster, read_file(path, _STATE_BYTES), str(path))
+        cluster = parse_as(LocalCluster, read_file(path, _STATE_BYTES), str(path))
     except RayppError:
         return None
-    processes = [one for one in (found.ray, found.s3, found.prometheus) if one is not None]
+    processes = [one for one in (cluster.ray, cluster.s3, cluster.prometheus) if one is not None]
     pids, times = [one.pid for one in processes], [one.started for one in processes]
-    ours = Path(found.ray_dir).parent == Path(_RAY_PARENT) and Path(found.ray_dir).name.startswith(_RAY_PREFIX)
+    ours = Path(cluster.ray_dir).parent == Path(_RAY_PARENT) and Path(cluster.ray_dir).name.startswith(_RAY_PREFIX)
     if not ours or not all(0 < pid < 2**31 for pid in pids) or not all(map(math.isfinite, times)):
         return None  # `down` ends these processes and removes this folder
-    return found
+    return cluster
 
 
 def _end_leftovers() -> bool:

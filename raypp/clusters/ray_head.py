@@ -29,12 +29,15 @@ if sys.platform == "linux":
 sys.argv[0] = "ray"
 sys.exit(main())
 """
-OBJECT_STORE_BYTES = 200 * 1024 * 1024
+_START = (
+    *("start", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+    *("--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={200 * 1024 * 1024}"),
+)
 START_NODE = (
     sys.executable,
     "-c",
     "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())",
-    *("start", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+    *_START,
 )
 """The command that starts a Ray node with this interpreter, and runs until the node ends."""
 _LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
@@ -66,17 +69,15 @@ def start_ray_head(
         sys.executable,
         "-c",
         _PROGRAM,
-        *("start", "--head", "--block", "--disable-usage-stats", "--log-style=record", "--log-color=false"),
+        *_START,
+        "--head",
         f"--node-ip-address={NODE_IP}",
         f"--port={gcs_port}",
         f"--ray-client-server-port={client_port}",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard_port}",
         "--dashboard-agent-listen-port=0",
-        "--min-worker-port=0",
-        "--max-worker-port=0",
         f"--num-cpus={num_cpus}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--include-log-monitor=false",
         f"--temp-dir={ray_dir}",
     ]
@@ -135,10 +136,10 @@ def wait_for_ray(client: Dashboard, head: subprocess.Popen[bytes], log: Path) ->
         except (RayppError, KeyError, TypeError):
             pass
         if head.poll() is not None or time.monotonic() > end:
-            what = "exited at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
+            state = "exited at once" if head.poll() is not None else f"did not answer within {_RAY_PATIENCE_S:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             error = SlowStartError if any(text in tail for text in _RAY_GAVE_UP) else UnreachableError
             raise error(
-                Problem("raypp local up", f"the Ray head {what}; the end of {log}:\n{tail}", "run `raypp doctor`")
+                Problem("raypp local up", f"the Ray head {state}; the end of {log}:\n{tail}", "run `raypp doctor`")
             )
         time.sleep(0.1)

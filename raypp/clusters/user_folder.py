@@ -64,5 +64,5 @@ def _writing(path: Path) -> Iterator[None]:
         fix = "set RAYPP_HOME to a writable directory"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = "free some space there, or set RAYPP_HOME to a directory on another disk"
-        what = f"cannot write {path}: {error.strerror or error}"
-        raise JobError(Problem("RAYPP_HOME", what, fix)) from None
+        fault = f"cannot write {path}: {error.strerror or error}"
+        raise JobError(Problem("RAYPP_HOME", fault, fix)) from None

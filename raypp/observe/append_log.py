@@ -57,29 +57,21 @@ class PartWriter:
         self._written = 0
         self._number: int | None = None
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of lines that no write has processed yet."""
-        return self._waiting_bytes
-
     def add(self, line: bytes) -> None:
         """Queues a line, which includes its line end; performs no I/O."""
         with self._lock:
             self._waiting.append(line)
             self._waiting_bytes += len(line)
 
-    def drop_oldest(self, keep_bytes: int) -> int:
-        """Drops the oldest waiting lines until at most `keep_bytes` remain; returns how many.
+    def drop_oldest(self, keep_bytes: int) -> None:
+        """Drops the oldest waiting lines until at most `keep_bytes` remain.
 
         The notice takes their place when the next line is written, so that it cannot be dropped.
         """
-        dropped = 0
         with self._lock:
             while self._waiting and self._waiting_bytes > keep_bytes:
                 self._waiting_bytes -= len(self._waiting.popleft())
-                dropped += 1
-            self._dropped += dropped
-        return dropped
+                self._dropped += 1
 
     def write(self) -> None:
         """Makes every line added so far durable.

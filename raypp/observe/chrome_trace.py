@@ -52,25 +52,25 @@ def chrome_trace(ranks: Sequence[RankTrace], analysis: Analysis, events: Iterabl
     """
     zero = min((span.begin for one in ranks for span in one.spans), default=0.0)
     end = max((span.end for one in ranks for span in one.spans), default=0.0)
-    found: list[dict[str, Any]] = []
+    trace_events: list[dict[str, Any]] = []
     for one in ranks:
-        found += _named(one.rank + 1, f"{one.label} · rank {one.rank} · {one.node}", one.rank + 1)
-        found += _rank(one, zero)
+        trace_events += _named(one.rank + 1, f"{one.label} · rank {one.rank} · {one.node}", one.rank + 1)
+        trace_events += _rank(one, zero)
     for number, message in enumerate(analysis.messages):
         needed = max(message.wait.end, message.send.begin)
         arrow = {"name": "message", "cat": "message", "id": number}
         start = _place(message.sender + 1, 1, message.send.begin - zero)
-        found.append({**arrow, "ph": "s", **start})
-        found.append({**arrow, "ph": "f", "bp": "e", **_place(message.receiver + 1, 1, needed - zero)})
+        trace_events.append({**arrow, "ph": "s", **start})
+        trace_events.append({**arrow, "ph": "f", "bp": "e", **_place(message.receiver + 1, 1, needed - zero)})
     after = 2 + max((one.rank for one in ranks), default=0)
-    found += _predicted(ranks, analysis, after, zero)
-    found += _events(ranks, events, zero, end)
+    trace_events += _predicted(ranks, analysis, after, zero)
+    trace_events += _events(ranks, events, zero, end)
     run = ranks[0]
     about = {"run": run.run, "attempt": run.attempt, "first step": run.first_step, "steps": run.steps}
     return {
         "displayTimeUnit": "ms",
         "otherData": {**about, "clocks agree within (us)": round(analysis.error_s * 1e6, 1)},
-        "traceEvents": found,
+        "traceEvents": trace_events,
     }
 
 
@@ -133,7 +133,7 @@ def _predicted(ranks: Sequence[RankTrace], analysis: Analysis, process: int, zer
     if analysis.prediction is None:
         return
     yield from _named(process, "predicted", process)
-    slots = analysis.prediction.timeline.slots
+    slots = analysis.prediction.slots
     for pp in sorted(slots):
         yield _row(process, pp + 1, f"pp{pp}")
     begins: dict[int, float] = {}

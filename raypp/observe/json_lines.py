@@ -66,18 +66,18 @@ class _Recorded:
 
 
 def step_line(report: StepReport, now: float) -> bytes:
-    return _encode({**_fields(report), "time": now})
+    return document({**_fields(report), "time": now})
 
 
 def event_line(event: Event) -> bytes:
-    return _encode(_fields(event))
+    return document(_fields(event))
 
 
 def log_line(line: LogLine) -> bytes:
     if len(line.text) > LONGEST_TEXT:
         cut = f"{line.text[:LONGEST_TEXT]} … ({len(line.text) - LONGEST_TEXT} more characters)"
         line = dataclasses.replace(line, text=cut)
-    return _encode(_fields(line))
+    return document(_fields(line))
 
 
 def read_step(line: bytes) -> TimedStep:
@@ -96,11 +96,7 @@ def read_log(line: bytes) -> LogLine:
 
 
 def document(value: dict[str, Any]) -> bytes:
-    """Encodes a JSON object as the content of a stored object."""
-    return _encode(value)
-
-
-def _encode(value: dict[str, Any]) -> bytes:
+    """Encodes a JSON object as one line: of records, or the content of a stored object."""
     # ASCII only: nothing that a rank prints (lone surrogates, unusual line ends) can split a line.
     return json.dumps(value, separators=(",", ":"), default=str, skipkeys=True).encode("ascii") + b"\n"
 

@@ -59,8 +59,8 @@ class RunReader:
         Raises:
             RayppError: `status.json` exists but is not a status.
         """
-        found = self.run_status()
-        return None if found is None else found.as_dict()
+        status = self.run_status()
+        return None if status is None else status.as_dict()
 
     def run_status(self) -> RunStatus | None:
         """Returns the last status written as a record; see `status`."""
@@ -91,20 +91,20 @@ class RunReader:
         A restart resumes from a checkpoint: the first step of a later attempt voids that step and
         all later ones of earlier attempts. Within an attempt, the last report of a step counts.
         """
-        found = self._poll("history", self._step_cursor, read_step)
-        if found:
-            self._steps.extend(found)
-            if _continues(self._kept, found):
-                self._kept.extend(found)
+        new = self._poll("history", self._step_cursor, read_step)
+        if new:
+            self._steps.extend(new)
+            if _continues(self._kept, new):
+                self._kept.extend(new)
             else:
                 self._kept, self._rows = _last_reports(self._steps), []
         return list(self._kept)
 
     def events(self) -> list[Event]:
         """Returns all events, oldest first."""
-        found = self._poll("events", self._event_cursor, read_event)
-        if found:
-            self._events = sorted([*self._events, *found], key=lambda event: event.time)
+        new = self._poll("events", self._event_cursor, read_event)
+        if new:
+            self._events = sorted([*self._events, *new], key=lambda event: event.time)
         return list(self._events)
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -113,25 +113,25 @@ class RunReader:
         An evaluation that was repeated after a restart appears once, with the last attempt's
         values.
         """
-        found: dict[int, dict[str, Any]] = {}
+        results: dict[int, dict[str, Any]] = {}
         for event in self.events():
             if event.kind == "evaluated" and event.step is not None:
                 values = {key: event.details.get(key) for key in ("loss", "tokens", "seconds")}
-                found[event.step] = {"step": event.step, **values, "attempt": event.attempt}
-        return [found[step] for step in sorted(found)]
+                results[event.step] = {"step": event.step, **values, "attempt": event.attempt}
+        return [results[step] for step in sorted(results)]
 
     def samples(self) -> list[dict[str, Any]]:
         """Returns the samples by step: step, attempt, samples (prompt, text, tokens, finish each).
 
         Samples that were taken again after a restart appear once, those of the last attempt.
         """
-        found: dict[int, dict[str, Any]] = {}
+        results: dict[int, dict[str, Any]] = {}
         for event in self.events():
             listed = event.details.get("samples")
             if event.kind == "sampled" and event.step is not None and isinstance(listed, list):
                 texts = [one for one in listed if isinstance(one, dict)]
-                found[event.step] = {"step": event.step, "attempt": event.attempt, "samples": texts}
-        return [found[step] for step in sorted(found)]
+                results[event.step] = {"step": event.step, "attempt": event.attempt, "samples": texts}
+        return [results[step] for step in sorted(results)]
 
     def logs(self, rank: int | None = None, since: Cursor | None = None) -> Iterator[LogLine]:
         """Yields log lines, oldest first, and reads them as they are consumed.
@@ -168,11 +168,11 @@ class RunReader:
             yield record, line
 
 
-def _continues(kept: list[TimedStep], found: list[TimedStep]) -> bool:
+def _continues(kept: list[TimedStep], reports: list[TimedStep]) -> bool:
     """Returns whether new reports are of the next steps of the same attempt, in order."""
     return bool(kept) and all(
         new.report.attempt == old.report.attempt and new.report.step > old.report.step and new.time >= old.time
-        for old, new in itertools.pairwise([kept[-1], *found])
+        for old, new in itertools.pairwise([kept[-1], *reports])
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 from raypp.errors import in_words
@@ -68,7 +69,6 @@ class RunRecorder:
         self._status: RunStatus | None = None
         self._status_written: RunStatus | None = None
         self._status_written_at = 0.0
-        self.dropped_log_lines = 0
         self.last_error: str | None = None
         """The error of the last write; None if it succeeded."""
 
@@ -108,10 +108,7 @@ class RunRecorder:
     def log(self, line: LogLine) -> None:
         """Records a log line; drops the oldest unwritten lines if they exceed their memory."""
         self._logs.add(log_line(line))
-        if self._logs.waiting_bytes > self._log_memory_bytes:
-            dropped = self._logs.drop_oldest(self._log_memory_bytes)
-            with self._changed:
-                self.dropped_log_lines += dropped
+        self._logs.drop_oldest(self._log_memory_bytes)
 
     def status(self, status: RunStatus) -> None:
         """Replaces the run's current status. A change of state is written soon."""
@@ -222,7 +219,7 @@ class RunRecorder:
             due_s = HEARTBEAT_S if status == before else min(HEARTBEAT_S, _STATUS_S_PER_RANK * len(status.ranks))
             if now - self._status_written_at < due_s and not (at_once and status != before):
                 return
-        self._store.put(f"{self._run}/status.json", document(status.stamped(time.time()).as_dict()))
+        self._store.put(f"{self._run}/status.json", document(replace(status, updated_at=time.time()).as_dict()))
         self._status_written = status
         self._status_written_at = now
 

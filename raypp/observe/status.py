@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
 
+from raypp.planning.stored_bytes import three_digits
 from raypp.records import AXES, Coordinates, RunState
 from raypp.untrusted.documents import Count, Time
 
@@ -73,10 +74,6 @@ class RunStatus:
     def as_dict(self) -> dict[str, Any]:
         """Returns the keys of `STATUS_KEYS`, then `updated_at`, with plain JSON values."""
         return cast(dict[str, Any], to_jsonable_python(self))
-
-    def stamped(self, now: float) -> RunStatus:
-        """Returns the same status, written at `now`."""
-        return replace(self, updated_at=now)
 
 
 STATUS_KEYS = tuple(one.name for one in fields(RunStatus) if one.name != "updated_at")
@@ -175,5 +172,5 @@ def seconds_text(value: float) -> str:
     """Formats a duration: 1.23 s, 45.6 ms, 120 µs."""
     for limit, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if value >= limit:
-            return f"{value / limit:.3g} {unit}"
+            return f"{three_digits(value / limit)} {unit}"
     return "0 s"

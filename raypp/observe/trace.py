@@ -128,12 +128,12 @@ def list_traces(store: ObjectStore, run: str) -> dict[TracePlace, list[int]]:
     Raises:
         StoreError: The store does not answer.
     """
-    found: dict[TracePlace, list[int]] = {}
+    traces: dict[TracePlace, list[int]] = {}
     start = f"{run}/traces/"
     for info in store.list(start):
         if named := _KEY.fullmatch(info.key[len(start) :]):
-            found.setdefault(TracePlace(int(named[1]), int(named[2])), []).append(int(named[3]))
-    return {place: sorted(found[place]) for place in sorted(found)}
+            traces.setdefault(TracePlace(int(named[1]), int(named[2])), []).append(int(named[3]))
+    return {place: sorted(traces[place]) for place in sorted(traces)}
 
 
 def read_trace(store: ObjectStore, run: str, place: TracePlace, ranks: Iterable[int]) -> list[RankTrace]:

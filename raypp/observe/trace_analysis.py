@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from raypp.observe.trace import COMPUTE, RankTrace, Span
 from raypp.records import Event
@@ -76,19 +77,6 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """A simulation of the pipeline with the trace's own times.
-
-    Attributes:
-        timeline: The simulated step.
-        times: Median seconds of each stage's forwards and backwards, and of messages.
-    """
-
-    timeline: Timeline
-    times: StageTimes
-
-
-@dataclass(frozen=True)
 class Analysis:
     """What a trace says.
 
@@ -97,7 +85,8 @@ class Analysis:
         messages: All messages of which both ends are in the trace.
         step_s: Seconds of each step, from the first rank's begin to the last one's end.
         pipeline_s: The same of the steps' pipelines.
-        prediction: The simulation; None where it cannot be made.
+        prediction: The pipeline of a step, simulated with the trace's own times; None where that
+            cannot be done.
         error_s: The ranks' times are exact to this.
     """
 
@@ -105,7 +94,7 @@ class Analysis:
     messages: Sequence[Message]
     step_s: Sequence[float]
     pipeline_s: Sequence[float]
-    prediction: Prediction | None
+    prediction: Timeline | None
     error_s: float
 
 
@@ -154,24 +143,24 @@ def messages_of(ranks: Iterable[RankTrace]) -> Iterator[Message]:
 
 
 def _times_of(one: RankTrace) -> RankTimes:
-    found = RankTimes(one)
+    times = RankTimes(one)
     for span in one.spans:
         match span.kind:
             case "F" | "B" | "I" | "W":
-                found.compute += span.seconds
+                times.compute += span.seconds
             case "wait gather":
-                found.gathers += span.seconds
-                found.compute -= span.seconds  # it is within a forward
+                times.gathers += span.seconds
+                times.compute -= span.seconds  # it is within a forward
             case "wait sums":
-                found.sums += span.seconds
+                times.sums += span.seconds
             case "gathering" | "summing" | "exchanging":
-                found.under_way += span.seconds
+                times.under_way += span.seconds
             case "step":
-                found.total += span.seconds
+                times.total += span.seconds
             case kind if " " not in kind and kind not in ("gather", "sum"):
-                found.parts[kind] += span.seconds
-    found.compute = max(0.0, found.compute)
-    return found
+                times.parts[kind] += span.seconds
+    times.compute = max(0.0, times.compute)
+    return times
 
 
 def _whole(ranks: Iterable[RankTrace], kind: str) -> list[float]:
@@ -187,7 +176,7 @@ def _whole(ranks: Iterable[RankTrace], kind: str) -> list[float]:
 
 def predicted(
     ranks: Sequence[RankTrace], link_s: Sequence[float] = (), cards: Sequence[int | None] | None = None
-) -> Prediction | None:
+) -> Timeline | None:
     """Simulates the program that the ranks ran, with the median times of their actions.
 
     Returns:
@@ -215,26 +204,26 @@ def predicted(
     times = _stage_times(seconds, stages, link_s)
     if cards is not None and len(cards) == len(program):
         times = replace(times, cards=cards)
-    return Prediction(simulate(program, times), times)
+    return simulate(program, times)
 
 
 def _gather_waits(one: RankTrace) -> dict[tuple[int, int], float]:
     """Returns the seconds of waits for weights within each action, by step and the action's number
     among all of the trace."""
-    found: dict[tuple[int, int], float] = defaultdict(float)
+    waits: dict[tuple[int, int], float] = defaultdict(float)
     number = 0
     for span in one.spans:
         if span.kind in COMPUTE:
             number += 1
         elif span.kind == "wait gather":
-            found[span.step, number] += span.seconds
-    return found
+            waits[span.step, number] += span.seconds
+    return waits
 
 
 def _stage_times(seconds: Mapping[tuple[str, int], list[float]], stages: int, link_s: Sequence[float]) -> StageTimes:
     def median(kind: str, stage: int) -> float:
-        found = seconds.get((kind, stage))
-        return statistics.median(found) if found else 0.0
+        samples = seconds.get((kind, stage))
+        return statistics.median(samples) if samples else 0.0
 
     inputs = [median("I", stage) for stage in range(stages)]
     weights = [median("W", stage) for stage in range(stages)]
@@ -248,19 +237,17 @@ def _stage_times(seconds: Mapping[tuple[str, int], list[float]], stages: int, li
 def measured_links(events: Sequence[Event], attempt: int | None = None) -> list[float]:
     """Returns the seconds of a message between stages, from the last measurement of `lookahead:
     auto`, or from that of one attempt."""
-    for event in reversed(events):
-        links = event.details.get("link_s")
-        if event.kind == "lookahead" and attempt in (None, event.attempt) and isinstance(links, list):
-            return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6]
-    return []
+    links = _measurement(events, attempt).get("link_s")
+    return [float(s) for s in links if isinstance(s, int | float) and 0 <= s < 1e6] if isinstance(links, list) else []
 
 
 def measured_cards(events: Sequence[Event], attempt: int | None = None) -> list[int | None] | None:
     """Returns the network card of every pipeline rank, as `lookahead: auto` found them last, or in
     an attempt; None where no messages share one."""
-    for event in reversed(events):
-        cards = event.details.get("cards")
-        if event.kind == "lookahead" and attempt in (None, event.attempt):
-            usable = isinstance(cards, list) and all(card is None or type(card) is int for card in cards)
-            return cards if usable else None
-    return None
+    cards = _measurement(events, attempt).get("cards")
+    return cards if isinstance(cards, list) and all(card is None or type(card) is int for card in cards) else None
+
+
+def _measurement(events: Sequence[Event], attempt: int | None) -> Mapping[str, Any]:
+    measured = (event for event in reversed(events) if event.kind == "lookahead" and attempt in (None, event.attempt))
+    return next((event.details for event in measured), {})

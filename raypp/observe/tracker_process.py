@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 import threading
@@ -154,8 +155,6 @@ class FolderCopy:
         Raises:
             StoreError: The store does not answer; the folder stays.
         """
-        import shutil
-
         self._round()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -184,8 +183,8 @@ def identity(store: ObjectStore, run: str) -> str:
     key = f"{run}/trackers/id"
     with contextlib.suppress(AlreadyExists):
         store.put(key, f"{run[:40]}-{secrets.token_hex(4)}".encode(), if_absent=True)
-    found = store.get(key, 0, 100).decode("ascii", "replace")
-    return found if re.fullmatch(r"[a-z0-9-]{1,60}", found) else f"{run}-damaged"
+    stored = store.get(key, 0, 100).decode("ascii", "replace")
+    return stored if re.fullmatch(r"[a-z0-9-]{1,60}", stored) else f"{run}-damaged"
 
 
 def main() -> int:

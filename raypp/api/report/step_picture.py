@@ -109,7 +109,7 @@ def _predicted(
         return []
     starts = [s.begin for one in trace for s in one.spans if s.kind == "pipeline" and s.step == step]
     start = min(starts, default=begin)
-    timeline = found.prediction.timeline
+    timeline = found.prediction
     rows = [tag("p", f"predicted: {seconds_text(timeline.makespan)} for the pipeline", cls="quiet")]
     for pp in sorted(timeline.slots)[:_MOST_RANKS]:
         spans = [

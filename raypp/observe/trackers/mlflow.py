@@ -68,9 +68,9 @@ class MLflow:
         name = run.options.get("experiment") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "raypp"
         experiment = client.get_experiment_by_name(name)
         place = experiment.experiment_id if experiment else client.create_experiment(name, _artifacts(uri))
-        found = client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
-        if found:
-            self._id = found[0].info.run_id
+        runs = client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
+        if runs:
+            self._id = runs[0].info.run_id
             client.update_run(self._id, status="RUNNING")
         else:
             tags = {_TAG: run.id, "raypp.url": run.url}
@@ -79,7 +79,7 @@ class MLflow:
             params = [Param(key, value[:_LONGEST_PARAM]) for key, value in _flat(run.config, "")]
             for first in range(0, len(params), _PARAMS_AT_ONCE):
                 client.log_batch(self._id, params=params[first : first + _PARAMS_AT_ONCE])
-        losses = client.get_metric_history(self._id, "loss") if found else []
+        losses = client.get_metric_history(self._id, "loss") if runs else []
         self.newest = max((metric.step for metric in losses), default=0)
         self.where = f"{_PASSWORD.sub('://', uri)}, experiment {name}, run {self._id}"
 

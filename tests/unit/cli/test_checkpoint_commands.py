@@ -72,9 +72,9 @@ def test_verify_names_the_damaged_object_and_exits_1(store: DirectoryStore, caps
     bad = rank_key("kjv", 20, 1, 1)
     damage(store, bad)
     assert run(["checkpoints", "verify", f"{store.url}/kjv"]) == 1
-    said = capsys.readouterr()
-    assert f"{bad}: is corrupt" in said.err
-    assert said.out.count("intact") == 2
+    printed = capsys.readouterr()
+    assert f"{bad}: is corrupt" in printed.err
+    assert printed.out.count("intact") == 2
     assert run(["checkpoints", "verify", f"{store.url}/kjv/step-00000030"]) == 0
     capsys.readouterr()
     assert run(["checkpoints", "verify", f"{store.url}/kjv/step-20", "--json"]) == 1

@@ -22,19 +22,19 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_shown_with_their_loss_and_all_documents_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "show", "jobs/chat.yaml", "--rows", "1", "--set", "data.seq_len=128"]) == 0
-    said = capsys.readouterr().out
-    assert "row 1: 1" in said and "of 128 tokens" in said
-    assert "▌ " in said and "<|im_end|>»" in said and "«<|im_start|>" not in said
-    assert "24 of 48 documents have more than 128 tokens and are cut into pieces" in " ".join(said.split())
-    assert "27.5% of them carry loss" in said
-    assert max(map(len, said.splitlines())) <= 80
+    printed = capsys.readouterr().out
+    assert "row 1: 1" in printed and "of 128 tokens" in printed
+    assert "▌ " in printed and "<|im_end|>»" in printed and "«<|im_start|>" not in printed
+    assert "24 of 48 documents have more than 128 tokens and are cut into pieces" in " ".join(printed.split())
+    assert "27.5% of them carry loss" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_text_carries_loss_everywhere_and_nothing_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "show", "jobs/quickstart.yaml", "--rows", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "256 of 256 tokens, 256 carry loss" in said and "«" not in said
-    assert "And answered them, saying, Which of you shall have an ass" in said
+    printed = capsys.readouterr().out
+    assert "256 of 256 tokens, 256 carry loss" in printed and "«" not in printed
+    assert "And answered them, saying, Which of you shall have an ass" in printed
 
 
 def test_json_holds_the_ids_and_the_loss_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +78,8 @@ def test_a_plan_looks_at_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
     good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     (tmp_path / "a.jsonl").write_text(good * 3 + '{"messages": [{"role": "mage", "content": "a"}]}\n' * 9)
     assert run(["plan", "jobs/chat.yaml", "--set", f"data.path={tmp_path}/a.jsonl"]) == 2
-    said = capsys.readouterr().err
-    assert "a.jsonl:4: messages[0]: there is no role 'mage'" in said and "6 more rows cannot be used" in said
+    printed = capsys.readouterr().err
+    assert "a.jsonl:4: messages[0]: there is no role 'mage'" in printed and "6 more rows cannot be used" in printed
     assert run(["plan", "jobs/chat.yaml", "--set", "data.chat_template=none.jinja"]) == 2
     assert "data.chat_template=none.jinja: there is no none.jinja" in capsys.readouterr().err
 

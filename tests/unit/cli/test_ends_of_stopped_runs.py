@@ -11,11 +11,10 @@ from raypp.api import run as api_run
 from raypp.api.run import Run
 from raypp.api.submission import JobWatch
 from raypp.checkpoint.run_spec import RunEnd
-from raypp.cli import run_commands
+from raypp.cli.main import run
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import RunFailedError
 from raypp.observe.reader import RunReader
 from raypp.records import RunState
 from raypp.storage.directory import DirectoryStore
@@ -32,18 +31,20 @@ def test_submit_exits_with_the_code_of_the_run_s_end(state: RunState, code: int)
     assert watch.exit_code(RunEnd("mine", state, code), print) == code
 
 
-def test_stop_is_an_error_when_the_last_checkpoint_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stop_is_an_error_when_the_last_checkpoint_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer: dict[str, Any] = {"found": True, "state": "STOPPED", "step": 8, "checkpoint": "s3://b/mine/step-00000008"}
     cluster = Cluster(NOBODY, Dashboard(NOBODY))
     monkeypatch.setattr(api_run.client, "command_run", lambda *_: answer)
     monkeypatch.setattr(api_run.known_runs, "cluster_of", lambda *_: cluster)
-    run = Run(PLACE, RunReader(DirectoryStore(tmp_path), "mine"))
+    mine = Run(PLACE, RunReader(DirectoryStore(tmp_path), "mine"))
+    monkeypatch.setattr(Run, "find", lambda _: mine)
     answer |= {"exit_code": 0, "reason": ""}
-    told = run_commands._stop(run)
-    assert told == "mine: STOPPED at step 8; newest checkpoint: s3://b/mine/step-00000008"
+    assert run(["stop", "mine"]) == 0
+    assert capsys.readouterr().out == "mine: STOPPED at step 8; newest checkpoint: s3://b/mine/step-00000008\n"
     answer |= {"state": "FAILED", "checkpoint": None, "exit_code": 1, "reason": LACKS}
-    with pytest.raises(
-        RunFailedError, match="FAILED at step 8; newest checkpoint: none: stopped without its last"
-    ) as it:
-        run_commands._stop(run)
-    assert it.value.exit_code == 1 and "raypp events mine" in str(it.value)
+    assert run(["stop", "mine"]) == 1
+    printed = capsys.readouterr().err
+    assert "FAILED at step 8; newest checkpoint: none: stopped without its last" in printed
+    assert "raypp events mine" in printed

@@ -13,12 +13,12 @@ def test_lines_come_seldom_and_tell_the_time_left(capsys: pytest.CaptureFixture[
     for second, done in ((1, 1_000), (4, 4_000), (11, 11_000), (20, 20_000), (50, 41_000)):
         now[0] = 100.0 + second
         lines.update({"done": done, "total": 71_000, "unit": "tokens"})
-    told = capsys.readouterr()
-    assert told.err.splitlines() == [
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == [
         "evaluating: 11,000 of 71,000 tokens, 1:00 left",
         "evaluating: 41,000 of 71,000 tokens, 0:37 left",  # 40,000 tokens took 49 s
     ]
-    assert not told.out
+    assert not printed.out
 
 
 def test_another_request_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,5 +38,5 @@ def test_another_request_begins_anew(capsys: pytest.CaptureFixture[str]) -> None
 def test_without_a_terminal_a_quick_evaluation_is_silent(quiet: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with evaluation_progress(quiet=quiet) as progress:
         progress({"done": 1, "total": 2, "unit": "tokens"})
-    told = capsys.readouterr()
-    assert not told.out and not told.err
+    printed = capsys.readouterr()
+    assert not printed.out and not printed.err

@@ -29,8 +29,8 @@ def here(folder: Path) -> dict[str, bytes]:
 
 def test_without_a_name_it_lists_all_and_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"{name} " in said and summary(name) in said for name in NAMES)
+    printed = capsys.readouterr().out
+    assert all(f"{name} " in printed and summary(name) in printed for name in NAMES)
     assert here(tmp_path) == {}
 
 
@@ -51,10 +51,10 @@ def test_what_it_writes_is_all_that_the_job_needs(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["init", name]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     written = here(tmp_path)
     assert sorted(written) == sorted(files_of(name)) and f"{name}.yaml" in written
-    assert all(f"wrote {path}\n" in said for path in written)
+    assert all(f"wrote {path}\n" in printed for path in written)
     assert all(content == (TEMPLATES / path).read_bytes() for path, content in written.items())
     job = load_checked_job(f"{name}.yaml").job
     sources = [job.data.part(index) for index in range(len(job.data.parts))] if job.data.parts else [job.data]

@@ -132,8 +132,8 @@ def test_samples_are_printed_in_full_each_step_once(store, capsys):
 
 def test_a_run_without_samples_says_so(kjv, capsys):
     assert run(["events", kjv, "--samples"]) == 0
-    told = capsys.readouterr()
-    assert not told.out and "no samples yet: train.sample" in told.err
+    printed = capsys.readouterr()
+    assert not printed.out and "no samples yet: train.sample" in printed.err
 
 
 def test_events_tell_time_rank_node_and_cause(kjv, capsys):

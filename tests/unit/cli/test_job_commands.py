@@ -289,6 +289,6 @@ def test_a_wrong_value_does_not_hide_what_else_is_wrong(tmp_path: Path, capsys: 
         "mesh: {pp: 9}\npipeline: {microbatches: 4}\ntrain: {stepz: 3}\n"
     )
     assert run(["plan", str(job)]) == 2
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for place in ("job.yaml:1 name", "job.yaml:3 model", "job.yaml:4 mesh.pp", "job.yaml:6 train.stepz"):
-        assert place in told, told
+        assert place in printed, printed

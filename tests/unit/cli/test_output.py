@@ -8,6 +8,7 @@ import json
 import nasty_world as nasty
 import pytest
 import rich.table
+from rich.box import HEAVY_HEAD
 from rich.cells import cell_len
 from rich.console import Group
 from rich.padding import Padding
@@ -27,7 +28,7 @@ def drawn(*things: object, width: int = 100, **options: object) -> str:
 
 @pytest.mark.parametrize("text", nasty.TEXTS.values(), ids=nasty.TEXTS)
 def test_whatever_rich_prints_is_shown(text: str) -> None:
-    table = Table(title=text, caption=text)
+    table = Table(title=text, caption=text, box=HEAVY_HEAD, show_edge=True)
     styled_twice = Text(text, "red") + Text(text, "blue")
     table.add_column(text, overflow="fold")
     table.add_column("number")

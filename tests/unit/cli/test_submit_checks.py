@@ -192,9 +192,9 @@ def test_a_run_that_the_cluster_accepted_is_followed_although_the_home_cannot_be
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "file" / "home"))
     assert submit(lambda: None, accepts=True).submission_id.startswith("raypp-mine-")
     assert read_spec(store, "mine")["name"] == "mine"
-    said = capsys.readouterr().err
-    assert said.startswith("warning: this machine does not remember the run: cannot write")
-    assert said.endswith(f"name it as {store.url}/mine\n")
+    printed = capsys.readouterr().err
+    assert printed.startswith("warning: this machine does not remember the run: cannot write")
+    assert printed.endswith(f"name it as {store.url}/mine\n")
 
 
 @pytest.mark.parametrize(("steps", "fits"), [(20, True), (19, False)])
@@ -409,9 +409,9 @@ def test_a_dry_run_prints_one_json_object_on_standard_output(
     with cluster_with() as cluster:
         arguments = [str(path), "--dry-run", "--json", "--address", cluster.address]
         run_commands.submit_command.main(arguments, standalone_mode=False)
-    said = capsys.readouterr()
-    assert json.loads(said.out)["run"] == "mine"
-    assert "nothing was started" in said.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["run"] == "mine"
+    assert "nothing was started" in printed.err
 
 
 def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_answer(
@@ -426,6 +426,6 @@ def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_
     place = RunPlace(store.url, "mine", dashboard.url, "job")
     cluster = Cluster(dashboard.url, dashboard)
     assert run_commands._follow(place, RunReader(store, "mine"), cluster, view, as_json=True) == 4
-    said = capsys.readouterr()
-    assert json.loads(said.out)["run"] == "mine"
-    assert "its records cannot be read: no answer" in said.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["run"] == "mine"
+    assert "its records cannot be read: no answer" in printed.err

@@ -77,8 +77,8 @@ def test_a_run_without_a_trace_is_an_error_with_a_way_out(
 ) -> None:
     write(store, [], state)
     assert run(["timeline", f"{store.url}/r", "--recorded"]) == 2
-    told = capsys.readouterr().err
-    assert "no complete trace of r is in its store" in told and words in told
+    printed = capsys.readouterr().err
+    assert "no complete trace of r is in its store" in printed and words in printed
 
 
 @pytest.mark.parametrize("steps", ["0", "101", "x"])

@@ -78,9 +78,9 @@ def test_the_prediction_is_the_simulation_of_the_program_that_ran() -> None:
     links = [0.005]
     prediction = analyse(two_ranks(), links).prediction
     assert prediction is not None
-    assert prediction.timeline.makespan == pytest.approx(simulate(build_program("1f1b", 2, 1, 4), TIMES).makespan)
+    assert prediction.makespan == pytest.approx(simulate(build_program("1f1b", 2, 1, 4), TIMES).makespan)
     free = analyse(two_ranks()).prediction
-    assert free is not None and free.timeline.makespan < prediction.timeline.makespan
+    assert free is not None and free.makespan < prediction.makespan
 
 
 @pytest.mark.parametrize(
