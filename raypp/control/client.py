@@ -119,9 +119,9 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
         if problems := offload_problems(whole, memory, "cuda" if device == "cuda" else "cpu"):
             raise ResourcesError(problems)
         return device
-    what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
+    units = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
     if any(_lacks_cpus(node, free[node.node_id], device) for node in nodes):
-        what = f"GPUs with {cpus:g} CPUs each"
+        units = f"GPUs with {cpus:g} CPUs each"
     where = ", ".join(_places_in_words(node, free[node.node_id], device, cpus) for node in nodes)
     free_gpus = sum(int(node.free_gpus) for node in nodes)
     too_large = best_for(job, total) is not None  # an elastic job, whose smaller meshes need too much memory
@@ -129,7 +129,7 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     raise ResourcesError(
         Problem(
             "mesh",
-            f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})"
+            f"{world} ranks need {world} {units}; {total} are free ({where or 'the cluster has no node'})"
             + (why if too_large else ""),
             "end another run, or add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus),
         )
@@ -274,11 +274,11 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
         here: The ranks run on this machine: they read such files themselves, and so can renew
             credentials that expire.
     """
-    found = collect(SECRETS, dict(os.environ))
+    credentials = collect(SECRETS, dict(os.environ))
     for kind in STORES:
         if kind.own_secrets and not here:
-            found |= load_object(kind.own_secrets)()
-    return found
+            credentials |= load_object(kind.own_secrets)()
+    return credentials
 
 
 def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:

@@ -168,15 +168,15 @@ def _in_words(error: RayError) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _printed(reports: Any, rank: Rank) -> Any:
+def _printed(call: Any, rank: Rank) -> Any:
     """Prints the reports of a call and returns the next call. `_take` handles lost ranks."""
     try:
-        found = ray.get(reports)
+        reports = ray.get(call)
     except RayError:
-        found = []
-    for report in found:
+        reports = []
+    for report in reports:
         _print(report)
-    if not found:
+    if not reports:
         time.sleep(_PAUSE_S)
     return rank.actor.reports.remote(_REPORTS_S)
 

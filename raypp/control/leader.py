@@ -18,7 +18,7 @@ from raypp.checkpoint.layout import spec_key, step_folder
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
-from raypp.control.attempt import Attempt, Found
+from raypp.control.attempt import Attempt, LivingWorker
 from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
@@ -171,9 +171,9 @@ class Leader:
         self._apply(m.Start(last, newest, shape, device))
 
     def _not_shared(self) -> JobError:
-        what = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
+        fault = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
         fix = "use s3://…, or a directory that the submitting machine and all nodes share"
-        return JobError(Problem("checkpoint.url", what, fix))
+        return JobError(Problem("checkpoint.url", fault, fix))
 
     def _take_over(self, left: m.Machine, last: int, newest: int | None) -> None:
         """Goes on from the machine that a killed process left."""
@@ -205,13 +205,13 @@ class Leader:
             self.record.event(Event("controller_restarted", message, attempt=last))
         self._apply(m.TakenOver(last, newest, bool(seated), complete, self.record.step))
 
-    def _find_workers(self, last: int, left: m.Machine) -> tuple[list[Found], list[Found]]:
+    def _find_workers(self, last: int, left: m.Machine) -> tuple[list[LivingWorker], list[LivingWorker]]:
         """Returns the living workers that have a seat in the last attempt, unless that is over, and
         the others."""
-        found = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
+        living = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
         over = left.attempt_is_over and left.attempt == last
-        seated = [one for one in found if (seat := one[1].seat) is not None and seat.attempt == last and not over]
-        return seated, [one for one in found if one not in seated]
+        seated = [one for one in living if (seat := one[1].seat) is not None and seat.attempt == last and not over]
+        return seated, [one for one in living if one not in seated]
 
     def _refuse(self, error: MachineError) -> None:
         """Says why a run cannot be led on, and what is known of it. Leaves its ranks alone: they
@@ -230,7 +230,7 @@ class Leader:
         self.record.close()
         self.outcome = RunEnd(run, RunState.FAILED, error.exit_code, 0, place, reason, last)
 
-    def _adopt_standbys(self, others: list[Found]) -> None:
+    def _adopt_standbys(self, others: list[LivingWorker]) -> None:
         """Keeps one standby per node; ends the other workers without a seat, which would hold
         resources."""
         for actor, status in others:
@@ -247,14 +247,14 @@ class Leader:
     # Processing reports and events ----------------------------------------------------------------
 
     def _process_reports(self, wait_s: float) -> None:
-        for found in self.reports.process(self._attempt, wait_s):
-            match found:
+        for notice in self.reports.process(self._attempt, wait_s):
+            match notice:
                 case m.Committed():
-                    self._apply(found)
+                    self._apply(notice)
                 case Requests():
                     if not self.machine.stop:
-                        self.record.event(run_events.stop_event(found, self.machine.attempt))
-                    self._apply(m.StopAsked(found.save_before_stop))
+                        self.record.event(run_events.stop_event(notice, self.machine.attempt))
+                    self._apply(m.StopAsked(notice.save_before_stop))
 
     def _process_event(self, event: m.MachineEvent) -> None:
         attempt = self._attempt

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from raypp.control import process_evidence
-from raypp.control.classify import end_untold, failure_of
+from raypp.control.classify import failure_of, unreported_end
 from raypp.control.credentials import load_private_environment
 from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
@@ -199,7 +199,7 @@ class Worker:
             end = self._live(job, seat)
         except BaseException as error:  # noqa: BLE001  without an end, the run would wait for ever
             say_exception()
-            end = RankEnd(end_untold(error, seat), False, "its end could not be told")
+            end = RankEnd(unreported_end(error, seat), False, "its end could not be told")
         with self._changed:
             self._end = end
             self._changed.notify_all()

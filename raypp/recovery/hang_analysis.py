@@ -91,9 +91,9 @@ class Blame:
 
 @dataclass(frozen=True)
 class _Wait:
-    """One rank waits for others; `what` is part of the message."""
+    """One rank waits for others; `words` are part of the message."""
 
-    what: str
+    words: str
     ranks: tuple[int, ...]
 
 
@@ -274,7 +274,7 @@ def _chain_text(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank
         between = ""
         if awaited not in wait.ranks:
             between = " (and so on)"
-        parts.append(f"{who} waits for {wait.what} {_place(by_rank[awaited])}{between}")
+        parts.append(f"{who} waits for {wait.words} {_place(by_rank[awaited])}{between}")
     return f"{', '.join(parts)}, which {_ends_with(culprit)}"
 
 
@@ -283,7 +283,7 @@ def _ring_text(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: 
     for rank, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
         wait = waits[rank]
         assert wait is not None
-        links.append(f"{_place(by_rank[rank])} waits for {wait.what} {by_rank[awaited].label}")
+        links.append(f"{_place(by_rank[rank])} waits for {wait.words} {by_rank[awaited].label}")
     longest = max(by_rank[rank].idle_s for rank in ring)
     text = f"ranks have waited for each other for {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
     cable = any(by_rank[rank].reached for rank in ring) and len({by_rank[rank].node for rank in ring}) > 1

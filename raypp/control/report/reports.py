@@ -18,7 +18,7 @@ from raypp.observe.status import ENDED
 from raypp.records import Requests
 
 Item = ReportBatch | Requests
-Finding = Committed | Requests
+Notice = Committed | Requests
 
 
 class Reports:
@@ -104,7 +104,7 @@ class Reports:
         """Answers for no attempt until the next one starts."""
         self._attempt, self.watch, self.preempted = 0, None, None
 
-    def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Finding]:
+    def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Notice]:
         """Records everything queued, waiting up to `wait_s` for the first report.
 
         Yields what the leader must react to, in the order of the reports. Ignores reports of other
@@ -133,7 +133,7 @@ class Reports:
             while True:
                 yield self._queue.get_nowait()
 
-    def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Finding]:
+    def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Notice]:
         rank = attempt.ranks[batch.rank] if attempt.ranks else None
         if rank is not None and rank.state not in ENDED:
             rank.state = batch.phase.partition(" ")[0]
