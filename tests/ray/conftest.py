@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,6 @@ class Started:
     reader: RunReader
     place: Path
     url: str
-    told: list[str] = field(default_factory=list)
 
     @property
     def run_place(self) -> RunPlace:
@@ -70,11 +69,11 @@ class Started:
     def status(self) -> dict[str, Any]:
         return self.reader.status() or {}
 
-    def wait(self, condition: Callable[[], object], what: str) -> None:
+    def wait(self, condition: Callable[[], object], event: str) -> None:
         end = time.monotonic() + _PATIENCE_S
         while not self._holds(condition):
             if time.monotonic() > end:
-                pytest.fail(f"{what} did not come about; status {self.status()}; the job's log:\n{self._log()}")
+                pytest.fail(f"{event} did not come about; status {self.status()}; the job's log:\n{self._log()}")
             time.sleep(0.1)
 
     def _holds(self, condition: Callable[[], object]) -> bool:

@@ -280,14 +280,14 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     finally:
         cluster.dashboard.stop_job(submission.submission_id)
     log = cluster.dashboard.job_logs(submission.submission_id)
-    said = (
+    message = (
         "the run's controller could not be started: RAYPP_STORE_PATIENCE_S: 'soon' is not a number of seconds\n  fix:"
     )
-    assert said in log and "Traceback" not in log, log
-    assert said in run.job()["message"]  # which `raypp submit` shows
+    assert message in log and "Traceback" not in log, log
+    assert message in run.job()["message"]  # which `raypp submit` shows
     place = RunPlace(str(tmp_path), "unmade", cluster.address, submission.submission_id, time.time() - 60)
     status = present_status(place, reader)
-    assert status["state"] == "FAILED" and status["error"].startswith(said), status
+    assert status["state"] == "FAILED" and status["error"].startswith(message), status
     run.assert_nothing_left()
 
 

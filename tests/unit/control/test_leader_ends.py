@@ -127,8 +127,8 @@ def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
     assert all(store.asked[key] > _REFUSED for key in ("r/status.json", "r/events/", "r/history/", "r/machine/0-"))
     outcome = leader.outcome
     assert outcome is not None and (outcome.state, outcome.step) == ("RUNNING", 7)
-    told = [event.kind for event in RunReader(DirectoryStore(tmp_path), "r").events()]
-    assert told == ["submitted", "controller_restarted"]
+    kinds = [event.kind for event in RunReader(DirectoryStore(tmp_path), "r").events()]
+    assert kinds == ["submitted", "controller_restarted"]
 
 
 class _SecondLife(Leader):

@@ -146,8 +146,8 @@ def test_a_killed_rank_is_recorded_and_the_next_attempt_starts_with_the_processe
     leader._turn()
     leader._turn()
     assert leader.outcome is not None and (leader.outcome.state, leader.outcome.exit_code) == ("SUCCEEDED", 0)
-    told = [event.kind for event in leader.events() if event.kind != "seated"]
-    assert told[-5:] == ["committed", "rank_failed", "restarting", "attempt_started", "succeeded"]
+    kinds = [event.kind for event in leader.events() if event.kind != "seated"]
+    assert kinds[-5:] == ["committed", "rank_failed", "restarting", "attempt_started", "succeeded"]
     assert not leader._workers.seated and (leader.reader.status() or {})["state"] == "SUCCEEDED"
 
 

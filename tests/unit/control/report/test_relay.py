@@ -143,12 +143,12 @@ def test_a_rank_whose_relay_fails_tells_the_same_batch_directly_and_spares_the_r
     direct: list[ReportBatch] = []
     relayed: list[ReportBatch] = []
 
-    def to_controller(told: ReportBatch) -> BatchAnswer:
-        direct.append(told)
+    def to_controller(report: ReportBatch) -> BatchAnswer:
+        direct.append(report)
         return BatchAnswer(Requests(), "first")
 
-    def to_relay(told: ReportBatch) -> BatchAnswer:
-        relayed.append(told)
+    def to_relay(report: ReportBatch) -> BatchAnswer:
+        relayed.append(report)
         if len(relayed) > 1:
             raise ConnectionError("gone")
         return BatchAnswer(Requests(), "first")
@@ -165,11 +165,11 @@ def test_a_rank_whose_relay_fails_tells_the_same_batch_directly_and_spares_the_r
 def test_while_the_controller_is_away_the_relay_stays_the_first_way() -> None:
     asked: list[str] = []
 
-    def to_controller(told: ReportBatch) -> BatchAnswer:
+    def to_controller(report: ReportBatch) -> BatchAnswer:
         asked.append("controller")
         raise ConnectionError("away")
 
-    def to_relay(told: ReportBatch) -> BatchAnswer:
+    def to_relay(report: ReportBatch) -> BatchAnswer:
         asked.append("relay")
         raise ConnectionError("the controller does not answer")
 
@@ -188,33 +188,33 @@ _MOVES = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(_MOVES)
 def test_whoever_dies_on_the_way_every_event_comes_into_the_store_and_no_life_takes_one_twice(moves: list[str]) -> None:
-    buffer, told, stored = ReportBuffer(SEAT), 0, list[str]()
+    buffer, count, stored = ReportBuffer(SEAT), 0, list[str]()
     life, taken, durable, last = 1, list[ReportBatch](), 0, 0
     move = ""
 
-    def take(told: ReportBatch) -> BatchAnswer:
+    def take(report: ReportBatch) -> BatchAnswer:
         nonlocal last
-        if told.number > last:
-            last = told.number
-            taken.append(told)
+        if report.number > last:
+            last = report.number
+            taken.append(report)
         return BatchAnswer(Requests(), str(life), durable)
 
-    def by_relay(told: ReportBatch) -> BatchAnswer:
+    def by_relay(report: ReportBatch) -> BatchAnswer:
         if move == "relay":
-            return take(told)
+            return take(report)
         if move == "relay dies later":
-            take(told)  # and cannot say so any more
+            take(report)  # and cannot say so any more
         raise ConnectionError("gone")
 
-    def directly(told: ReportBatch) -> BatchAnswer:
+    def directly(report: ReportBatch) -> BatchAnswer:
         if move == "both die":
             raise ConnectionError("away")
-        return take(told)
+        return take(report)
 
     for move in [*moves, "relay", "relay dies", "write"]:
         if move == "event":
-            buffer.add_event(Event("one", str(told)))
-            told += 1
+            buffer.add_event(Event("one", str(count)))
+            count += 1
         elif move == "write":
             stored += [event.message for one in taken for event in one.events]
             durable = max([durable, *(one.number for one in taken)])
@@ -231,8 +231,8 @@ def test_whoever_dies_on_the_way_every_event_comes_into_the_store_and_no_life_ta
             else:
                 buffer.sent(next_batch, answer)
     if "die" not in moves:
-        assert stored == [str(number) for number in range(told)]
-    assert sorted(set(stored), key=int) == [str(number) for number in range(told)]
+        assert stored == [str(number) for number in range(count)]
+    assert sorted(set(stored), key=int) == [str(number) for number in range(count)]
 
 
 class _Started(Relays):

@@ -77,24 +77,24 @@ def test_a_rank_reports_where_its_device_is_and_not_what_its_host_has_queued(mon
     monkeypatch.setattr(reporter_module, "inside", lambda _thread: "all_reduce")
     reporter, device = ControllerReporter(None, SEAT, ()), Device()
 
-    def told() -> tuple[str, float, int, str]:
+    def heartbeat() -> tuple[str, float, int, str]:
         batch = reporter._batch()
         return batch.phase, batch.idle_s, batch.reached, batch.inside
 
     reporter.phase("load")
     for action in ("1F0 waits", "1F0", "1B0", "sum"):
         reporter.phase("step", action, device.mark())
-    assert told()[::2] == ("load", 0), "it still does what came before its first mark"
+    assert heartbeat()[::2] == ("load", 0), "it still does what came before its first mark"
     device.done = 2
-    told()
+    heartbeat()
     clock.advance(70)
-    assert told() == ("step 1F0", 70, 2, "")
+    assert heartbeat() == ("step 1F0", 70, 2, "")
     device.done = 4
-    assert told() == ("step sum", 0, 0, ""), "the device came there just now, however long its host has been there"
+    assert heartbeat() == ("step sum", 0, 0, ""), "the device came there just now, however long its host has been there"
     clock.advance(5)
-    assert told() == ("step sum", 5, 0, "all_reduce")
+    assert heartbeat() == ("step sum", 5, 0, "all_reduce")
     reporter.phase("step", "2 read")
-    assert told()[::2] == ("step 2 read", 0)
+    assert heartbeat()[::2] == ("step 2 read", 0)
 
 
 def test_a_device_that_has_failed_leaves_what_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
