@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -281,8 +282,8 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
     return credentials
 
 
-def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
-    """Sends `save`, `stop`, `stop-now` or `timeline-N` to a run's controller; waits for the answer.
+def command_run(cluster: Cluster, place: RunPlace, method: str, *arguments: object) -> dict[str, Any]:
+    """Calls a method of a run's controller, see `driver.command`; waits for the answer.
 
     Returns:
         The result of `driver.command`.
@@ -290,8 +291,8 @@ def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, An
     Raises:
         UnreachableError: The cluster does not answer, or not in time.
     """
-    words = (command, place.name, place.url)
-    call = Call(f"{command} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
+    words = (place.name, place.url, method, json.dumps(arguments))
+    call = Call(f"{method} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
     return last_answer(lines_of(cluster, call))
 
 
@@ -308,8 +309,7 @@ def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None)
     if answer.get("pending"):
         on_wait()
     while answer.get("pending"):
-        step, attempt = answer["pending"]
-        answer = command_run(cluster, place, f"save-{step}-{attempt}")
+        answer = command_run(cluster, place, "save", answer["pending"])
     return answer
 
 
@@ -328,12 +328,11 @@ def stop_run(
     Returns:
         The result of `driver.command`.
     """
-    command = "stop" if save else "stop-now"
-    answer = command_run(cluster, place, command)
+    answer = command_run(cluster, place, "stop", save)
     if answer["found"] and answer["state"] is None:
         on_wait()
     while answer["found"] and answer["state"] is None:
-        answer = command_run(cluster, place, command)
+        answer = command_run(cluster, place, "stop", save)
     end = None if answer["found"] else read_end(store, place.name)
     return answer if end is None else {"found": True, **asdict(end)}
 

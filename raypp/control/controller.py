@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -19,7 +20,6 @@ from raypp.control.protocol import BatchAnswer, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
-_BEGINNING_S = 60.0
 
 
 class Controller:
@@ -72,7 +72,7 @@ class Controller:
             self._read.set()
         return lines, after, outcome
 
-    def save(self, patience_s: float = 60.0, pending: tuple[int, int] | None = None) -> dict[str, Any]:
+    def save(self, patience_s: float, pending: Sequence[int] | None = None) -> dict[str, Any]:
         """Requests a checkpoint of the current step and waits for its commit.
 
         Args:
@@ -103,32 +103,33 @@ class Controller:
             time.sleep(0.05)
         return {"committed": leader.machine.committed_step, "what": leader.record.checkpoint_url()}
 
-    def timeline(self, steps: int) -> dict[str, Any]:
+    def timeline(self, patience_s: float, steps: int) -> dict[str, Any]:
         """Asks the ranks to trace their next steps; returns at once, when the run is led.
 
         Returns:
             `traced`: whether ranks are training, and `what`, a message.
         """
         leader = self._leader
-        leader.begun.wait(_BEGINNING_S)
+        leader.begun.wait(patience_s)
         if not leader.training:
             return {"traced": False, "what": f"the run is {leader.machine.state}, no rank is training"}
         leader.reports.trace_wanted = steps
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}
 
-    def stop(self, save: bool = True) -> None:
-        """Requests the end of the run; returns at once."""
-        self._leader.reports.request_stop(save)
+    def stop(self, patience_s: float, save: bool) -> dict[str, Any]:
+        """Requests the end of the run, and waits for it.
 
-    def outcome(self, patience_s: float = 0.0) -> RunEnd | None:
-        """Returns how the run ended, waiting up to `patience_s` for it."""
+        Returns:
+            The fields of `RunEnd`; `state: None` if the run has not ended yet.
+        """
+        self._leader.reports.request_stop(save)
         end = time.monotonic() + patience_s
-        while self._leader.outcome is None and time.monotonic() < end:
+        while (outcome := self._leader.outcome) is None and time.monotonic() < end:
             self._watched_at = time.monotonic()
             time.sleep(0.05)
-        return self._leader.outcome
+        return {"state": None} if outcome is None else asdict(outcome)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, _patience_s: float) -> dict[str, Any]:
         """Returns the current status, this process' id, and how many relay reports it has
         processed."""
         leader = self._leader

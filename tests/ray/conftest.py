@@ -111,8 +111,8 @@ class Started:
     def job(self) -> dict[str, Any]:
         return self.cluster.dashboard.job(self.submission_id) or {}
 
-    def command(self, command: str) -> dict[str, Any]:
-        return client.command_run(self.cluster, self.run_place, command)
+    def command(self, method: str, *arguments: object) -> dict[str, Any]:
+        return client.command_run(self.cluster, self.run_place, method, *arguments)
 
     def stop(self) -> dict[str, Any]:
         return client.stop_run(self.cluster, self.run_place, self.reader.store, save=True)
@@ -227,4 +227,4 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
     yield start
     for run in started:
         if not is_final(run.reader.status()):
-            run.command("stop-now")
+            run.command("stop", False)

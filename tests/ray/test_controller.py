@@ -189,7 +189,7 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     assert run.status()["state"] == "STOPPED"
     assert run.exit_code() == 0
     run.wait(lambda: f"raypp/{run.name}" not in run.living_actors(), "the controller's end")
-    assert run.command("stop") == {"found": False}
+    assert run.command("stop", True) == {"found": False}
     assert {key: run.stop()[key] for key in answer} == answer, "the records say how the run ended"
     run.assert_nothing_left()
 
@@ -198,7 +198,7 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
 def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run = start_run("stopnow", steps=4000, every=0)
     run.wait_step(3)
-    answer = run.command("stop-now")
+    answer = run.command("stop", False)
     assert (answer["state"], answer["checkpoint"]) == ("STOPPED", None)
     run.assert_nothing_left()
 
@@ -299,7 +299,7 @@ def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: Sta
     for run in (mine, hers):
         run.wait_step(3)
     assert len({pid for run in (mine, hers) for pid in run.pids()}) == 4
-    answer = mine.command("stop")
+    answer = mine.command("stop", True)
     assert (answer["found"], answer["state"]) == (True, "STOPPED")
     assert mine.status()["state"] == "STOPPED"
     mine.wait(lambda: known_runs.controller_alive(mine.run_place, 20.0) is False, "the end of its controller")
@@ -307,5 +307,5 @@ def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: Sta
     assert hers.status()["state"] == "RUNNING"
     step = hers.status()["step"]
     hers.wait(lambda: hers.status()["step"] > step, "more steps")
-    assert hers.command("stop-now")["state"] == "STOPPED"
+    assert hers.command("stop", False)["state"] == "STOPPED"
     assert not running([*mine.pids(), *hers.pids()])

@@ -134,7 +134,7 @@ def test_a_run_begins_small_where_others_hold_the_devices_and_grows_when_they_go
         "grows", steps=100_000, resources={"cpus_per_rank": 3}, recovery={"elastic": {"grace_s": 1}, "standby": False}
     )
     _trains_on(run, {"pp": 2})
-    assert other.command("stop-now")["state"] == "STOPPED"
+    assert other.command("stop", False)["state"] == "STOPPED"
     _trains_on(run, {"pp": 2, "fsdp": 2})
     status = run.status()
     assert (len(status["ranks"]), status["restarts"]) == (4, 0)

@@ -96,10 +96,10 @@ class _Asked:
     """Stands in for `client.command_run`; gives these answers."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
-        self.commands: list[str] = []
+        self.commands: list[tuple[object, ...]] = []
         self._answers = list(answers)
 
-    def __call__(self, cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
+    def __call__(self, cluster: Cluster, place: RunPlace, *command: object) -> dict[str, Any]:
         self.commands.append(command)
         return self._answers[len(self.commands) - 1]
 
@@ -114,7 +114,7 @@ def test_a_save_and_a_stop_are_waited_for_until_they_are_done(monkeypatch: pytes
     asked = _Asked(pending, pending, {"found": True, "committed": 7, "what": "url"})
     monkeypatch.setattr(client, "command_run", asked)
     assert client.save_run(_CLUSTER, _PLACE, lambda: waits.append("save"))["committed"] == 7
-    assert asked.commands == ["save", "save-7-2", "save-7-2"]
+    assert asked.commands == [("save",), ("save", [7, 2]), ("save", [7, 2])]
 
     going_on = {"found": True, "state": None}
     asked = _Asked(going_on, going_on, {"found": False})
@@ -124,7 +124,7 @@ def test_a_save_and_a_stop_are_waited_for_until_they_are_done(monkeypatch: pytes
     write_end(store, RunEnd("r", RunState.STOPPED, 0, 8), 1)
     answer = client.stop_run(_CLUSTER, _PLACE, store, save=True, on_wait=lambda: waits.append("stop"))
     assert (answer["found"], answer["state"], answer["step"]) == (True, "STOPPED", 8)
-    assert asked.commands == ["stop"] * 3
+    assert asked.commands == [("stop", True)] * 3
     assert waits == ["save", "stop"]
 
 
