@@ -99,13 +99,13 @@ class Attempt:
             if number in by_rank:
                 self._adopt_worker(rank, *by_rank[number])
                 continue
-            rank.bundle, rank.failed, rank.state, rank.step = next(free), True, "dead", step
+            rank.bundle, rank.state, rank.step = next(free), "dead", step
             if (place := known.get(number)) is not None:
                 rank.node, rank.pid = place.node, place.pid
             death = death_during_controller_outage(rank)
             self._ends.hold(rank.failure(death.kind, death.cause))
         for rank in self.ranks:
-            if not rank.failed:
+            if not rank.ended:
                 self._ends.await_end(rank)
 
     def _adopt_worker(self, rank: Rank, actor: Any, status: WorkerStatus) -> None:
@@ -275,8 +275,9 @@ class Attempt:
         if waiting and not (self._killed and waited >= _KILL_TIMEOUT_S):
             return []
         for rank in self.ranks:
-            rank.state = "done" if rank.result else "dead"
-            if rank.ended and not rank.reusable:
+            if not rank.ended:
+                rank.state = "dead"
+            elif not rank.reusable:
                 self.workers.kill(rank.bundle)
         self._to(AttemptPhase.ENDED)
         return [AttemptEnded()]

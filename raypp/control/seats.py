@@ -11,6 +11,7 @@ from raypp.control.protocol import WorkerInfo
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
+from raypp.observe.status import ENDED
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
 
 SITE = "site"
@@ -29,7 +30,6 @@ class Rank:
             `outcome`.
         info: Where its process runs, once known.
         result: Its result when it has ended normally.
-        failed: It ended with a failure.
         reusable: Its process can take another seat.
     """
 
@@ -47,13 +47,12 @@ class Rank:
     actor: Any = None
     pending: Any = None
     result: RankResult | None = None
-    failed: bool = False
     reusable: bool = False
 
     @property
     def ended(self) -> bool:
         """Whether the rank has ended, either way."""
-        return self.failed or self.result is not None
+        return self.state in ENDED
 
     def failure(self, kind: FailureKind, cause: str, details: str = "") -> RankFailure:
         """Returns the record of a failure of this rank."""

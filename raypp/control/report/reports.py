@@ -14,7 +14,6 @@ from raypp.control.machine import Committed
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
-from raypp.observe.status import ENDED
 from raypp.records import Requests
 
 Item = ReportBatch | Requests
@@ -135,7 +134,7 @@ class Reports:
 
     def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Notice]:
         rank = attempt.ranks[batch.rank] if attempt.ranks else None
-        if rank is not None and rank.state not in ENDED:
+        if rank is not None and not rank.ended:
             rank.state = batch.phase.partition(" ")[0]
         if self.watch is not None:
             now = time.monotonic()
