@@ -68,8 +68,6 @@ class Leader:
         self._job = Job.model_validate(request.job)
         self._attempt: Attempt | None = None
         self._launch_now = False
-        self._has_resources = False
-        """`_workers` and `_placement` are set."""
         self._number = request.number
         self._wake_at: float | None = None
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
@@ -144,11 +142,11 @@ class Leader:
         if not self._restarted:
             left = None
         if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if left else None:
-            self._end_by_name()
+            self._end_processes()
             self.outcome = end
             return
         if left is None:
-            self._end_by_name()  # what an earlier submission left whose controller is gone for good
+            self._end_processes()  # what an earlier submission left whose controller is gone for good
         self._policy = policy_of(self._job.recovery)
         # Not chosen again after a restart: the devices counted at first may be gone with a lost
         # node.
@@ -157,7 +155,6 @@ class Leader:
         shape = (left.shape if left else None) or self._sizing.largest()
         self._placement = Placement.of(self._job, self._request.cluster_name, shape.world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
-        self._has_resources = True
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
         last = self._ask_store(lambda: newest_attempt(self._store, run))
         newest = checkpoints[-1].step if checkpoints else None
@@ -181,11 +178,11 @@ class Leader:
         self.machine = left
         steps, over = self._job.train.steps, left.phase is m.RunPhase.DONE
         if over:
-            self._end_by_name()
+            self._end_processes()
         seated, others = self._find_workers(last, left)
         complete = newest is not None and newest >= steps
         if seated and complete and len(seated) < self._placement.world:
-            self._end_by_name()
+            self._end_processes()
             seated, others = [], []
         self._sizing.resume(left.shape)
         self._placement.take_over()
@@ -347,7 +344,11 @@ class Leader:
         record.flush()
         if record.machines.overtaken:
             return
-        self._end_processes()
+        self._attempt = None
+        try:
+            self._end_processes()
+        except Exception:
+            log.exception("the processes of %s could not be ended", run)
         record.end_trackers(state)
         # Ranks that end normally remove those on their nodes; a mesh that shrank has left others.
         leaves = state is RunState.FAILED or self._sizing.options is not None
@@ -364,21 +365,6 @@ class Leader:
         self.outcome = end
 
     def _end_processes(self) -> None:
-        """Ends every process of the run and releases its devices; when that fails, by the run's
-        name."""
-        self._attempt = None
-        for end in (self._end_by_handle, self._end_by_name) if self._has_resources else (self._end_by_name,):
-            try:
-                end()
-                return
-            except Exception:
-                log.exception("the processes of %s could not be ended", self._request.run)
-
-    def _end_by_handle(self) -> None:
-        self._workers.end()
-        self._placement.remove()
-
-    def _end_by_name(self) -> None:
         """Ends all processes that carry this run's name, and releases its devices."""
         end_workers(self._request.cluster_name)
         remove_groups_of(self._request.cluster_name)

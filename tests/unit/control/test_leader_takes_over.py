@@ -57,17 +57,14 @@ class Heir(Leader):
             seat = Seat(RUN, 1, number, 4, mesh.coordinates(number), mesh.sizes)
             info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000)
             self.living.append((Actor(), WorkerStatus(info, number, seat)))
-        self.ended_by_name = 0
+        self.ended = 0
 
     def _new_attempt(self, number: int) -> StandIns:
         self.record.set_mesh(self.job.mesh)
         return StandIns(self.job, number, self._workers, self._placement, self.reports.add)
 
-    def _end_by_name(self) -> None:
-        self.ended_by_name += 1
-
-    def _end_by_handle(self) -> None:
-        self._end_by_name()
+    def _end_processes(self) -> None:
+        self.ended += 1
 
     def kinds(self) -> list[str]:
         self.record.flush()
@@ -235,7 +232,7 @@ def test_a_machine_that_cannot_be_read_leaves_the_ranks_alone_and_says_what_is_k
     assert heir.outcome is not None and heir.outcome.state is RunState.FAILED
     for text in (words, str(newest), "raypp submit JOB --resume", "attempt 1", "step-00000005", "4 processes"):
         assert text in heir.outcome.reason
-    assert heir.ended_by_name == 0 and not any(actor.calls for actor, _ in heir.living)
+    assert heir.ended == 0 and not any(actor.calls for actor, _ in heir.living)
     reader = RunReader(DirectoryStore(left), RUN)
     assert [event.kind for event in reader.events()] == ["submitted", "takeover_refused"]
     assert (reader.status() or {})["state"] == "RUNNING" and not (left / RUN / "end.json").exists()
@@ -264,7 +261,7 @@ def test_a_run_whose_last_step_is_committed_is_over_even_if_some_ranks_are_left(
     _commit(DirectoryStore(left), STEPS)
     heir = take_over(monkeypatch, left, *alive)
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("SUCCEEDED", 0)
-    assert (heir.outcome.step, heir.ended_by_name > 0) == (STEPS, True)
+    assert (heir.outcome.step, heir.ended > 0) == (STEPS, True)
     assert [row["step"] for row in heir.reader.history()] == list(range(1, STEPS + 1)), "the checkpoint tells the rest"
 
 
@@ -292,7 +289,7 @@ def test_an_end_that_was_decided_is_carried_out_and_told_once(
             recorder.event(end_event(over.finish, 1, STEP))
     heir = take_over(monkeypatch, left, 0, 1, 2, 3)
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("FAILED", 2)
-    assert heir.ended_by_name > 0 and heir.kinds().count("failed") == 1
+    assert heir.ended > 0 and heir.kinds().count("failed") == 1
     status = heir.reader.status() or {}
     assert (status["state"], status["error"]) == ("FAILED", over.finish.reason)
 

@@ -44,7 +44,6 @@ class Led(Leader):
         }
         super().__init__(RunRequest(RUN, job_document(parse_job(sections)), "one"), None, restarted=False)
         self._workers, self._placement = Workers(), Devices()
-        self._has_resources = True
         self.reader = RunReader(DirectoryStore(folder), RUN)
         self._numbers = [0] * 4
         self.record.begin(None)
@@ -56,7 +55,7 @@ class Led(Leader):
         self.record.set_mesh(job.mesh)
         return StandIns(job, number, self._workers, self._placement, self.reports.add)
 
-    def _end_by_handle(self) -> None:
+    def _end_processes(self) -> None:
         for bundle in list(self._workers.seated):
             self._workers.kill(bundle)
 
