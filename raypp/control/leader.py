@@ -102,7 +102,7 @@ class Leader:
             reason = f"the controller failed: {in_words(error)}"
             code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
             finish = m.Finish(RunState.FAILED, reason, code)
-            self.machine = replace(self.machine, phase=m.RunPhase.DONE, state=finish.state, finish=finish)
+            self.machine = m.finished(self.machine, finish)
             self.record.machine(self.machine)
             self._finish(finish)
         finally:
@@ -360,7 +360,7 @@ class Leader:
         if self._number:
             with contextlib.suppress(RayppError):  # without its store, the run's commands say that it is lost
                 end = write_end(self._store, end, self._number)
-        record.update_status(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
+        record.update_status(self.machine, ())
         record.close()
         self.outcome = end
 

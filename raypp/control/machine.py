@@ -431,5 +431,10 @@ def _stop(machine: Machine, save: bool) -> Step:
 
 
 def _finish(machine: Machine, finish: Finish) -> Step:
+    return finished(machine, finish), (finish,)
+
+
+def finished(machine: Machine, finish: Finish) -> Machine:
+    """Returns the machine of a run that has ended."""
     error = finish.reason or machine.error if finish.state is RunState.FAILED else machine.error
-    return replace(machine, phase=RunPhase.DONE, state=finish.state, finish=finish, error=error), (finish,)
+    return replace(machine, phase=RunPhase.DONE, state=finish.state, finish=finish, error=error)

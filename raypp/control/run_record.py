@@ -189,27 +189,22 @@ class RunRecord:
         """Records a line of a rank's output."""
         self._recorder.log(line)
 
-    def update_status(
-        self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
-    ) -> None:
+    def update_status(self, machine: Machine, ranks: Sequence[Rank]) -> None:
         """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they
         ended."""
-        shown = _rank_status(ranks, self._status.ranks)
-        if not shown:
-            over = {"done": "done"}
-            shown = tuple(
-                dataclasses.replace(one, state=over.get(one.state, "dead")) if state is not RunState.SUCCEEDED
-                else dataclasses.replace(one, state="done")
-                for one in self._status.ranks
-            )  # fmt: skip
+        done = machine.state is RunState.SUCCEEDED
+        shown = _rank_status(ranks, self._status.ranks) or tuple(
+            dataclasses.replace(one, state="done" if done or one.state == "done" else "dead")
+            for one in self._status.ranks
+        )
         self._status = dataclasses.replace(
             self._status,
-            state=state or machine.state,
+            state=machine.state,
             attempt=machine.attempt,
             restarts=machine.restarts,
             checkpoint=self._url_of(machine.committed_step),
             ranks=shown,
-            error=error or machine.error,
+            error=machine.error,
         )
         self._recorder.status(self._status)
         self._gauges.status(self._status, machine.committed_step)

@@ -55,7 +55,6 @@ class RankActivity:
         silent: It has stopped reporting.
         inside: The collective or message in which its thread waits, by its stack; "" when in none
             or unknown.
-        step: The last step it reported.
         reached: Marks that its device has come to in this attempt, if `phase` says where the device
             is. The ranks of a stage make the same marks. 0: `phase` is what the host does.
     """
@@ -69,7 +68,6 @@ class RankActivity:
     pid: int = 0
     silent: bool = False
     inside: str = ""
-    step: int = 0
     reached: int = 0
 
 
