@@ -4,7 +4,7 @@ wrong."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypp.control import hang_watch
 from raypp.control.protocol import BatchAnswer, ReportBatch
-from raypp.control.report.relay import RelayQueue, Relays, relay_pace_s
+from raypp.control.report.relay import Relay, Relays, relay_pace_s
 from raypp.control.report.reporter import HEARTBEAT_S, ReportBuffer, ReportRoute
 from raypp.records import Coordinates, Event, Requests, Seat
 
@@ -42,25 +42,27 @@ def batch(rank: int, number: int = 1, *texts: str, attempt: int = 2, idle_s: flo
     return ReportBatch(attempt, rank, number, f"step {number}", idle_s, events=events)
 
 
-def with_relay(
-    scenario: Callable[[RelayQueue, Controller], Coroutine[None, None, None]], heartbeat_s: float = 60.0
-) -> None:
+class LocalRelay(Relay):
+    """Calls a controller in its own process."""
+
+    async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
+        answers: Sequence[BatchAnswer] = await self._controller.relayed(batches)
+        return answers
+
+
+def with_relay(scenario: Callable[[Relay, Controller], Coroutine[None, None, None]], heartbeat_s: float = 60.0) -> None:
     """Runs a relay during `scenario`."""
 
     async def both() -> None:
         controller = Controller()
-        relay = RelayQueue(controller.relayed, timeout_s=0.2, flush_s=0.02, heartbeat_s=heartbeat_s)
-        working = asyncio.create_task(relay.forward_reports())
-        try:
-            await asyncio.wait_for(scenario(relay, controller), 20)
-        finally:
-            working.cancel()
+        relay = LocalRelay("run", controller, heartbeat_s, timeout_s=0.2, flush_s=0.02)
+        await asyncio.wait_for(scenario(relay, controller), 20)
 
     asyncio.run(both())
 
 
 def test_simultaneous_batches_travel_in_few_calls_and_all_are_answered() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         answers = await asyncio.gather(*(relay.report(batch(rank, 1, f"e{rank}")) for rank in range(32)))
         assert [answer.incarnation for answer in answers] == ["first"] * 32
         assert sorted(controller.events()) == [(rank, f"e{rank}") for rank in range(32)]
@@ -70,7 +72,7 @@ def test_simultaneous_batches_travel_in_few_calls_and_all_are_answered() -> None
 
 
 def test_heartbeats_are_answered_at_once_and_the_newest_of_each_rank_is_forwarded_with_its_age() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         await asyncio.gather(*(relay.report(batch(rank, 1)) for rank in range(20)))
         before = len(controller.calls)
         for number in (2, 3):
@@ -88,7 +90,7 @@ def test_heartbeats_are_answered_at_once_and_the_newest_of_each_rank_is_forwarde
 
 
 def test_a_heartbeat_overtakes_no_batch_of_its_rank() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         await relay.report(batch(0, 1))
         waits = asyncio.create_task(relay.report(batch(0, 2, "e")))
         await asyncio.sleep(0)
@@ -100,7 +102,7 @@ def test_a_heartbeat_overtakes_no_batch_of_its_rank() -> None:
 
 
 def test_the_operators_wish_and_what_is_in_the_store_come_back_to_each_rank() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         answers = await asyncio.gather(*(relay.report(batch(rank, 4, "e")) for rank in (0, 1)))
         assert [answer.durable for answer in answers] == [0, 0]
         controller.answer = BatchAnswer(Requests(stop=True, save_before_stop=True), "first", 4)
@@ -112,7 +114,7 @@ def test_the_operators_wish_and_what_is_in_the_store_come_back_to_each_rank() ->
 
 
 def test_what_one_attempt_is_asked_to_do_is_not_asked_of_the_next() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         controller.answer = BatchAnswer(Requests(stop=True), "first", 9)
         assert (await relay.report(batch(0, 9, "e"))).requests.stop
         controller.answer = BatchAnswer(Requests(), "first")
@@ -124,7 +126,7 @@ def test_what_one_attempt_is_asked_to_do_is_not_asked_of_the_next() -> None:
 
 
 def test_when_nobody_takes_a_batch_the_rank_hears_so() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         await relay.report(batch(0, 1, "a"))
         await relay.report(batch(1, 1))
         controller.away = True
