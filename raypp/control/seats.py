@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,14 +100,12 @@ def planned_ranks(mesh: Mesh, nodes: list[str], known: list[dict[str, Any]], *, 
 def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str) -> list[Seat]:
     """Returns the seats in rank order; the rendezvous is on rank 0's node. Their secret is new."""
     present = [rank.info for rank in ranks if rank.info is not None]
-    nodes = list(dict.fromkeys(info.facts.node_id for info in present))
-    locals_: dict[str, int] = {}
+    sizes = Counter(info.facts.node_id for info in present)
+    nodes, taken = list(sizes), Counter[str]()
     secret = secrets.token_hex(32)
     seats = []
     for rank, info in zip(ranks, present, strict=True):
         facts = info.facts
-        local = locals_.get(facts.node_id, 0)
-        locals_[facts.node_id] = local + 1
         seats.append(
             Seat(
                 run=run,
@@ -115,7 +114,8 @@ def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str
                 world_size=mesh.world,
                 coordinates=rank.coordinates,
                 mesh_sizes=mesh.sizes,
-                local_rank=local,
+                local_rank=taken[facts.node_id],
+                local_world_size=sizes[facts.node_id],
                 node_rank=nodes.index(facts.node_id),
                 node=facts.ip,
                 master_addr=present[0].facts.ip,
@@ -127,7 +127,5 @@ def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str
                 secret=secret,
             )
         )
-    return [
-        dataclasses.replace(seat, local_world_size=locals_[info.facts.node_id])
-        for seat, info in zip(seats, present, strict=True)
-    ]
+        taken[facts.node_id] += 1
+    return seats
