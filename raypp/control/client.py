@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from raypp.checkpoint.run_spec import read_end
@@ -47,14 +47,6 @@ _BEFORE_AMPERE = re.compile(
 
 Waiting = Callable[[], None]
 """Called once if an answer takes longer than a minute."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A run the cluster has accepted."""
-
-    submission_id: str
-    address: str
 
 
 def check_resources(job: Job, cluster: Cluster) -> tuple[str, Job]:
@@ -203,8 +195,8 @@ def submit_run(
     before: Callable[[], None] = lambda: None,
     rank_function: str | None = None,
     relays_from_ranks: int = RELAYS_FROM_RANKS,
-) -> Submission:
-    """Submits a checked job to the cluster as a Ray job; returns when it is accepted.
+) -> str:
+    """Submits a checked job to the cluster as a Ray job, and returns the job's id.
 
     Args:
         job: Its spec must be in the store, unless `before` writes it.
@@ -248,10 +240,9 @@ def submit_run(
     }
     before()
     try:
-        accepted = cluster.dashboard.submit_job(document)
+        return cluster.dashboard.submit_job(document)
     except DashboardError as error:
         raise refused(error) from None
-    return Submission(accepted, cluster.address)
 
 
 def collect_settings(cluster: Cluster) -> dict[str, str]:

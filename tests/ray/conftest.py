@@ -217,10 +217,10 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         )
         store = open_store(job.checkpoint.url)
         write_spec(store, name, job_document(job), newest_number(store, name) + 1)
-        submission = client.submit_run(
+        submission_id = client.submit_run(
             job, cluster, store.url, rank_function=rank_function, relays_from_ranks=relays_from_ranks
         )
-        run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name, store.url)
+        run = Started(name, cluster, submission_id, RunReader(store, name), tmp_path / name, store.url)
         started.append(run)
         return run
 

@@ -272,20 +272,20 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
 ) -> None:
     monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "soon")  # read where a store on S3 is opened: by the controller
     job = parse_job({"name": "unmade", "checkpoint": {"url": "s3://nowhere"}})
-    submission = client.submit_run(job, cluster, job.checkpoint.url, rank_function="stand_in:run_rank")
+    submission_id = client.submit_run(job, cluster, job.checkpoint.url, rank_function="stand_in:run_rank")
     reader = RunReader(DirectoryStore(tmp_path), "unmade")
-    run = Started("unmade", cluster, submission.submission_id, reader, tmp_path, job.checkpoint.url)
+    run = Started("unmade", cluster, submission_id, reader, tmp_path, job.checkpoint.url)
     try:
         assert run.exit_code() == 2
     finally:
-        cluster.dashboard.stop_job(submission.submission_id)
-    log = cluster.dashboard.job_logs(submission.submission_id)
+        cluster.dashboard.stop_job(submission_id)
+    log = cluster.dashboard.job_logs(submission_id)
     message = (
         "the run's controller could not be started: RAYPP_STORE_PATIENCE_S: 'soon' is not a number of seconds\n  fix:"
     )
     assert message in log and "Traceback" not in log, log
     assert message in run.job()["message"]  # which `raypp submit` shows
-    place = RunPlace(str(tmp_path), "unmade", cluster.address, submission.submission_id, time.time() - 60)
+    place = RunPlace(str(tmp_path), "unmade", cluster.address, submission_id, time.time() - 60)
     status = present_status(place, reader)
     assert status["state"] == "FAILED" and status["error"].startswith(message), status
     run.assert_nothing_left()

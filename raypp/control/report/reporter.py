@@ -64,7 +64,7 @@ class ControllerReporter:
         self._phase_since = time.monotonic()
         self._trail = _Trail()
         self._buffer = ReportBuffer(seat)
-        self._stop: Requests | None = None
+        self._stop = Requests()
         self._save_once = False
         self._trace_once = 0
         self.last_step = 0
@@ -101,9 +101,7 @@ class ControllerReporter:
             save, self._save_once = self._save_once, False
             trace, self._trace_once = self._trace_once, 0
             stop = self._stop
-        if stop is None:
-            return Requests(save=save, trace=trace)
-        return Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
+        return dataclasses.replace(stop, save=save, trace=0 if stop.stop else trace)
 
     # Sending and the end --------------------------------------------------------------------------
 

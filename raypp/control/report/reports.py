@@ -7,6 +7,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
@@ -61,14 +62,11 @@ class Reports:
         the store."""
         self._queue.put(batch)
         durable = self._durable.get(batch.rank, 0) if self._attempt == batch.attempt else 0
-        save, trace = False, 0
+        requests = self.stop or Requests()
         if batch.rank == 0:  # the ranks take the maximum over all of them: one is enough, and they act once
             save, self.save_wanted = self.save_wanted, False
             trace, self.trace_wanted = self.trace_wanted, 0
-        stop = self.stop
-        if stop is None:
-            return BatchAnswer(Requests(save=save, trace=trace), self.incarnation, durable)
-        requests = Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
+            requests = replace(requests, save=save, trace=0 if requests.stop else trace)
         return BatchAnswer(requests, self.incarnation, durable)
 
     def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
