@@ -87,7 +87,7 @@ class Controller:
         leader.begun.wait(patience_s)
         at, attempt = pending or (leader.record.step, leader.machine.attempt)
         if pending is None:
-            if not leader.training:
+            if not leader.machine.training:
                 return {"committed": None, "what": f"the run is {leader.machine.state}, no rank is training"}
             if at == 0 and leader.machine.committed_step is None:
                 at = 1
@@ -96,7 +96,7 @@ class Controller:
         while (leader.machine.committed_step or 0) < at:
             at = min(at, max(1, leader.record.step))  # the attempt may have resumed before that step
             answer = {"committed": None, "what": f"no checkpoint was committed; the run is {leader.machine.state}"}
-            if not leader.training or leader.machine.attempt != attempt:
+            if not leader.machine.training or leader.machine.attempt != attempt:
                 return answer
             if time.monotonic() > end:
                 return {**answer, "pending": (at, attempt)}
@@ -111,7 +111,7 @@ class Controller:
         """
         leader = self._leader
         leader.begun.wait(patience_s)
-        if not leader.training:
+        if not leader.machine.training:
             return {"traced": False, "what": f"the run is {leader.machine.state}, no rank is training"}
         leader.reports.trace_wanted = steps
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}

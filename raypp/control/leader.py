@@ -274,11 +274,6 @@ class Leader:
                 self._placement.remove()
         self._apply(event)
 
-    @property
-    def training(self) -> bool:
-        """Whether ranks are training."""
-        return self.machine.phase is m.RunPhase.RUNNING
-
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s

@@ -78,6 +78,11 @@ class Machine:
     device: str = ""
 
     @property
+    def training(self) -> bool:
+        """Whether ranks are training."""
+        return self.phase is RunPhase.RUNNING
+
+    @property
     def attempt_is_over(self) -> bool:
         """Whether the current attempt has failed, and all that is left of it are processes."""
         return bool(self.history) and self.history[-1].attempt == self.attempt

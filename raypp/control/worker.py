@@ -78,13 +78,8 @@ class Worker:
         process_evidence.prepare()
         on_sigterm(self._report_preemption)
         job = Job.model_validate(request.job)
-        self._orphan_watch = OrphanWatch(
-            controller,
-            job.recovery.orphan_timeout_s,
-            self._exit_as_orphan,
-            ask_interval_s(job.mesh.world),
-            self._last_answer,
-        )
+        timeout_s, interval_s = job.recovery.orphan_timeout_s, ask_interval_s(job.mesh.world)
+        self._orphan_watch = OrphanWatch(controller, timeout_s, self._exit_as_orphan, interval_s)
         # Importing torch takes longer than everything else before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
 
@@ -200,7 +195,9 @@ class Worker:
     def _live(self, job: dict[str, Any], seat: Seat) -> RankEnd:
         before = set(threading.enumerate())
         set_seat_environment(seat)
-        self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails, self._relay)
+        self._reporter = reporter = ControllerReporter(
+            self._controller, seat, self._tails, self._relay, self._orphan_watch.answered
+        )
         with process_title(f"ray::raypp/{self._run}/{seat.label}"), reporter:
             result = self._result(job, seat, reporter)
         self._free()
@@ -284,9 +281,6 @@ class Worker:
         message = f"{seat.label} (rank {seat.rank}) on {seat.node} received SIGTERM: saving a checkpoint before it ends"
         reporter.event(seat.event("preemption_notice", message))
         return True
-
-    def _last_answer(self) -> float:
-        return 0.0 if self._reporter is None else self._reporter.answered
 
     def _exit_as_orphan(self) -> None:
         """Saves a last checkpoint, removes the run's placement groups, and exits."""

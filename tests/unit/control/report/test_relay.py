@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -48,6 +49,14 @@ class LocalRelay(Relay):
     async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
         answers: Sequence[BatchAnswer] = await self._controller.relayed(batches)
         return answers
+
+
+class LocalRoute(ReportRoute):
+    """Calls functions in place of actors."""
+
+    def _answer(self, handle: Any, batch: ReportBatch, timeout_s: float) -> BatchAnswer:
+        answer: BatchAnswer = handle(batch)
+        return answer
 
 
 def with_relay(scenario: Callable[[Relay, Controller], Coroutine[None, None, None]], heartbeat_s: float = 60.0) -> None:
@@ -155,7 +164,7 @@ def test_a_rank_whose_relay_fails_tells_the_same_batch_directly_and_spares_the_r
             raise ConnectionError("gone")
         return BatchAnswer(Requests(), "first")
 
-    way = ReportRoute(to_controller, to_relay, 0.25)
+    way = LocalRoute(to_controller, to_relay, 1, 0.25)
     way.send(batch(1, 1))
     assert (way.pace_s, direct) == (HEARTBEAT_S, [])
     way.send(batch(1, 2))
@@ -175,7 +184,7 @@ def test_while_the_controller_is_away_the_relay_stays_the_first_way() -> None:
         asked.append("relay")
         raise ConnectionError("the controller does not answer")
 
-    way = ReportRoute(to_controller, to_relay, 0.25)
+    way = LocalRoute(to_controller, to_relay, 1, 0.25)
     for number in (1, 2):
         with pytest.raises(ConnectionError):
             way.send(batch(1, number))
@@ -227,7 +236,7 @@ def test_whoever_dies_on_the_way_every_event_comes_into_the_store_and_no_life_ta
         else:
             next_batch = buffer.next_batch("step", 0.0)
             try:
-                answer = ReportRoute(directly, by_relay, 1.0).send(next_batch)
+                answer = LocalRoute(directly, by_relay, 1, 1.0).send(next_batch)
             except ConnectionError:
                 buffer.requeue(next_batch)
             else:
