@@ -148,12 +148,9 @@ class Controller:
         return over
 
     def _lead(self) -> None:
+        """Leads the run, and exits once a follower has read the outcome; waits only briefly when
+        nobody follows."""
         self._leader.run()
-        self._go()
-
-    def _go(self) -> None:
-        """Exits after the run, once a follower has read the outcome; waits only briefly when nobody
-        follows."""
         if self._leader.outcome is None:
             os._exit(1)  # another process of this actor leads the run
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S

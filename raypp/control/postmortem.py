@@ -102,10 +102,14 @@ def collect_stacks(ranks: Sequence[Rank], workers: WorkerGroup, first: int) -> d
         first: The rank whose stacks matter most.
     """
     chosen = sorted(ranks, key=lambda rank: (rank.rank != first, rank.rank))[:_MOST_RANKS]
-    stacks = _answers({rank.actor.stacks.remote(): rank for rank in chosen if _lives(rank)}, _STACKS_S)
+    asked = {rank.actor.stacks.remote(): rank for rank in chosen if rank.actor is not None and not rank.ended}
+    stacks: dict[int, str] = {}
+    for reference in ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)[0] if asked else ():
+        with contextlib.suppress(RayError):
+            stacks[asked[reference].rank] = str(ray.get(reference))
     silent = []
-    for rank in chosen:
-        if _lives(rank) and rank.rank not in stacks:
+    for rank in asked.values():
+        if rank.rank not in stacks:
             if ray.get_runtime_context().get_node_id() == rank.node_id:
                 stacks[rank.rank] = process_evidence.stacks_of(rank.pid, _log_of(rank), workers.request.run)
             else:
@@ -140,18 +144,3 @@ def _stacks_by_helpers(ranks: Sequence[Rank], workers: WorkerGroup) -> dict[int,
 
 def _log_of(rank: Rank) -> str:
     return rank.info.log if rank.info is not None else ""
-
-
-def _lives(rank: Rank) -> bool:
-    return rank.actor is not None and not rank.ended
-
-
-def _answers(asked: dict[Any, Rank], timeout_s: float) -> dict[int, str]:
-    answers: dict[int, str] = {}
-    if not asked:
-        return answers
-    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-    for reference in ready:
-        with contextlib.suppress(RayError):
-            answers[asked[reference].rank] = str(ray.get(reference))
-    return answers
