@@ -103,8 +103,7 @@ def carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _started(name: str, job: Job, device: str) -> list[Rank]:
     """Returns the ranks in order, on processes that have said where they run."""
-    bundle = {"CPU": float(job.resources.cpus_per_rank)} | ({"GPU": 1.0} if device == "cuda" else {})
-    placement = Placement(f"raypp/{name}", job.mesh.world, bundle, lifetime=None)
+    placement = Placement.of(job, name, job.mesh.world, device, lifetime=None)
     placement.request()
     while (nodes := placement.nodes()) is None:
         if (reason := placement.hopeless()) is not None:

@@ -141,7 +141,7 @@ class Placement:
     _used: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, job: Job, name: str, world: int, device: str) -> Placement:
+    def of(cls, job: Job, name: str, world: int, device: str, lifetime: str | None = "detached") -> Placement:
         """Returns the placement of a job.
 
         Args:
@@ -149,11 +149,9 @@ class Placement:
             world: Ranks of its mesh now.
             device: cpu or cuda.
         """
-        bundle = {"CPU": float(job.resources.cpus_per_rank)}
-        if device == "cuda":
-            bundle["GPU"] = 1.0
+        bundle = {"CPU": float(job.resources.cpus_per_rank)} | ({"GPU": 1.0} if device == "cuda" else {})
         elastic = job.recovery.elastic_options
-        return cls(group_name(name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0)
+        return cls(group_name(name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0, lifetime)
 
     def __post_init__(self) -> None:
         self.spares = SpareDevices(f"{self.name}/spares", self.spare_count, self.bundle)

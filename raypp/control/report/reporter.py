@@ -137,8 +137,8 @@ class ControllerReporter:
         self._thread.join(timeout=_ANSWER_S)
 
     def _send_all(self) -> None:
-        away = False
-        while True:
+        away = last = False
+        while not last:
             last = self._closing
             self._wake.clear()
             batch = self._batch()
@@ -148,17 +148,13 @@ class ControllerReporter:
                 self._buffer.requeue(batch)
                 if not away:
                     say(f"the controller does not answer: {type(error).__name__}")
-                away = True
-                if last:
-                    return
-                self._wake.wait(_AWAY_S)
-                continue
-            away = False
-            self._buffer.sent(batch, answer)
-            self._apply(answer)
-            if last:
-                return
-            self._wake.wait(self._route.pace_s)
+                away, pause_s = True, _AWAY_S
+            else:
+                away, pause_s = False, self._route.pace_s
+                self._buffer.sent(batch, answer)
+                self._apply(answer)
+            if not last:
+                self._wake.wait(pause_s)
 
     def _batch(self) -> ReportBatch:
         """Returns what is new, after what could not be sent last time."""
