@@ -18,7 +18,7 @@ import psutil
 from raypp.control import process_evidence
 from raypp.control.classify import failure_of, unreported_end
 from raypp.control.credentials import load_private_environment
-from raypp.control.orphan import OrphanWatch, ask_interval_s
+from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.process_log import say, say_exception
 from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo, WorkerStatus, rank_environment
@@ -53,9 +53,10 @@ class Worker:
         request: Of its run. The module of a `rank_function` may have a `leave(seat)`, which
             interrupts it.
         label: The coordinates planned for it, or `standby`.
+        ask_interval_s: Seconds between two checks of a controller that has not answered.
     """
 
-    def __init__(self, request: RunRequest, label: str, controller: Any) -> None:
+    def __init__(self, request: RunRequest, label: str, controller: Any, ask_interval_s: float) -> None:
         self._run = request.run
         self._cluster_name = request.cluster_name
         self._name = f"raypp/{request.cluster_name}/{label}"
@@ -77,9 +78,8 @@ class Worker:
         os.environ.update(rank_environment(request.job["resources"]))
         process_evidence.prepare()
         on_sigterm(self._report_preemption)
-        job = Job.model_validate(request.job)
-        timeout_s, interval_s = job.recovery.orphan_timeout_s, ask_interval_s(job.mesh.world)
-        self._orphan_watch = OrphanWatch(controller, timeout_s, self._exit_as_orphan, interval_s)
+        timeout_s = request.job["recovery"]["orphan_timeout_s"]
+        self._orphan_watch = OrphanWatch(controller, timeout_s, self._exit_as_orphan, ask_interval_s)
         # Importing torch takes longer than everything else before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
 

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from raypp.control.cleanup import end_actor
 from raypp.control.fork_client import EXECUTABLE
+from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
 from raypp.control.protocol import NAMESPACE, RunRequest, forks_workers
 from raypp.control.report.relay import Relays
@@ -210,5 +211,5 @@ class WorkerGroup:
                 runtime_env={"env_vars": ACTOR_ENVIRONMENT} | forked,
                 **options,
             )
-            .remote(self.request, label, self.controller)
+            .remote(self.request, label, self.controller, ask_interval_s(self.job.mesh.world))
         )

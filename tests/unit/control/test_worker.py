@@ -76,7 +76,7 @@ def _request(orphan_timeout_s: float) -> RunRequest:
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     _go.clear()
-    yield Worker(_request(1e6), "pp0", None)
+    yield Worker(_request(1e6), "pp0", None, 5.0)
     _go.set()
 
 
@@ -177,7 +177,7 @@ def test_an_orphan_whose_log_is_on_a_full_disk_still_exits(monkeypatch: pytest.M
     monkeypatch.setattr(worker_module, "remove_groups_of", removed.append)
     monkeypatch.setattr(os, "_exit", lambda code: exited.set())
     with _full_disk("none"):
-        Worker(_request(0.2), "pp0", None)
+        Worker(_request(0.2), "pp0", None, 5.0)
         assert exited.wait(60.0) and removed == ["run"]
 
 
