@@ -60,7 +60,7 @@ class Controller:
         return self._leader.reports.relayed(batches)
 
     def alive(self) -> None:
-        """Answers: an idle worker or relay checks whether the controller is there."""
+        """Answers: an idle worker checks whether the controller is there."""
 
     def follow(self, cursor: int, patience_s: float = 1.0) -> tuple[list[str], int, RunEnd | None]:
         """Returns the lines since `cursor`, the next cursor, and the outcome once there is one."""
