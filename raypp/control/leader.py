@@ -119,7 +119,7 @@ class Leader:
             self._process_reports(wait_s=0.0)
             for event in events:
                 self._process_event(event)
-            for watcher in self._watchers:
+            for watcher in self._watchers if self._attempt is attempt else ():
                 workers, placement = self._workers, self._placement
                 turn = Turn(self.machine, attempt, workers, placement, self.reports, self.record)
                 if (seen := watcher.check(turn)) is not None:

@@ -42,6 +42,7 @@ class Workers(WorkerGroup):
         nothing = lambda *_: None  # noqa: E731
         self.relays: Any = SimpleNamespace(of=nothing, start=nothing, take_over=nothing)
         self.done: list[tuple[str, int]] = []
+        self.standby_starts = 0
 
     def fill_bundle(self, bundle: int, node: str, label: str, attempt: int, placement: Placement) -> None:
         self.done.append(("start", bundle))
@@ -59,7 +60,7 @@ class Workers(WorkerGroup):
         self.standbys[node] = Member(actor, node, fresh=False)
 
     def start_standbys(self) -> None:
-        pass
+        self.standby_starts += 1
 
 
 @dataclass

@@ -150,6 +150,17 @@ def test_a_killed_rank_is_recorded_and_the_next_attempt_starts_with_the_processe
     assert not leader._workers.seated and (leader.reader.status() or {})["state"] == "SUCCEEDED"
 
 
+def test_a_step_that_is_reported_as_the_run_ends_starts_no_standby(leader: Led) -> None:
+    leader.seat()
+    for rank in range(4):
+        leader.attempt.tells(rank, RankResult(rank, 20, False, 20))
+    leader._turn()
+    leader.step_done(20)
+    leader._turn()
+    assert leader.outcome is not None and leader.record.step == 20
+    assert isinstance(leader._workers, Workers) and leader._workers.standby_starts == 0
+
+
 def test_a_rank_that_stands_still_is_named_with_its_stacks_and_its_process_is_ended(
     leader: Led, clock: StandInClock
 ) -> None:
