@@ -217,9 +217,9 @@ def test_a_survivor_that_does_not_leave_in_time_is_ended_and_has_failed_if_nothi
     for rank in [0, 1] if explained else [0]:
         attempt.tells(rank, lost_peer(attempt, rank))
     clock.advance(11)
-    told = attempt.poll(0.0)
+    events = attempt.poll(0.0)
     silent = [3] if explained else [1, 3]
-    assert failures(told) == ([] if explained else [(1, "unknown"), (3, "unknown")])
+    assert failures(events) == ([] if explained else [(1, "unknown"), (3, "unknown")])
     killed = [("kill frozen", attempt.ranks[rank].bundle) for rank in silent]
     assert [one for one in attempt.workers.done if one[0] == "kill frozen"] == killed
     for rank in silent:
