@@ -25,7 +25,7 @@ from raypp.control.protocol import (
     WorkerInfo,
     WorkerStatus,
 )
-from raypp.control.report.relay import Relay, RelayQueue, relay_pace_s
+from raypp.control.report.relay import Relay, relay_pace_s
 from raypp.control.report.reporter import ReportBuffer
 from raypp.control.worker_group import WorkerGroup
 from raypp.mesh.geometry import Mesh
@@ -145,7 +145,7 @@ class HeldController(Controller):
     def usage(self) -> Usage:
         own = next(t for t in psutil.Process().threads() if t.id == self._thread.native_id)
         watch, now = self._leader.reports.watch, time.monotonic()
-        oldest = max(now - last.at for last in watch._heartbeats) if watch is not None else 0.0
+        oldest = now - min(watch._heartbeat_at) if watch is not None else 0.0
         resident = psutil.Process().memory_info().rss
         return Usage(time.process_time(), own.user_time + own.system_time, resident, self._calls, oldest)
 
@@ -222,7 +222,7 @@ class Gathered:
         self._controller, self._ranks = controller, ranks
         count = -(-ranks // DEVICES_PER_NODE)
         pace_s = relay_pace_s(count)
-        self._relays = [RelayQueue(self._up, timeout_s=60.0, heartbeat_s=pace_s) for _ in range(count)]
+        self._relays = [Relay("held", controller, pace_s, timeout_s=60.0) for _ in range(count)]
         self._simulated = [Simulated(rank, 1_000_000) for rank in range(ranks)]
         self._ways = [
             self._directly if rank == 0 else self._relays[rank // DEVICES_PER_NODE].report for rank in range(ranks)
@@ -234,15 +234,7 @@ class Gathered:
 
     async def send(self, period_s: float, seconds: float) -> tuple[int, float]:
         """As `Sender.send`."""
-        working = [asyncio.create_task(relay.forward_reports()) for relay in self._relays]
-        told = await _tell_all(list(zip(self._simulated, self._ways, strict=True)), self._ranks, period_s, seconds)
-        for task in working:
-            task.cancel()
-        return told
-
-    async def _up(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
-        answers: Sequence[BatchAnswer] = await self._controller.relayed.remote(batches)
-        return answers
+        return await _tell_all(list(zip(self._simulated, self._ways, strict=True)), self._ranks, period_s, seconds)
 
     async def _directly(self, batch: ReportBatch) -> BatchAnswer:
         answer: BatchAnswer = await self._controller.report.remote(batch)

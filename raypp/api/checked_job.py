@@ -56,7 +56,7 @@ def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
         file = sized(file)
     except RayppError as error:
         # Without sizes there is no plan, and whether the data fit the model is unknown.
-        problems += [found for found in _spec_problems(file, problems) if found.key.partition(".")[0] != "model"]
+        problems += [problem for problem in _spec_problems(file, problems) if problem.key.partition(".")[0] != "model"]
         if not problems and not isinstance(error, JobError):
             raise
         raise JobError(in_order([*map(file.locate, problems), *error.problems])) from error
@@ -88,16 +88,18 @@ def _problems_on(device: str, file: JobFile, before: Sequence[Problem]) -> list[
     file = replace(file, job=file.job.for_device(device))
     problems = _spec_problems(file, before)
     reported = {problem.key for problem in (*before, *problems)}
-    plan = [found for found in _plan_problems(file) if found.key not in reported and (found.key or not reported)]
+    plan = [
+        problem for problem in _plan_problems(file) if problem.key not in reported and (problem.key or not reported)
+    ]
     return problems + plan
 
 
 def _spec_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:
     """Returns the problems of the job on its own, without those of keys that have one already."""
     reported = {problem.key for problem in before}
-    found = [problem for problem in check_spec(file.job, file.directory) if problem.key not in reported]
-    reported |= {problem.key for problem in found}
-    return found + [problem for problem in check_policy(file.job.recovery) if problem.key not in reported]
+    problems = [problem for problem in check_spec(file.job, file.directory) if problem.key not in reported]
+    reported |= {problem.key for problem in problems}
+    return problems + [problem for problem in check_policy(file.job.recovery) if problem.key not in reported]
 
 
 def _row_problems(job: Job) -> list[Problem]:

@@ -48,10 +48,10 @@ def submit(job: Job, *, address: str | None = None, resume: bool = False, wait: 
         ResourcesError: The cluster has not enough devices.
         RunFailedError: With `wait`, the run has failed.
     """
-    found = Run(start(prepare(checked(job_file(job)), address, resume, _log.warning), _log.warning))
+    submitted = Run(start(prepare(checked(job_file(job)), address, resume, _log.warning), _log.warning))
     if wait:
-        found.wait()
-    return found
+        submitted.wait()
+    return submitted
 
 
 def run(name: str) -> Run:

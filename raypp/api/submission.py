@@ -132,7 +132,7 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
         asked = True
 
     try:
-        submission = client.submit_run(job, prepared.cluster, store.url, number=number, before=write)
+        submission_id = client.submit_run(job, prepared.cluster, store.url, number=number, before=write)
     except NoAnswerError as error:
         if not asked:
             raise
@@ -146,7 +146,7 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
         if asked and not prepared.resume:
             store.delete([f"{job.name}/spec.json"])
         raise
-    place = RunPlace(store.url, job.name, prepared.cluster.address, submission.submission_id, time.time())
+    place = RunPlace(store.url, job.name, prepared.cluster.address, submission_id, time.time())
     try:
         known_runs.remember_run(place)
     except JobError as error:  # the run has been accepted

@@ -103,7 +103,7 @@ def main(module: str) -> None:
     """Answers the request on standard input, in the new process."""
     answer = quick_import(module).answer
     try:
-        found = answer(json.load(sys.stdin))
+        result = answer(json.load(sys.stdin))
     except RayppError as error:
-        found = {"problems": [asdict(problem) for problem in error.problems], "exit_code": error.exit_code}
-    print(json.dumps(found))  # noqa: T201
+        result = {"problems": [asdict(problem) for problem in error.problems], "exit_code": error.exit_code}
+    print(json.dumps(result))  # noqa: T201

@@ -101,7 +101,7 @@ def _asked(place: RunPlace, reader: RunReader, cluster: Cluster, steps: int, *, 
     """
     while True:
         status = present_status(place, reader)
-        answer = client.command_run(cluster, place, f"timeline-{steps}")
+        answer = client.command_run(cluster, place, "timeline", steps)
         if not answer["found"]:
             if patient and not is_final(status):
                 time.sleep(_ASK_EVERY_S)  # Ray starts the controller again

@@ -36,7 +36,7 @@ take as long."""
 _KILL_TIMEOUT_S = 15.0
 """How long to wait for a process after it was killed."""
 
-Found: TypeAlias = tuple[Any, WorkerStatus]
+LivingWorker: TypeAlias = tuple[Any, WorkerStatus]
 """A living worker and what it says of itself."""
 AttemptEvent = Seated | RankFailed | NoResources | Finished | AttemptEnded
 
@@ -80,18 +80,18 @@ class Attempt:
         """Requests the devices; `poll` does the rest."""
         self.placement.request()
 
-    def adopt(self, found: Sequence[Found], places: Sequence[RankStatus] = (), step: int = 0) -> None:
+    def adopt(self, living: Sequence[LivingWorker], places: Sequence[RankStatus] = (), step: int = 0) -> None:
         """Takes over an attempt that an earlier controller process started.
 
         Args:
-            found: Its living workers. A rank without one has failed.
+            living: Its living workers. A rank without one has failed.
             places: Where the ranks were, as far as it is known.
             step: The last step known to be done.
         """
         self._to(AttemptPhase.RUNNING)
-        by_rank = {one.seat.rank: (actor, one) for actor, one in found if one.seat is not None}
+        by_rank = {one.seat.rank: (actor, one) for actor, one in living if one.seat is not None}
         known = {one.rank: one for one in places}
-        free = iter(sorted(set(range(self.mesh.world)) - {one.bundle for _, one in found}))
+        free = iter(sorted(set(range(self.mesh.world)) - {one.bundle for _, one in living}))
         for number in range(self.mesh.world):
             coordinates = self.mesh.coordinates(number)
             rank = Rank(number, coordinates.label(self.mesh.sizes), coordinates, -1, "", state="running")
@@ -99,13 +99,13 @@ class Attempt:
             if number in by_rank:
                 self._adopt_worker(rank, *by_rank[number])
                 continue
-            rank.bundle, rank.failed, rank.state, rank.step = next(free), True, "dead", step
+            rank.bundle, rank.state, rank.step = next(free), "dead", step
             if (place := known.get(number)) is not None:
                 rank.node, rank.pid = place.node, place.pid
             death = death_during_controller_outage(rank)
             self._ends.hold(rank.failure(death.kind, death.cause))
         for rank in self.ranks:
-            if not rank.failed:
+            if not rank.ended:
                 self._ends.await_end(rank)
 
     def _adopt_worker(self, rank: Rank, actor: Any, status: WorkerStatus) -> None:
@@ -275,8 +275,9 @@ class Attempt:
         if waiting and not (self._killed and waited >= _KILL_TIMEOUT_S):
             return []
         for rank in self.ranks:
-            rank.state = "done" if rank.result else "dead"
-            if rank.ended and not rank.reusable:
+            if not rank.ended:
+                rank.state = "dead"
+            elif not rank.reusable:
                 self.workers.kill(rank.bundle)
         self._to(AttemptPhase.ENDED)
         return [AttemptEnded()]

@@ -38,7 +38,7 @@ def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
     )
 
 
-def end_untold(error: BaseException, seat: Seat) -> RankFailure:
+def unreported_end(error: BaseException, seat: Seat) -> RankFailure:
     """Returns the failure of a rank that could not tell how it ended, because of this
     exception."""
     cause = f"{type(error).__name__} kept the rank from telling how it ended; see its log"

@@ -68,13 +68,13 @@ def find_workers(run: str) -> list[tuple[Any, WorkerStatus]]:
     """Returns the living workers of a run with their status. Ends those that do not answer."""
     asked = {handle.status.remote(): handle for handle in workers_of(run)}
     ready, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_STATUS_TIMEOUT_S) if asked else ([], [])
-    found = []
+    living = []
     for reference in ready:
         with contextlib.suppress(RayError):
-            found.append((asked[reference], ray.get(reference)))
+            living.append((asked[reference], ray.get(reference)))
     for reference in silent:
         end_actor(asked[reference])
-    return found
+    return living
 
 
 def end_workers(run: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from raypp.checkpoint.run_spec import read_end
@@ -46,14 +47,6 @@ _BEFORE_AMPERE = re.compile(
 
 Waiting = Callable[[], None]
 """Called once if an answer takes longer than a minute."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A run the cluster has accepted."""
-
-    submission_id: str
-    address: str
 
 
 def check_resources(job: Job, cluster: Cluster) -> tuple[str, Job]:
@@ -119,9 +112,9 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
         if problems := offload_problems(whole, memory, "cuda" if device == "cuda" else "cpu"):
             raise ResourcesError(problems)
         return device
-    what = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
+    units = "GPUs" if device == "cuda" else f"places of {cpus:g} CPU"
     if any(_lacks_cpus(node, free[node.node_id], device) for node in nodes):
-        what = f"GPUs with {cpus:g} CPUs each"
+        units = f"GPUs with {cpus:g} CPUs each"
     where = ", ".join(_places_in_words(node, free[node.node_id], device, cpus) for node in nodes)
     free_gpus = sum(int(node.free_gpus) for node in nodes)
     too_large = best_for(job, total) is not None  # an elastic job, whose smaller meshes need too much memory
@@ -129,7 +122,7 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     raise ResourcesError(
         Problem(
             "mesh",
-            f"{world} ranks need {world} {what}; {total} are free ({where or 'the cluster has no node'})"
+            f"{world} ranks need {world} {units}; {total} are free ({where or 'the cluster has no node'})"
             + (why if too_large else ""),
             "end another run, or add nodes" if too_large else _way_out(job, total, device, embedded, free_gpus),
         )
@@ -202,8 +195,8 @@ def submit_run(
     before: Callable[[], None] = lambda: None,
     rank_function: str | None = None,
     relays_from_ranks: int = RELAYS_FROM_RANKS,
-) -> Submission:
-    """Submits a checked job to the cluster as a Ray job; returns when it is accepted.
+) -> str:
+    """Submits a checked job to the cluster as a Ray job, and returns the job's id.
 
     Args:
         job: Its spec must be in the store, unless `before` writes it.
@@ -247,10 +240,9 @@ def submit_run(
     }
     before()
     try:
-        accepted = cluster.dashboard.submit_job(document)
+        return cluster.dashboard.submit_job(document)
     except DashboardError as error:
         raise refused(error) from None
-    return Submission(accepted, cluster.address)
 
 
 def collect_settings(cluster: Cluster) -> dict[str, str]:
@@ -274,15 +266,15 @@ def collect_secrets(here: bool = False) -> dict[str, str]:
         here: The ranks run on this machine: they read such files themselves, and so can renew
             credentials that expire.
     """
-    found = collect(SECRETS, dict(os.environ))
+    credentials = collect(SECRETS, dict(os.environ))
     for kind in STORES:
         if kind.own_secrets and not here:
-            found |= load_object(kind.own_secrets)()
-    return found
+            credentials |= load_object(kind.own_secrets)()
+    return credentials
 
 
-def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
-    """Sends `save`, `stop`, `stop-now` or `timeline-N` to a run's controller; waits for the answer.
+def command_run(cluster: Cluster, place: RunPlace, method: str, *arguments: object) -> dict[str, Any]:
+    """Calls a method of a run's controller, see `driver.command`; waits for the answer.
 
     Returns:
         The result of `driver.command`.
@@ -290,8 +282,8 @@ def command_run(cluster: Cluster, place: RunPlace, command: str) -> dict[str, An
     Raises:
         UnreachableError: The cluster does not answer, or not in time.
     """
-    words = (command, place.name, place.url)
-    call = Call(f"{command} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
+    words = (place.name, place.url, method, json.dumps(arguments))
+    call = Call(f"{method} {place.name}", "raypp.control.driver", words, timeout_s=_COMMAND_PATIENCE_S)
     return last_answer(lines_of(cluster, call))
 
 
@@ -308,8 +300,7 @@ def save_run(cluster: Cluster, place: RunPlace, on_wait: Waiting = lambda: None)
     if answer.get("pending"):
         on_wait()
     while answer.get("pending"):
-        step, attempt = answer["pending"]
-        answer = command_run(cluster, place, f"save-{step}-{attempt}")
+        answer = command_run(cluster, place, "save", answer["pending"])
     return answer
 
 
@@ -328,12 +319,11 @@ def stop_run(
     Returns:
         The result of `driver.command`.
     """
-    command = "stop" if save else "stop-now"
-    answer = command_run(cluster, place, command)
+    answer = command_run(cluster, place, "stop", save)
     if answer["found"] and answer["state"] is None:
         on_wait()
     while answer["found"] and answer["state"] is None:
-        answer = command_run(cluster, place, command)
+        answer = command_run(cluster, place, "stop", save)
     end = None if answer["found"] else read_end(store, place.name)
     return answer if end is None else {"found": True, **asdict(end)}
 

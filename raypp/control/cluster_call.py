@@ -84,19 +84,19 @@ def last_answer(lines: Iterable[str]) -> dict[str, Any]:
     Raises:
         UnreachableError: There is none; the message holds the end of what was printed instead.
     """
-    found: dict[str, Any] | None = None
+    answer: dict[str, Any] | None = None
     tail: deque[str] = deque(maxlen=5)
     try:
         for line in lines:
             tail.append(line)
             if line.startswith("{"):
                 with contextlib.suppress(ValueError):
-                    found = dict(json.loads(line))
+                    answer = dict(json.loads(line))
     except CallFailedError as error:
         tail.extend(str(error).splitlines())
-    if found is None:
+    if answer is None:
         raise UnreachableError(Problem("address", "the cluster could not be asked: " + "\n".join(tail)))
-    return found
+    return answer
 
 
 def python_of(cluster: Cluster) -> str:
@@ -195,7 +195,7 @@ def _stop(cluster: Cluster, submission_id: str) -> None:
 
 def _too_slow(call: Call) -> UnreachableError:
     word = call.title.partition(" ")[0]
-    what = f"the cluster did not carry out `{word}` in {call.timeout_s:.0f} s"
+    fault = f"the cluster did not carry out `{word}` in {call.timeout_s:.0f} s"
     return UnreachableError(
-        Problem("address", what, "`ray status` on a node shows whether the cluster works; try again")
+        Problem("address", fault, "`ray status` on a node shows whether the cluster works; try again")
     )

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -19,7 +20,6 @@ from raypp.control.protocol import BatchAnswer, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
 _UNWATCHED_S = 5.0
-_BEGINNING_S = 60.0
 
 
 class Controller:
@@ -60,7 +60,7 @@ class Controller:
         return self._leader.reports.relayed(batches)
 
     def alive(self) -> None:
-        """Answers: an idle worker or relay checks whether the controller is there."""
+        """Answers: an idle worker checks whether the controller is there."""
 
     def follow(self, cursor: int, patience_s: float = 1.0) -> tuple[list[str], int, RunEnd | None]:
         """Returns the lines since `cursor`, the next cursor, and the outcome once there is one."""
@@ -72,7 +72,7 @@ class Controller:
             self._read.set()
         return lines, after, outcome
 
-    def save(self, patience_s: float = 60.0, pending: tuple[int, int] | None = None) -> dict[str, Any]:
+    def save(self, patience_s: float, pending: Sequence[int] | None = None) -> dict[str, Any]:
         """Requests a checkpoint of the current step and waits for its commit.
 
         Args:
@@ -87,7 +87,7 @@ class Controller:
         leader.begun.wait(patience_s)
         at, attempt = pending or (leader.record.step, leader.machine.attempt)
         if pending is None:
-            if not leader.training:
+            if not leader.machine.training:
                 return {"committed": None, "what": f"the run is {leader.machine.state}, no rank is training"}
             if at == 0 and leader.machine.committed_step is None:
                 at = 1
@@ -96,39 +96,40 @@ class Controller:
         while (leader.machine.committed_step or 0) < at:
             at = min(at, max(1, leader.record.step))  # the attempt may have resumed before that step
             answer = {"committed": None, "what": f"no checkpoint was committed; the run is {leader.machine.state}"}
-            if not leader.training or leader.machine.attempt != attempt:
+            if not leader.machine.training or leader.machine.attempt != attempt:
                 return answer
             if time.monotonic() > end:
                 return {**answer, "pending": (at, attempt)}
             time.sleep(0.05)
         return {"committed": leader.machine.committed_step, "what": leader.record.checkpoint_url()}
 
-    def timeline(self, steps: int) -> dict[str, Any]:
+    def timeline(self, patience_s: float, steps: int) -> dict[str, Any]:
         """Asks the ranks to trace their next steps; returns at once, when the run is led.
 
         Returns:
             `traced`: whether ranks are training, and `what`, a message.
         """
         leader = self._leader
-        leader.begun.wait(_BEGINNING_S)
-        if not leader.training:
+        leader.begun.wait(patience_s)
+        if not leader.machine.training:
             return {"traced": False, "what": f"the run is {leader.machine.state}, no rank is training"}
         leader.reports.trace_wanted = steps
         return {"traced": True, "what": f"from about step {leader.record.step + 1} on"}
 
-    def stop(self, save: bool = True) -> None:
-        """Requests the end of the run; returns at once."""
-        self._leader.reports.request_stop(save)
+    def stop(self, patience_s: float, save: bool) -> dict[str, Any]:
+        """Requests the end of the run, and waits for it.
 
-    def outcome(self, patience_s: float = 0.0) -> RunEnd | None:
-        """Returns how the run ended, waiting up to `patience_s` for it."""
+        Returns:
+            The fields of `RunEnd`; `state: None` if the run has not ended yet.
+        """
+        self._leader.reports.request_stop(save)
         end = time.monotonic() + patience_s
-        while self._leader.outcome is None and time.monotonic() < end:
+        while (outcome := self._leader.outcome) is None and time.monotonic() < end:
             self._watched_at = time.monotonic()
             time.sleep(0.05)
-        return self._leader.outcome
+        return {"state": None} if outcome is None else asdict(outcome)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, _patience_s: float) -> dict[str, Any]:
         """Returns the current status, this process' id, and how many relay reports it has
         processed."""
         leader = self._leader
@@ -147,12 +148,9 @@ class Controller:
         return over
 
     def _lead(self) -> None:
+        """Leads the run, and exits once a follower has read the outcome; waits only briefly when
+        nobody follows."""
         self._leader.run()
-        self._go()
-
-    def _go(self) -> None:
-        """Exits after the run, once a follower has read the outcome; waits only briefly when nobody
-        follows."""
         if self._leader.outcome is None:
             os._exit(1)  # another process of this actor leads the run
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S

@@ -4,9 +4,8 @@ It starts the run's controller (or finds it), prints its lines, and exits with t
 `raypp-run.json` in the working directory names the run. SIGTERM (`ray job stop`) ends the run
 without a checkpoint.
 
-`python -m raypp.control.driver save|stop|stop-now|timeline-N RUN URL` sends a command to the
-controller of a run, which is stored at URL, and prints the answer as one JSON object on the last
-line.
+`python -m raypp.control.driver RUN URL METHOD ARGUMENTS` calls a method of the controller of a
+run, which is stored at URL, and prints the answer as one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,6 +38,7 @@ from raypp.storage import open_store
 from raypp.untrusted.text import visible_lines
 
 _LOST_S = 60.0
+_PATIENCE_S = 120.0
 _WAIT_S = 60.0
 """How long one command waits for a save or an end; then it is given again."""
 _ASK_AGAIN_S = 0.2  # a restarted controller may end its run, and leave, within a second
@@ -57,43 +56,41 @@ def main(arguments: list[str]) -> int:
     ray = quick_import("ray")
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
     if request is None:
-        name, run, url = arguments
-        print(json.dumps(command(name, run, url)), flush=True)  # noqa: T201
+        run, url, method, values = arguments
+        print(json.dumps(command(run, url, method, json.loads(values))), flush=True)  # noqa: T201
         return 0
     return _follow_run(request)
 
 
-def find_controller(name: str) -> Any:
-    """Returns the running controller of the run that the cluster calls so, or None."""
-    import ray
+def command(run: str, url: str, method: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Calls a method of a run's controller, which waits until its task is done, for a minute at
+    most.
 
-    try:
-        return ray.get_actor(f"raypp/{name}", namespace=NAMESPACE)
-    except ValueError:
-        return None
-
-
-def command(name: str, run: str, url: str, patience_s: float = 120.0) -> dict[str, Any]:
-    """Sends a command to a run's controller and waits until it is done, for a minute at most.
-
-    While the controller restarts it is sent again, so the controller may get it twice: a run has
+    While the controller restarts it is called again, so the controller may get it twice: a run has
     one stop and one trace at a time, and a second save is of a later step.
 
     Args:
-        name: save | save-STEP-ATTEMPT | stop | stop-now | facts | timeline-N, for N steps.
         url: Of its store, in the store's own form.
-        patience_s: Of all tries together.
+        method: save | stop | timeline | facts.
+        arguments: Those after `patience_s`.
 
     Returns:
-        `found`: whether there is a controller; for save what `Controller.save` returns; for a stop
-        the fields of `RunEnd`, or `state: None` if the run has not ended yet; for facts the status;
-        for a timeline `traced` and `what`.
+        `found`: whether there is a controller; and what the method returns.
     """
-    end = time.monotonic() + patience_s
-    controller = find_controller(cluster_name(url, run))
-    if controller is None:
+    import ray
+
+    end = time.monotonic() + _PATIENCE_S
+    try:
+        controller = ray.get_actor(f"raypp/{cluster_name(url, run)}", namespace=NAMESPACE)
+    except ValueError:
         return {"found": False}
-    return answer_of(lambda: _ask(controller, name, max(1.0, end - time.monotonic())), patience_s)
+
+    def ask() -> dict[str, Any]:
+        patience_s = min(max(1.0, end - time.monotonic()), _WAIT_S)
+        answer: dict[str, Any] = ray.get(getattr(controller, method).remote(patience_s, *arguments))
+        return answer
+
+    return answer_of(ask, _PATIENCE_S)
 
 
 def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str, Any]:
@@ -111,29 +108,6 @@ def answer_of(ask: Callable[[], dict[str, Any]], patience_s: float) -> dict[str,
         raise
     except RayActorError:
         return {"found": False}
-
-
-def _ask(controller: Any, name: str, patience_s: float) -> dict[str, Any]:
-    """Asks a controller once; see `command`."""
-    import ray
-
-    answer: dict[str, Any]
-    if name == "save":
-        answer = ray.get(controller.save.remote(min(patience_s, _WAIT_S)))
-    elif name.startswith("save-"):
-        step, attempt = map(int, name.split("-")[1:])
-        answer = ray.get(controller.save.remote(min(patience_s, _WAIT_S), (step, attempt)))
-    elif name.startswith("timeline-"):
-        answer = ray.get(controller.timeline.remote(int(name.removeprefix("timeline-"))), timeout=patience_s)
-    elif name == "facts":
-        answer = ray.get(controller.facts.remote(), timeout=patience_s)
-    else:
-        ray.get(controller.stop.remote(name == "stop"), timeout=patience_s)
-        outcome: RunEnd | None = ray.get(controller.outcome.remote(min(patience_s, _WAIT_S)))
-        if outcome is None:
-            return {"state": None}
-        answer = asdict(outcome)
-    return answer
 
 
 def _controller(request: RunRequest) -> Any:
@@ -206,7 +180,7 @@ def _follow_run(request: RunRequest) -> int:
         return code
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:
-        controller.stop.remote(False)
+        controller.stop.remote(0.0, False)
 
     signal.signal(signal.SIGTERM, on_term)
     outcome = _follow(controller) or _recorded_end(request)

@@ -140,23 +140,23 @@ class ElasticSizing:
         if self._job.recovery.site_timeout_s is not None:
             return self._partial_sites(placement, world)
         bad = bad_nodes(machine.history)
-        found = {node["NodeID"]: node["NodeManagerAddress"] for node in all_nodes() if node["Alive"]} if bad else {}
-        found = {node: address for node, address in found.items() if address in bad}
-        if not found or self.best(placement.room(frozenset(found))) is None:
+        excluded = {node["NodeID"]: node["NodeManagerAddress"] for node in all_nodes() if node["Alive"]} if bad else {}
+        excluded = {node: address for node, address in excluded.items() if address in bad}
+        if not excluded or self.best(placement.room(frozenset(excluded))) is None:
             return frozenset()
-        for address in sorted(set(found.values()) - self._reported_bad):
+        for address in sorted(set(excluded.values()) - self._reported_bad):
             self._reported_bad.add(address)
             message = f"{address} was lost in {bad[address]} attempts and is excluded from now on"
             self._record_event(Event("node_left_out", message, attempt=machine.attempt, node=address))
-        return frozenset(found)
+        return frozenset(excluded)
 
     def _partial_sites(self, placement: Placement, world: int) -> frozenset[str]:
         site_of = {node["NodeID"]: node.get("Labels", {}).get(SITE, "") for node in all_nodes() if node["Alive"]}
         replica = self.wanted.world // self.wanted.dp_replicate
-        found: set[str] = set()
+        partial: set[str] = set()
         for site in set(site_of.values()):
             elsewhere = {node for node, other in site_of.items() if other != site}
             if 0 < placement.room(frozenset(elsewhere)) < replica:
-                found |= site_of.keys() - elsewhere
-        room = placement.room(frozenset(found))
-        return frozenset(found) if room >= world and self.best(room) is not None else frozenset()
+                partial |= site_of.keys() - elsewhere
+        room = placement.room(frozenset(partial))
+        return frozenset(partial) if room >= world and self.best(room) is not None else frozenset()

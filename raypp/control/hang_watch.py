@@ -27,17 +27,6 @@ _GAPS_KEPT = 20
 _OWN_LIMIT = ("finish",)  # waits for the last upload, which has its own time limit
 
 
-@dataclass
-class _LastHeartbeat:
-    """The last heartbeat of one rank."""
-
-    at: float
-    phase: str = "starting"
-    idle_s: float = 0.0
-    inside: str = ""
-    reached: int = 0
-
-
 @dataclass(frozen=True)
 class Stall:
     """A hang: the rank that the attempt waits for, None if it is unknown; the text of the
@@ -61,11 +50,14 @@ class HangWatch:
     """
 
     def __init__(self, ranks: Sequence[Rank], timeout_s: float, now: float, rank_of_stage: Sequence[int] = ()) -> None:
-        self._ranks = ranks
         self._rank_of_stage = rank_of_stage
         self._timeout_s = timeout_s
         self._listened_at = now
-        self._heartbeats = [_LastHeartbeat(now) for _ in ranks]
+        self._activities = [
+            RankActivity(one.rank, one.label, one.coordinates, "starting", 0.0, one.node, one.pid) for one in ranks
+        ]
+        """As of each rank's last heartbeat."""
+        self._heartbeat_at = [now for _ in ranks]
         self._steps: deque[float] = deque(maxlen=20)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
 
@@ -74,7 +66,9 @@ class HangWatch:
     ) -> None:
         """Records what a rank reports."""
         idle_s -= sum(max(0.0, min(end, now) - max(begin, now - idle_s)) for begin, end in self._gaps)
-        self._heartbeats[rank] = _LastHeartbeat(now, phase, idle_s, inside, reached)
+        activity = self._activities[rank]
+        self._activities[rank] = replace(activity, phase=phase, idle_s=idle_s, inside=inside, reached=reached)
+        self._heartbeat_at[rank] = now
 
     def listen(self, now: float) -> None:
         """Leaves out a long time in which no reports were taken; some are about to be."""
@@ -94,8 +88,7 @@ class HangWatch:
         example a pause of the whole machine, may have kept the ranks from theirs.
         """
         self._gaps.append((now - gap_s, now))
-        for last in self._heartbeats:
-            last.at = min(last.at + gap_s, now)
+        self._heartbeat_at = [min(at + gap_s, now) for at in self._heartbeat_at]
 
     def add_step(self, seconds: float) -> None:
         """Records the duration of a step."""
@@ -111,16 +104,18 @@ class HangWatch:
         """Returns the hang: no rank has made progress for too long, or one is silent; None when
         there is none."""
         limit = self.limit_s()
-        silent = [rank for rank, last in enumerate(self._heartbeats) if now - last.at > limit + _HEARTBEAT_DUE_S]
-        idle = [rank for rank in range(len(self._heartbeats)) if self._is_idle(rank, now, limit)]
-        if not silent and len(idle) < len(self._heartbeats):
+        ranks = range(len(self._activities))
+        silent = [rank for rank in ranks if now - self._heartbeat_at[rank] > limit + _HEARTBEAT_DUE_S]
+        if not silent and not all(self._is_idle(rank, now, limit) for rank in ranks):
             return None  # a rank that makes progress may free the others
         # All are idle. A rank whose heartbeat is overdue does not merely wait.
-        silent = silent or [rank for rank in range(len(self._heartbeats)) if self._overdue(rank, now)]
-        activities = [self._activity(rank, now, rank in silent) for rank in range(len(self._heartbeats))]
+        silent = silent or [rank for rank in ranks if self._overdue(rank, now)]
+        activities = [
+            replace(one, idle_s=self._idle_s(one.rank, now), silent=one.rank in silent) for one in self._activities
+        ]
         blame = find_culprit(activities, self._rank_of_stage)
         if blame.rank is not None:
-            phase = self._heartbeats[blame.rank].phase.partition(" ")[0]
+            phase = activities[blame.rank].phase.partition(" ")[0]
             if phase in _OWN_LIMIT and blame.rank not in silent:
                 return None
             if phase == "save" and self._idle_s(blame.rank, now) <= _SLOW_STORE * limit:
@@ -134,17 +129,10 @@ class HangWatch:
         Between the two its activity is unknown: its last mark may be old, and a verdict would take
         a frozen rank for one that waits where it last reported.
         """
-        return self._heartbeats[rank].idle_s > limit or (self._overdue(rank, now) and self._idle_s(rank, now) > limit)
+        return self._activities[rank].idle_s > limit or (self._overdue(rank, now) and self._idle_s(rank, now) > limit)
 
     def _overdue(self, rank: int, now: float) -> bool:
-        return now - self._heartbeats[rank].at > _HEARTBEAT_DUE_S
+        return now - self._heartbeat_at[rank] > _HEARTBEAT_DUE_S
 
     def _idle_s(self, rank: int, now: float) -> float:
-        last = self._heartbeats[rank]
-        return last.idle_s + now - last.at
-
-    def _activity(self, number: int, now: float, silent: bool) -> RankActivity:
-        rank, last = self._ranks[number], self._heartbeats[number]
-        idle_s = self._idle_s(number, now)
-        activity = RankActivity(number, rank.label, rank.coordinates, last.phase, idle_s, rank.node, rank.pid)
-        return replace(activity, silent=silent, inside=last.inside, reached=last.reached)
+        return self._activities[rank].idle_s + now - self._heartbeat_at[rank]

@@ -59,14 +59,14 @@ class _Report(TypedDict, total=False):
 
 
 def use_on_cluster(
-    cluster: Cluster, what: str, source: Source, job: Job, request: Mapping[str, Any]
+    cluster: Cluster, command: str, source: Source, job: Job, request: Mapping[str, Any]
 ) -> Generator[dict[str, Any]]:
     """Yields what rank 0 reports, as it comes. The answer is the last.
 
     A caller that closes the iterator ends the job on the cluster.
 
     Args:
-        what: `generate` or `eval`, for names.
+        command: `generate` or `eval`, for names.
         source: The model; every rank reads its part of the weights itself.
         job: Its mesh and `resources` say how many ranks run on which devices.
         request: More of what `inference.on_seat.use_model` takes.
@@ -78,10 +78,10 @@ def use_on_cluster(
     """
     device = _device(cluster, job)
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    name = f"{what}-{source.run or 'model'}-{stamp}"
+    name = f"{command}-{source.run or 'model'}-{stamp}"
     whole = {"name": name, "device": device, "source": asdict(source), "job": job_document(job), **request}
     call = Call(
-        f"{what} {source.place}",
+        f"{command} {source.place}",
         "raypp.control.inference_driver",
         secrets=collect_secrets(here=cluster.embedded is not None),
         settings=collect_settings(cluster),

@@ -76,18 +76,26 @@ def carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
     reports = ranks[0].actor.reports.remote(_REPORTS_S)
     answers: dict[int, dict[str, Any]] = {}
     errors: dict[int, dict[str, Any]] = {}
+
+    def take(reference: Any) -> None:
+        rank = running.pop(reference)
+        answer = _answer(reference, rank)
+        answers[rank.rank] = answer
+        if "error" in answer:
+            errors[rank.rank] = answer["error"]
+
     while running and not errors:
         ready, _ = ray.wait([*running, reports], num_returns=1)
         for reference in ready:
             if reference == reports:
                 reports = _printed(reports, ranks[0])
             else:
-                _take(reference, running.pop(reference), answers, errors)
+                take(reference)
     if errors:
         end = time.monotonic() + _CAUSE_S
         while running and all(error["peer"] for error in errors.values()) and time.monotonic() < end:
             for reference in ray.wait(list(running), num_returns=1, timeout=1.0)[0]:
-                _take(reference, running.pop(reference), answers, errors)
+                take(reference)
         raise first_error(errors)
     _printed(_printed(reports, ranks[0]), ranks[0])
     return answers[0]
@@ -95,8 +103,7 @@ def carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _started(name: str, job: Job, device: str) -> list[Rank]:
     """Returns the ranks in order, on processes that have said where they run."""
-    bundle = {"CPU": float(job.resources.cpus_per_rank)} | ({"GPU": 1.0} if device == "cuda" else {})
-    placement = Placement(f"raypp/{name}", job.mesh.world, bundle, lifetime=None)
+    placement = Placement.of(job, name, job.mesh.world, device, lifetime=None)
     placement.request()
     while (nodes := placement.nodes()) is None:
         if (reason := placement.hopeless()) is not None:
@@ -141,25 +148,20 @@ def _prepare(request: Mapping[str, Any], rank: Rank) -> None:
     Raises:
         GenerationError: It cannot.
     """
-    errors: dict[int, dict[str, Any]] = {}
-    _take(rank.actor.prepare.remote(request), rank, {}, errors)
-    if errors:
-        raise first_error(errors)
+    answer = _answer(rank.actor.prepare.remote(request), rank)
+    if "error" in answer:
+        raise first_error({rank.rank: answer["error"]})
 
 
-def _take(reference: Any, rank: Rank, answers: dict[int, dict[str, Any]], errors: dict[int, dict[str, Any]]) -> None:
-    """Records how a rank ended."""
+def _answer(reference: Any, rank: Rank) -> dict[str, Any]:
+    """Returns a rank's answer, or its `error`."""
     try:
-        answer = ray.get(reference)
+        answer: dict[str, Any] = ray.get(reference)
     except RayActorError as error:
-        errors[rank.rank] = died(rank.rank, f"on {rank.node} (pid {rank.pid}) ended: {_in_words(error)}")
+        return {"error": died(rank.rank, f"on {rank.node} (pid {rank.pid}) ended: {_in_words(error)}")}
     except RayError as error:
-        errors[rank.rank] = died(rank.rank, f"on {rank.node} failed: {error}")
-    else:
-        if "error" in answer:
-            errors[rank.rank] = answer["error"]
-        else:
-            answers[rank.rank] = answer
+        return {"error": died(rank.rank, f"on {rank.node} failed: {error}")}
+    return answer
 
 
 def _in_words(error: RayError) -> str:
@@ -168,15 +170,15 @@ def _in_words(error: RayError) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _printed(reports: Any, rank: Rank) -> Any:
-    """Prints the reports of a call and returns the next call. `_take` handles lost ranks."""
+def _printed(call: Any, rank: Rank) -> Any:
+    """Prints the reports of a call and returns the next call. `_answer` handles lost ranks."""
     try:
-        found = ray.get(reports)
+        reports = ray.get(call)
     except RayError:
-        found = []
-    for report in found:
+        reports = []
+    for report in reports:
         _print(report)
-    if not found:
+    if not reports:
         time.sleep(_PAUSE_S)
     return rank.actor.reports.remote(_REPORTS_S)
 

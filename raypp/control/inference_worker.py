@@ -54,7 +54,7 @@ class InferenceWorker:
         set_seat_environment(seat)
         try:
             with process_title(f"ray::{self._name}"):
-                return use_model(request, seat, self._tell)
+                return use_model(request, seat, self._add_report)
         finally:
             with self._changed:
                 self._over = True
@@ -67,10 +67,10 @@ class InferenceWorker:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._reports or self._over, timeout_s)
-            found, self._reports = self._reports, []
-        return found
+            reports, self._reports = self._reports, []
+        return reports
 
-    def _tell(self, report: Mapping[str, Any]) -> None:
+    def _add_report(self, report: Mapping[str, Any]) -> None:
         with self._changed:
             self._reports.append(report)
             self._changed.notify_all()

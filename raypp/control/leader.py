@@ -18,7 +18,7 @@ from raypp.checkpoint.layout import spec_key, step_folder
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
-from raypp.control.attempt import Attempt, Found
+from raypp.control.attempt import Attempt, LivingWorker
 from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
@@ -68,8 +68,6 @@ class Leader:
         self._job = Job.model_validate(request.job)
         self._attempt: Attempt | None = None
         self._launch_now = False
-        self._has_resources = False
-        """`_workers` and `_placement` are set."""
         self._number = request.number
         self._wake_at: float | None = None
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
@@ -104,7 +102,7 @@ class Leader:
             reason = f"the controller failed: {in_words(error)}"
             code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
             finish = m.Finish(RunState.FAILED, reason, code)
-            self.machine = replace(self.machine, phase=m.RunPhase.DONE, state=finish.state, finish=finish)
+            self.machine = m.finished(self.machine, finish)
             self.record.machine(self.machine)
             self._finish(finish)
         finally:
@@ -121,7 +119,7 @@ class Leader:
             self._process_reports(wait_s=0.0)
             for event in events:
                 self._process_event(event)
-            for watcher in self._watchers:
+            for watcher in self._watchers if self._attempt is attempt else ():
                 workers, placement = self._workers, self._placement
                 turn = Turn(self.machine, attempt, workers, placement, self.reports, self.record)
                 if (seen := watcher.check(turn)) is not None:
@@ -144,11 +142,11 @@ class Leader:
         if not self._restarted:
             left = None
         if end := self._ask_store(lambda: read_end(self._store, run, self._number)) if left else None:
-            self._end_by_name()
+            self._end_processes()
             self.outcome = end
             return
         if left is None:
-            self._end_by_name()  # what an earlier submission left whose controller is gone for good
+            self._end_processes()  # what an earlier submission left whose controller is gone for good
         self._policy = policy_of(self._job.recovery)
         # Not chosen again after a restart: the devices counted at first may be gone with a lost
         # node.
@@ -157,7 +155,6 @@ class Leader:
         shape = (left.shape if left else None) or self._sizing.largest()
         self._placement = Placement.of(self._job, self._request.cluster_name, shape.world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
-        self._has_resources = True
         checkpoints = self._ask_store(lambda: list_checkpoints(self._store, run))
         last = self._ask_store(lambda: newest_attempt(self._store, run))
         newest = checkpoints[-1].step if checkpoints else None
@@ -171,9 +168,9 @@ class Leader:
         self._apply(m.Start(last, newest, shape, device))
 
     def _not_shared(self) -> JobError:
-        what = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
+        fault = f"{self._store.url} on the head, {socket.gethostname()}, does not hold what `raypp submit` wrote there"
         fix = "use s3://…, or a directory that the submitting machine and all nodes share"
-        return JobError(Problem("checkpoint.url", what, fix))
+        return JobError(Problem("checkpoint.url", fault, fix))
 
     def _take_over(self, left: m.Machine, last: int, newest: int | None) -> None:
         """Goes on from the machine that a killed process left."""
@@ -181,11 +178,11 @@ class Leader:
         self.machine = left
         steps, over = self._job.train.steps, left.phase is m.RunPhase.DONE
         if over:
-            self._end_by_name()
+            self._end_processes()
         seated, others = self._find_workers(last, left)
         complete = newest is not None and newest >= steps
         if seated and complete and len(seated) < self._placement.world:
-            self._end_by_name()
+            self._end_processes()
             seated, others = [], []
         self._sizing.resume(left.shape)
         self._placement.take_over()
@@ -205,13 +202,13 @@ class Leader:
             self.record.event(Event("controller_restarted", message, attempt=last))
         self._apply(m.TakenOver(last, newest, bool(seated), complete, self.record.step))
 
-    def _find_workers(self, last: int, left: m.Machine) -> tuple[list[Found], list[Found]]:
+    def _find_workers(self, last: int, left: m.Machine) -> tuple[list[LivingWorker], list[LivingWorker]]:
         """Returns the living workers that have a seat in the last attempt, unless that is over, and
         the others."""
-        found = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
+        living = [] if left.phase is m.RunPhase.DONE else find_workers(self._request.cluster_name)
         over = left.attempt_is_over and left.attempt == last
-        seated = [one for one in found if (seat := one[1].seat) is not None and seat.attempt == last and not over]
-        return seated, [one for one in found if one not in seated]
+        seated = [one for one in living if (seat := one[1].seat) is not None and seat.attempt == last and not over]
+        return seated, [one for one in living if one not in seated]
 
     def _refuse(self, error: MachineError) -> None:
         """Says why a run cannot be led on, and what is known of it. Leaves its ranks alone: they
@@ -230,7 +227,7 @@ class Leader:
         self.record.close()
         self.outcome = RunEnd(run, RunState.FAILED, error.exit_code, 0, place, reason, last)
 
-    def _adopt_standbys(self, others: list[Found]) -> None:
+    def _adopt_standbys(self, others: list[LivingWorker]) -> None:
         """Keeps one standby per node; ends the other workers without a seat, which would hold
         resources."""
         for actor, status in others:
@@ -247,14 +244,14 @@ class Leader:
     # Processing reports and events ----------------------------------------------------------------
 
     def _process_reports(self, wait_s: float) -> None:
-        for found in self.reports.process(self._attempt, wait_s):
-            match found:
+        for notice in self.reports.process(self._attempt, wait_s):
+            match notice:
                 case m.Committed():
-                    self._apply(found)
+                    self._apply(notice)
                 case Requests():
                     if not self.machine.stop:
-                        self.record.event(run_events.stop_event(found, self.machine.attempt))
-                    self._apply(m.StopAsked(found.save_before_stop))
+                        self.record.event(run_events.stop_event(notice, self.machine.attempt))
+                    self._apply(m.StopAsked(notice.save_before_stop))
 
     def _process_event(self, event: m.MachineEvent) -> None:
         attempt = self._attempt
@@ -276,11 +273,6 @@ class Leader:
                 self._workers.empty_bundles()
                 self._placement.remove()
         self._apply(event)
-
-    @property
-    def training(self) -> bool:
-        """Whether ranks are training."""
-        return self.machine.phase is m.RunPhase.RUNNING
 
     def _start_watch(self, attempt: Attempt) -> None:
         rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
@@ -347,7 +339,11 @@ class Leader:
         record.flush()
         if record.machines.overtaken:
             return
-        self._end_processes()
+        self._attempt = None
+        try:
+            self._end_processes()
+        except Exception:
+            log.exception("the processes of %s could not be ended", run)
         record.end_trackers(state)
         # Ranks that end normally remove those on their nodes; a mesh that shrank has left others.
         leaves = state is RunState.FAILED or self._sizing.options is not None
@@ -359,26 +355,11 @@ class Leader:
         if self._number:
             with contextlib.suppress(RayppError):  # without its store, the run's commands say that it is lost
                 end = write_end(self._store, end, self._number)
-        record.update_status(self.machine, (), state=state, error=finish.reason if state is RunState.FAILED else None)
+        record.update_status(self.machine, ())
         record.close()
         self.outcome = end
 
     def _end_processes(self) -> None:
-        """Ends every process of the run and releases its devices; when that fails, by the run's
-        name."""
-        self._attempt = None
-        for end in (self._end_by_handle, self._end_by_name) if self._has_resources else (self._end_by_name,):
-            try:
-                end()
-                return
-            except Exception:
-                log.exception("the processes of %s could not be ended", self._request.run)
-
-    def _end_by_handle(self) -> None:
-        self._workers.end()
-        self._placement.remove()
-
-    def _end_by_name(self) -> None:
         """Ends all processes that carry this run's name, and releases its devices."""
         end_workers(self._request.cluster_name)
         remove_groups_of(self._request.cluster_name)

@@ -78,6 +78,11 @@ class Machine:
     device: str = ""
 
     @property
+    def training(self) -> bool:
+        """Whether ranks are training."""
+        return self.phase is RunPhase.RUNNING
+
+    @property
     def attempt_is_over(self) -> bool:
         """Whether the current attempt has failed, and all that is left of it are processes."""
         return bool(self.history) and self.history[-1].attempt == self.attempt
@@ -431,5 +436,10 @@ def _stop(machine: Machine, save: bool) -> Step:
 
 
 def _finish(machine: Machine, finish: Finish) -> Step:
+    return finished(machine, finish), (finish,)
+
+
+def finished(machine: Machine, finish: Finish) -> Machine:
+    """Returns the machine of a run that has ended."""
     error = finish.reason or machine.error if finish.state is RunState.FAILED else machine.error
-    return replace(machine, phase=RunPhase.DONE, state=finish.state, finish=finish, error=error), (finish,)
+    return replace(machine, phase=RunPhase.DONE, state=finish.state, finish=finish, error=error)

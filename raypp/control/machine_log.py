@@ -108,6 +108,6 @@ class MachineLog:
         kind = "what a controller had decided"
         newer = parse_as(_Version, data, place, _BOUNDS, MachineError, _FIX, kind=kind, unknown="ignore").version
         if newer > VERSION:
-            what = f"is of version {newer}, by a newer raypp; this one reads version {VERSION}"
-            raise MachineError(Problem(place, what, f"use the newer raypp; {_FIX}"))
+            fault = f"is of version {newer}, by a newer raypp; this one reads version {VERSION}"
+            raise MachineError(Problem(place, fault, f"use the newer raypp; {_FIX}"))
         return parse_as(_Written, data, place, _BOUNDS, MachineError, _FIX, kind=kind)

@@ -30,28 +30,19 @@ class OrphanWatch:
         timeout_s: Silence after which the process counts as orphaned.
         on_orphaned: Called once, in this object's thread.
         interval_s: Seconds between two checks, at most a quarter of `timeout_s`.
-        last_answer: Returns when the controller last answered something else (`time.monotonic`); a
-            recent answer saves the check.
     """
 
-    def __init__(
-        self,
-        controller: Any,
-        timeout_s: float,
-        on_orphaned: Callable[[], None],
-        interval_s: float,
-        last_answer: Callable[[], float],
-    ) -> None:
+    def __init__(self, controller: Any, timeout_s: float, on_orphaned: Callable[[], None], interval_s: float) -> None:
         self._controller = controller
         self._timeout_s = timeout_s
         self._on_orphaned = on_orphaned
-        self._last_answer = last_answer
         self._interval_s = min(interval_s, timeout_s / 4)
         self._answered = time.monotonic()
         threading.Thread(target=self._watch, name="orphan-watch", daemon=True).start()
 
     def answered(self, at: float) -> None:
-        """Records that the controller was heard from at that time (`time.monotonic`)."""
+        """Records that the controller was heard from at that time (`time.monotonic`), which saves
+        a check."""
         self._answered = max(self._answered, at)
 
     def _watch(self) -> None:
@@ -60,7 +51,6 @@ class OrphanWatch:
             with contextlib.suppress(Exception):  # Ray may not answer
                 exit_if_ended()
             now = time.monotonic()
-            self.answered(self._last_answer())
             if now - self._answered < self._interval_s:
                 continue
             try:

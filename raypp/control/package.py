@@ -33,16 +33,16 @@ def code_files(*, compiled: bool = False) -> list[tuple[str, bytes]]:
             compile raypp each time.
     """
     root = Path(raypp.__file__).parent
-    found = []
+    files = []
     for path in sorted(root.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts and path.suffix in (".py", ".typed", ".json", ".html"):
             relative, content = path.relative_to(root), path.read_bytes()
             name = f"raypp/{relative.as_posix()}"
-            found.append((name, content))
+            files.append((name, content))
             wanted = compiled and path.suffix == ".py" and relative.parts[0] not in _ONLY_HERE
             if wanted and (code := _compiled(path, content)) is not None:
-                found.append((importlib.util.cache_from_source(name), code))
-    return found
+                files.append((importlib.util.cache_from_source(name), code))
+    return files
 
 
 def _compiled(path: Path, source: bytes) -> bytes | None:

@@ -67,9 +67,9 @@ class SpareDevices:
             self._request({*used, *excluded}, other_nodes=True)
             return
         placed = dict(placement_group_table(self.group)).get("state") == "CREATED"
-        what = f"{self.count} spare{'s' if self.count > 1 else ''}"
+        amount = f"{self.count} spare{'s' if self.count > 1 else ''}"
         if placed and not self._held:
-            self._events.append(("spares_held", f"{what} reserved"))
+            self._events.append(("spares_held", f"{amount} reserved"))
             self._reported_missing = False
         elif not placed and self._held:
             self._asked_at = now  # their node was lost; Ray looks for another
@@ -79,7 +79,7 @@ class SpareDevices:
                 self._request(excluded, other_nodes=False)
             elif not self._reported_missing:
                 self._reported_missing = True
-                self._events.append(("spares_missing", f"no room for {what}; the run continues without spares"))
+                self._events.append(("spares_missing", f"no room for {amount}; the run continues without spares"))
         self._held = placed
 
     def take_events(self) -> list[tuple[EventKind, str]]:
@@ -102,8 +102,8 @@ class SpareDevices:
             return
         remove_placement_group(self.group)
         if why and self._held:
-            what = f"{self.count} spare{'s' if self.count > 1 else ''}"
-            self._events.append(("spares_released", f"released {what}: {why}"))
+            amount = f"{self.count} spare{'s' if self.count > 1 else ''}"
+            self._events.append(("spares_released", f"released {amount}: {why}"))
         self.group, self._held = None, False
 
     def _request(self, avoided: Collection[str], other_nodes: bool) -> None:
@@ -141,7 +141,7 @@ class Placement:
     _used: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, job: Job, name: str, world: int, device: str) -> Placement:
+    def of(cls, job: Job, name: str, world: int, device: str, lifetime: str | None = "detached") -> Placement:
         """Returns the placement of a job.
 
         Args:
@@ -149,11 +149,9 @@ class Placement:
             world: Ranks of its mesh now.
             device: cpu or cuda.
         """
-        bundle = {"CPU": float(job.resources.cpus_per_rank)}
-        if device == "cuda":
-            bundle["GPU"] = 1.0
+        bundle = {"CPU": float(job.resources.cpus_per_rank)} | ({"GPU": 1.0} if device == "cuda" else {})
         elastic = job.recovery.elastic_options
-        return cls(group_name(name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0)
+        return cls(group_name(name), world, bundle, job.resources.spares, elastic.grace_s if elastic else 0.0, lifetime)
 
     def __post_init__(self) -> None:
         self.spares = SpareDevices(f"{self.name}/spares", self.spare_count, self.bundle)

@@ -88,8 +88,8 @@ def _evidence(rank: Rank, workers: WorkerGroup) -> DeathEvidence | None:
         if not ready:
             break
         with contextlib.suppress(RayError):  # this one is dead as well
-            found: DeathEvidence = ray.get(ready[0])
-            return found
+            evidence: DeathEvidence = ray.get(ready[0])
+            return evidence
     return None
 
 
@@ -102,21 +102,25 @@ def collect_stacks(ranks: Sequence[Rank], workers: WorkerGroup, first: int) -> d
         first: The rank whose stacks matter most.
     """
     chosen = sorted(ranks, key=lambda rank: (rank.rank != first, rank.rank))[:_MOST_RANKS]
-    found = _answers({rank.actor.stacks.remote(): rank for rank in chosen if _lives(rank)}, _STACKS_S)
+    asked = {rank.actor.stacks.remote(): rank for rank in chosen if rank.actor is not None and not rank.ended}
+    stacks: dict[int, str] = {}
+    for reference in ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S)[0] if asked else ():
+        with contextlib.suppress(RayError):
+            stacks[asked[reference].rank] = str(ray.get(reference))
     silent = []
-    for rank in chosen:
-        if _lives(rank) and rank.rank not in found:
+    for rank in asked.values():
+        if rank.rank not in stacks:
             if ray.get_runtime_context().get_node_id() == rank.node_id:
-                found[rank.rank] = process_evidence.stacks_of(rank.pid, _log_of(rank), workers.request.run)
+                stacks[rank.rank] = process_evidence.stacks_of(rank.pid, _log_of(rank), workers.request.run)
             else:
                 silent.append(rank)
-    return found | _stacks_by_helpers(silent, workers)
+    return stacks | _stacks_by_helpers(silent, workers)
 
 
 def _stacks_by_helpers(ranks: Sequence[Rank], workers: WorkerGroup) -> dict[int, str]:
     """Asks one helper of each rank after the other, until one answers: a dead one fails at once,
     and several would make the process write its stacks several times."""
-    found: dict[int, str] = {}
+    stacks: dict[int, str] = {}
     asked: dict[Any, tuple[Rank, list[Any]]] = {}
 
     def ask(rank: Rank, helpers: list[Any]) -> None:
@@ -132,26 +136,11 @@ def _stacks_by_helpers(ranks: Sequence[Rank], workers: WorkerGroup) -> dict[int,
             break
         rank, others = asked.pop(ready[0])
         try:
-            found[rank.rank] = str(ray.get(ready[0]))
+            stacks[rank.rank] = str(ray.get(ready[0]))
         except RayError:
             ask(rank, others)
-    return found
+    return stacks
 
 
 def _log_of(rank: Rank) -> str:
     return rank.info.log if rank.info is not None else ""
-
-
-def _lives(rank: Rank) -> bool:
-    return rank.actor is not None and not rank.ended
-
-
-def _answers(asked: dict[Any, Rank], timeout_s: float) -> dict[int, str]:
-    found: dict[int, str] = {}
-    if not asked:
-        return found
-    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-    for reference in ready:
-        with contextlib.suppress(RayError):
-            found[asked[reference].rank] = str(ray.get(reference))
-    return found

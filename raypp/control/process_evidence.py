@@ -131,13 +131,13 @@ def inside(thread: int | None) -> str:
 def collective_of(frame: FrameType | None) -> str:
     """Returns the same for a frame and its callers. The outermost wins: a gather within a barrier
     is the barrier."""
-    found = ""
+    outermost = ""
     while frame is not None:
         name = _COLLECTIVES.get(frame.f_code.co_name)
         if name is not None and any(part in frame.f_code.co_filename for part in _WHERE):
-            found = name
+            outermost = name
         frame = frame.f_back
-    return found
+    return outermost
 
 
 def own_stacks(first: int | None) -> str:

@@ -88,7 +88,7 @@ class RankEnds:
     def died(self, rank: Rank, error: RayError) -> RankFailure:
         """Returns the failure of a worker whose call failed, with the evidence there is."""
         text = str(error)
-        rank.failed, rank.state = True, "dead"
+        rank.state = "dead"
         if not isinstance(error, RayActorError):
             last_line = text.strip().splitlines()[-1] if text.strip() else repr(error)
             return rank.failure(FailureKind.RAISED, last_line, text)
@@ -116,7 +116,7 @@ class RankEnds:
         if isinstance(end.result, RankResult):
             rank.result, rank.state = end.result, "done"
             return None
-        rank.failed, rank.state = True, "dead"
+        rank.state = "dead"
         return dataclasses.replace(end.result, step=end.result.step or rank.step)
 
     def _lost_with_raylet(self, rank: Rank) -> RankFailure | None:
@@ -129,7 +129,7 @@ class RankEnds:
         if death is None:
             self._probed[rank.node_id] = time.monotonic()  # probing a silent host is slow: once for all its ranks
             return None
-        rank.failed, rank.state = True, "dead"
+        rank.state = "dead"
         self.workers.seated.pop(rank.bundle, None)
         return rank.failure(death.kind, death.cause)
 

@@ -133,17 +133,17 @@ def device_position(assigned: str, visible: str | None) -> int:
     if repeated is not None:
         raise _refused(f"{variable} names {repeated} twice, so CUDA shows no device", "name every device once")
     ended = next((index for index, entry in enumerate(entries) if not _valid(entry, entries[0])), len(entries))
-    found = [index for index, entry in enumerate(entries) if _same(entry, assigned)]
-    if not found:
-        what = f"Ray assigned device {assigned}, which {variable} does not contain"
-        raise _refused(what, "set the same list for Ray and the job")
-    if found[0] >= ended:
-        what = f"CUDA ignores {variable} from {entries[ended]!r} on, and with it device {assigned}, which Ray assigned"
-        raise _refused(what, "list indices only, or UUIDs of one kind only (GPU- or MIG-)")
-    if found[0] and assigned.startswith("MIG-"):
-        what = f"CUDA shows a process only the first MIG instance of {variable}, and Ray assigned {assigned}"
-        raise _refused(what, "list one MIG instance; NCCL cannot join several instances of one GPU")
-    return found[0]
+    positions = [index for index, entry in enumerate(entries) if _same(entry, assigned)]
+    if not positions:
+        fault = f"Ray assigned device {assigned}, which {variable} does not contain"
+        raise _refused(fault, "set the same list for Ray and the job")
+    if positions[0] >= ended:
+        fault = f"CUDA ignores {variable} from {entries[ended]!r} on, and with it device {assigned}, which Ray assigned"
+        raise _refused(fault, "list indices only, or UUIDs of one kind only (GPU- or MIG-)")
+    if positions[0] and assigned.startswith("MIG-"):
+        fault = f"CUDA shows a process only the first MIG instance of {variable}, and Ray assigned {assigned}"
+        raise _refused(fault, "list one MIG instance; NCCL cannot join several instances of one GPU")
+    return positions[0]
 
 
 def _valid(entry: str, first: str) -> bool:
@@ -161,5 +161,5 @@ def _same(entry: str, assigned: str) -> bool:
     return bool(entry) and (entry.startswith(assigned) or assigned.startswith(entry))
 
 
-def _refused(what: str, fix: str) -> ResourcesError:
-    return ResourcesError(Problem("resources.device", what, f"{fix} (in the environment of `ray start`)"))
+def _refused(fault: str, fix: str) -> ResourcesError:
+    return ResourcesError(Problem("resources.device", fault, f"{fix} (in the environment of `ray start`)"))

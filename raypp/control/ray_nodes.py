@@ -48,7 +48,9 @@ def count_places(bundle: Mapping[str, float], held: Counter[str], excluded: Coll
         name = node["NodeID"]
         if node["Alive"] and name not in excluded:
             here = free.get(name, {})
-            count += held[name] + min(int((here.get(what, 0.0) + 1e-6) // need) for what, need in bundle.items())
+            count += held[name] + min(
+                int((here.get(resource, 0.0) + 1e-6) // need) for resource, need in bundle.items()
+            )
     return count
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +50,8 @@ class RunRecord:
         self._gauges = RunGauges(job.name)
         self._recorder = RunRecorder(store, job.name, writer, before_status=self.machines.write)
         self._trackers = Trackers(job, self._of_tracker)
-        self._lines: list[str] = []
-        self._dropped = 0
+        self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._line_count = 0
         self._changed = threading.Condition()
         self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=job.mesh.axes)
         self._known: dict[tuple[Any, ...], None] = {}
@@ -189,27 +190,22 @@ class RunRecord:
         """Records a line of a rank's output."""
         self._recorder.log(line)
 
-    def update_status(
-        self, machine: Machine, ranks: Sequence[Rank], *, state: RunState | None = None, error: str | None = None
-    ) -> None:
+    def update_status(self, machine: Machine, ranks: Sequence[Rank]) -> None:
         """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they
         ended."""
-        shown = _rank_status(ranks, self._status.ranks)
-        if not shown:
-            over = {"done": "done"}
-            shown = tuple(
-                dataclasses.replace(one, state=over.get(one.state, "dead")) if state is not RunState.SUCCEEDED
-                else dataclasses.replace(one, state="done")
-                for one in self._status.ranks
-            )  # fmt: skip
+        done = machine.state is RunState.SUCCEEDED
+        shown = _rank_status(ranks, self._status.ranks) or tuple(
+            dataclasses.replace(one, state="done" if done or one.state == "done" else "dead")
+            for one in self._status.ranks
+        )
         self._status = dataclasses.replace(
             self._status,
-            state=state or machine.state,
+            state=machine.state,
             attempt=machine.attempt,
             restarts=machine.restarts,
             checkpoint=self._url_of(machine.committed_step),
             ranks=shown,
-            error=error or machine.error,
+            error=machine.error,
         )
         self._recorder.status(self._status)
         self._gauges.status(self._status, machine.committed_step)
@@ -232,14 +228,10 @@ class RunRecord:
     def lines_since(self, cursor: int, patience_s: float) -> tuple[list[str], int]:
         """Returns the lines after the first `cursor` ones, waiting for the first of them, and the
         next cursor."""
-        end = time.monotonic() + patience_s
         with self._changed:
-            while self._dropped + len(self._lines) <= cursor:
-                left = end - time.monotonic()
-                if left <= 0:
-                    break
-                self._changed.wait(left)
-            return self._lines[max(0, cursor - self._dropped) :], self._dropped + len(self._lines)
+            self._changed.wait_for(lambda: self._line_count > cursor, patience_s)
+            known = max(0, cursor - self._line_count + len(self._lines))
+            return list(self._lines)[known:], self._line_count
 
     def _set_step(self, report: StepReport) -> None:
         self._status = dataclasses.replace(
@@ -259,9 +251,7 @@ class RunRecord:
     def _say(self, text: str) -> None:
         with self._changed:
             self._lines.append(f"{time.strftime('%H:%M:%S')}  {text}")
-            if len(self._lines) > _LINES_KEPT:
-                self._dropped += len(self._lines) - _LINES_KEPT
-                del self._lines[:-_LINES_KEPT]
+            self._line_count += 1
             self._changed.notify_all()
 
     def _of_tracker(self, event: Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from raypp.control.protocol import WorkerInfo
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import seat_order
+from raypp.observe.status import ENDED
 from raypp.records import Coordinates, NodeFacts, RankFailure, RankResult, Seat
 
 SITE = "site"
@@ -29,7 +31,6 @@ class Rank:
             `outcome`.
         info: Where its process runs, once known.
         result: Its result when it has ended normally.
-        failed: It ended with a failure.
         reusable: Its process can take another seat.
     """
 
@@ -47,13 +48,12 @@ class Rank:
     actor: Any = None
     pending: Any = None
     result: RankResult | None = None
-    failed: bool = False
     reusable: bool = False
 
     @property
     def ended(self) -> bool:
         """Whether the rank has ended, either way."""
-        return self.failed or self.result is not None
+        return self.state in ENDED
 
     def failure(self, kind: FailureKind, cause: str, details: str = "") -> RankFailure:
         """Returns the record of a failure of this rank."""
@@ -100,14 +100,12 @@ def planned_ranks(mesh: Mesh, nodes: list[str], known: list[dict[str, Any]], *, 
 def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str) -> list[Seat]:
     """Returns the seats in rank order; the rendezvous is on rank 0's node. Their secret is new."""
     present = [rank.info for rank in ranks if rank.info is not None]
-    nodes = list(dict.fromkeys(info.facts.node_id for info in present))
-    locals_: dict[str, int] = {}
+    sizes = Counter(info.facts.node_id for info in present)
+    nodes, taken = list(sizes), Counter[str]()
     secret = secrets.token_hex(32)
     seats = []
     for rank, info in zip(ranks, present, strict=True):
         facts = info.facts
-        local = locals_.get(facts.node_id, 0)
-        locals_[facts.node_id] = local + 1
         seats.append(
             Seat(
                 run=run,
@@ -116,7 +114,8 @@ def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str
                 world_size=mesh.world,
                 coordinates=rank.coordinates,
                 mesh_sizes=mesh.sizes,
-                local_rank=local,
+                local_rank=taken[facts.node_id],
+                local_world_size=sizes[facts.node_id],
                 node_rank=nodes.index(facts.node_id),
                 node=facts.ip,
                 master_addr=present[0].facts.ip,
@@ -128,7 +127,5 @@ def seats_for(run: str, attempt: int, mesh: Mesh, ranks: list[Rank], device: str
                 secret=secret,
             )
         )
-    return [
-        dataclasses.replace(seat, local_world_size=locals_[info.facts.node_id])
-        for seat, info in zip(seats, present, strict=True)
-    ]
+        taken[facts.node_id] += 1
+    return seats

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from raypp.control.attempt import Attempt
-from raypp.control.machine import Machine, MachineEvent, RankFailed, RunPhase
+from raypp.control.machine import Machine, MachineEvent, RankFailed
 from raypp.control.placement import Placement
 from raypp.control.postmortem import collect_stacks
 from raypp.control.ray_nodes import draining_nodes
@@ -42,11 +42,6 @@ class Turn:
     record: RunRecord
     now: float = field(default_factory=lambda: time.monotonic())
 
-    @property
-    def training(self) -> bool:
-        """Whether ranks are training."""
-        return self.machine.phase is RunPhase.RUNNING
-
     def event(self, kind: EventKind, rank: Rank, message: str, **details: Any) -> Event:
         """Returns an event of a rank."""
         return Event(kind, message, attempt=self.attempt.number, rank=rank.rank, node=rank.node, details=details)
@@ -65,7 +60,7 @@ class Hangs:
 
     def check(self, turn: Turn) -> RankFailed | None:
         watch = turn.reports.watch
-        if watch is None or not turn.training or watch.is_paused(turn.now):
+        if watch is None or not turn.machine.training or watch.is_paused(turn.now):
             return None
         stall = watch.stalled(turn.now)
         if stall is None:
@@ -115,8 +110,9 @@ class Preemptions:
         if self._rank is None:
             self._look(turn)
         committed = turn.machine.committed_step
-        saved = committed is not None and committed != self._committed
-        if self._rank is None or self._rank.ended or not turn.training or not (saved or turn.now >= self._deadline):
+        saved = committed not in (None, self._committed)
+        due = turn.machine.training and (saved or turn.now >= self._deadline)
+        if self._rank is None or self._rank.ended or not due:
             return None
         how = f"after a checkpoint at step {committed}" if saved else "without a new checkpoint; there was no time"
         return RankFailed(self._rank.failure(FailureKind.PREEMPTED, f"{self._why}; left {how}"))

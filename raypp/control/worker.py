@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 
 from raypp.control import process_evidence
-from raypp.control.classify import end_untold, failure_of
+from raypp.control.classify import failure_of, unreported_end
 from raypp.control.credentials import load_private_environment
 from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.process_log import say, say_exception
-from raypp.control.protocol import RankEnd, WorkerInfo, WorkerStatus
+from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo, WorkerStatus, rank_environment
 from raypp.control.rank_process import on_sigterm, process_title, set_seat_environment, worker_info
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.environment import check_node
@@ -50,30 +50,19 @@ class Worker:
     placement groups.
 
     Args:
+        request: Of its run. The module of a `rank_function` may have a `leave(seat)`, which
+            interrupts it.
         label: The coordinates planned for it, or `standby`.
-        orphan_timeout_s: The job's `recovery.orphan_timeout_s`.
-        rank_function: `module:function` in place of the real rank; the module's `leave(seat)`, when
-            there is one, interrupts it.
         ask_interval_s: Seconds between two checks of a controller that has not answered.
     """
 
-    def __init__(
-        self,
-        run: str,
-        cluster_name: str,
-        label: str,
-        environment: dict[str, str],
-        controller: Any,
-        orphan_timeout_s: float,
-        rank_function: str | None = None,
-        ask_interval_s: float = 5.0,
-    ) -> None:
-        self._run = run
-        self._cluster_name = cluster_name
-        self._name = f"raypp/{cluster_name}/{label}"
+    def __init__(self, request: RunRequest, label: str, controller: Any, ask_interval_s: float) -> None:
+        self._run = request.run
+        self._cluster_name = request.cluster_name
+        self._name = f"raypp/{request.cluster_name}/{label}"
         self._standby = label == "standby"
         self._controller = controller
-        self._rank_function = rank_function
+        self._rank_function = request.rank_function
         self._changed = threading.Condition()
         self._seat: Seat | None = None
         self._bundle: int | None = None
@@ -86,12 +75,11 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._tails = (LogTail(1, "out"), LogTail(2, "err"))
         load_private_environment()
-        os.environ.update(environment)
+        os.environ.update(rank_environment(request.job["resources"]))
         process_evidence.prepare()
         on_sigterm(self._report_preemption)
-        self._orphan_watch = OrphanWatch(
-            controller, orphan_timeout_s, self._exit_as_orphan, ask_interval_s, self._last_answer
-        )
+        timeout_s = request.job["recovery"]["orphan_timeout_s"]
+        self._orphan_watch = OrphanWatch(controller, timeout_s, self._exit_as_orphan, ask_interval_s)
         # Importing torch takes longer than everything else before the first seat is given out.
         threading.Thread(target=self._import_early, daemon=True).start()
 
@@ -199,7 +187,7 @@ class Worker:
             end = self._live(job, seat)
         except BaseException as error:  # noqa: BLE001  without an end, the run would wait for ever
             say_exception()
-            end = RankEnd(end_untold(error, seat), False, "its end could not be told")
+            end = RankEnd(unreported_end(error, seat), False, "its end could not be told")
         with self._changed:
             self._end = end
             self._changed.notify_all()
@@ -207,7 +195,9 @@ class Worker:
     def _live(self, job: dict[str, Any], seat: Seat) -> RankEnd:
         before = set(threading.enumerate())
         set_seat_environment(seat)
-        self._reporter = reporter = ControllerReporter(self._controller, seat, self._tails, self._relay)
+        self._reporter = reporter = ControllerReporter(
+            self._controller, seat, self._tails, self._relay, self._orphan_watch.answered
+        )
         with process_title(f"ray::raypp/{self._run}/{seat.label}"), reporter:
             result = self._result(job, seat, reporter)
         self._free()
@@ -291,9 +281,6 @@ class Worker:
         message = f"{seat.label} (rank {seat.rank}) on {seat.node} received SIGTERM: saving a checkpoint before it ends"
         reporter.event(seat.event("preemption_notice", message))
         return True
-
-    def _last_answer(self) -> float:
-        return 0.0 if self._reporter is None else self._reporter.answered
 
     def _exit_as_orphan(self) -> None:
         """Saves a last checkpoint, removes the run's placement groups, and exits."""

@@ -18,7 +18,7 @@ from raypp.control.cleanup import end_actor
 from raypp.control.fork_client import EXECUTABLE
 from raypp.control.orphan import ask_interval_s
 from raypp.control.placement import Placement
-from raypp.control.protocol import NAMESPACE, RunRequest, forks_workers, rank_environment
+from raypp.control.protocol import NAMESPACE, RunRequest, forks_workers
 from raypp.control.report.relay import Relays
 from raypp.control.worker import Worker
 from raypp.spec.job import Job
@@ -198,27 +198,8 @@ class WorkerGroup:
             self.kill(bundle)
         self.devices.clear()
 
-    def end(self) -> None:
-        """Ends every process."""
-        for bundle in list(self.seated):
-            self.kill(bundle)
-        for member in self.standbys.values():
-            end_actor(member.actor)
-        self.standbys.clear()
-        self.relays.stop()
-
     def _start(self, name: str, label: str, **options: Any) -> Any:
         forked = {"py_executable": EXECUTABLE} if forks_workers(self.request) else {}
-        arguments = (
-            self.request.run,
-            self.request.cluster_name,
-            label,
-            rank_environment(self.request.job["resources"]),
-            self.controller,
-            self.job.recovery.orphan_timeout_s,
-            self.request.rank_function,
-            ask_interval_s(self.job.mesh.world),
-        )
         return (
             ray.remote(Worker)
             .options(
@@ -230,5 +211,5 @@ class WorkerGroup:
                 runtime_env={"env_vars": ACTOR_ENVIRONMENT} | forked,
                 **options,
             )
-            .remote(*arguments)
+            .remote(self.request, label, self.controller, ask_interval_s(self.job.mesh.world))
         )

@@ -119,7 +119,7 @@ def _place_of_crash(report: str) -> tuple[str, str]:
     Args:
         report: faulthandler's output: a heading, then one thread after the other, in any order.
     """
-    starts = [found.start() for found in _THREAD.finditer(report)]
+    starts = [match.start() for match in _THREAD.finditer(report)]
     threads = [report[begin:end].strip() for begin, end in zip(starts, [*starts[1:], len(report)], strict=True)]
     heading = report[: starts[0]].strip() if starts else report
     crashed = [thread for thread in threads if thread.startswith("Current")]
@@ -135,5 +135,5 @@ def _place_of_crash(report: str) -> tuple[str, str]:
 def oom_kills_in(text: str) -> int | None:
     """Returns the kernel's counter from `memory.events`, `memory.oom_control` or `/proc/vmstat`;
     None without one."""
-    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else None
+    counter = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(counter[1]) if counter else None

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -55,7 +55,6 @@ class RankActivity:
         silent: It has stopped reporting.
         inside: The collective or message in which its thread waits, by its stack; "" when in none
             or unknown.
-        step: The last step it reported.
         reached: Marks that its device has come to in this attempt, if `phase` says where the device
             is. The ranks of a stage make the same marks. 0: `phase` is what the host does.
     """
@@ -69,7 +68,6 @@ class RankActivity:
     pid: int = 0
     silent: bool = False
     inside: str = ""
-    step: int = 0
     reached: int = 0
 
 
@@ -91,9 +89,9 @@ class Blame:
 
 @dataclass(frozen=True)
 class _Wait:
-    """One rank waits for others; `what` is part of the message."""
+    """One rank waits for others; `words` are part of the message."""
 
-    what: str
+    words: str
     ranks: tuple[int, ...]
 
 
@@ -104,27 +102,23 @@ def find_culprit(activities: Sequence[RankActivity], rank_of_stage: Sequence[int
         activities: Of all ranks, by rank.
         rank_of_stage: Pipeline rank of every stage.
     """
-    by_rank = {activity.rank: activity for activity in activities}
-    waits = {activity.rank: _wait_of(activity, activities, rank_of_stage) for activity in activities}
-    chains = {rank: _chain(rank, waits, by_rank) for rank in by_rank}
-    reached = Counter(chain[-1] for chain in chains.values())
+    waits = [_wait_of(activity, activities, rank_of_stage) for activity in activities]
+    chains = [_chain(rank, waits, activities) for rank in range(len(activities))]
+    reached = Counter(chain[-1] for chain in chains)
 
     def weight(rank: int) -> tuple[bool, int, float]:
-        return by_rank[rank].silent, reached[rank], by_rank[rank].idle_s
+        return activities[rank].silent, reached[rank], activities[rank].idle_s
 
     culprit = max(reached, key=weight)
-    chain = max((chain for chain in chains.values() if chain[-1] == culprit), key=len)
-    last = waits[culprit]
-    ring = last is not None and not by_rank[culprit].silent and any(rank in chain for rank in last.ranks)
-    if ring:
-        assert last is not None
-        back = next(rank for rank in last.ranks if rank in chain)
-        round_trip = chain[chain.index(back) :]
-        return Blame(None, _ring_text(round_trip, waits, by_rank), ring=True)
-    if (together := _collective(by_rank[culprit])) and not by_rank[culprit].silent:
-        since = f"for {by_rank[culprit].idle_s:.0f} s"
+    chain = max((chain for chain in chains if chain[-1] == culprit), key=len)
+    last, wait = activities[culprit], waits[culprit]
+    back = next((rank for rank in wait.ranks if rank in chain), None) if wait is not None else None
+    if back is not None and not last.silent:
+        return Blame(None, _ring_text(chain[chain.index(back) :], waits, activities), ring=True)
+    if (together := _collective(last)) and not last.silent:
+        since = f"for {last.idle_s:.0f} s"
         return Blame(None, f"all its ranks have been in {together} {since}; which of them does not come is unknown")
-    return Blame(culprit, _chain_text(chain, waits, by_rank))
+    return Blame(culprit, _chain_text(chain, waits, activities))
 
 
 def activity_table(activities: Sequence[RankActivity]) -> str:
@@ -137,7 +131,7 @@ def activity_table(activities: Sequence[RankActivity]) -> str:
     )
 
 
-def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> list[int]:
+def _chain(start: int, waits: Sequence[_Wait | None], activities: Sequence[RankActivity]) -> list[int]:
     """Returns the ranks from one to the rank for which it waits in the end; stops before it would
     repeat one."""
     chain = [start]
@@ -145,7 +139,8 @@ def _chain(start: int, waits: Mapping[int, _Wait | None], by_rank: Mapping[int, 
         further = [rank for rank in wait.ranks if rank not in chain]
         if not further:
             break
-        chain.append(max(further, key=lambda rank: (by_rank[rank].silent, waits[rank] is None, by_rank[rank].idle_s)))
+        ends = [activities[rank] for rank in further]
+        chain.append(max(ends, key=lambda one: (one.silent, waits[one.rank] is None, one.idle_s)).rank)
     return chain
 
 
@@ -159,9 +154,9 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
     words = one.phase.split()
     inner = words[-1] if words else ""
     if words[:1] == ["step"] and inner == "sends":
-        neighbours = [other.rank for other in everyone if _same_column(one, other) and _other_stage(one, other)]
+        neighbours = [other for other in everyone if _same_column(one, other) and _other_stage(one, other)]
         # A rank that has taken everything has finished the step's work and waits for others itself.
-        busy = [rank for rank in neighbours if _is_busy(_of(everyone, rank))]
+        busy = [other.rank for other in neighbours if _is_busy(other)]
         return _Wait("its last messages to be taken by", tuple(busy)) if busy else None
     if words[:1] == ["step"] and inner == "sums":
         stage = [other for other in everyone if other.rank != one.rank and not _other_stage(one, other)]
@@ -254,15 +249,11 @@ def _there(other: RankActivity, collective: str) -> bool:
     return not other.silent and other.phase.split()[-1:] == [collective]
 
 
-def _of(everyone: Sequence[RankActivity], rank: int) -> RankActivity:
-    return next(activity for activity in everyone if activity.rank == rank)
-
-
 # Messages -----------------------------------------------------------------------------------------
 
 
-def _chain_text(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> str:
-    culprit = by_rank[chain[-1]]
+def _chain_text(chain: Sequence[int], waits: Sequence[_Wait | None], activities: Sequence[RankActivity]) -> str:
+    culprit = activities[chain[-1]]
     if len(chain) == 1:
         return f"{_place(culprit)} {_ends_with(culprit)}"
     shown = chain if len(chain) <= _LONGEST_CHAIN else [*chain[:1], *chain[1 - _LONGEST_CHAIN :]]
@@ -270,23 +261,23 @@ def _chain_text(chain: Sequence[int], waits: Mapping[int, _Wait | None], by_rank
     for position, (rank, awaited) in enumerate(pairwise(shown)):
         wait = waits[rank]
         assert wait is not None
-        who = _place(by_rank[rank]) if position == 0 else "which"
+        who = _place(activities[rank]) if position == 0 else "which"
         between = ""
         if awaited not in wait.ranks:
             between = " (and so on)"
-        parts.append(f"{who} waits for {wait.what} {_place(by_rank[awaited])}{between}")
+        parts.append(f"{who} waits for {wait.words} {_place(activities[awaited])}{between}")
     return f"{', '.join(parts)}, which {_ends_with(culprit)}"
 
 
-def _ring_text(ring: Sequence[int], waits: Mapping[int, _Wait | None], by_rank: Mapping[int, RankActivity]) -> str:
+def _ring_text(ring: Sequence[int], waits: Sequence[_Wait | None], activities: Sequence[RankActivity]) -> str:
     links = []
     for rank, awaited in zip(ring, [*ring[1:], ring[0]], strict=True):
         wait = waits[rank]
         assert wait is not None
-        links.append(f"{_place(by_rank[rank])} waits for {wait.what} {by_rank[awaited].label}")
-    longest = max(by_rank[rank].idle_s for rank in ring)
+        links.append(f"{_place(activities[rank])} waits for {wait.words} {activities[awaited].label}")
+    longest = max(activities[rank].idle_s for rank in ring)
     text = f"ranks have waited for each other for {longest:.0f} s: {'; '.join(links[:_LONGEST_CHAIN])}"
-    cable = any(by_rank[rank].reached for rank in ring) and len({by_rank[rank].node for rank in ring}) > 1
+    cable = any(activities[rank].reached for rank in ring) and len({activities[rank].node for rank in ring}) > 1
     return f"{text}; the link between them may carry nothing" if cable else text
 
 

@@ -14,11 +14,12 @@ PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="ut
 
 
 def blame(first: str, second: str, still: tuple[float, float], inside: str = "", silent: bool = False) -> Blame:
-    """Returns what follows for ranks 1 and 2 of a pipeline; rank 1 may be inside a collective, or
-    silent."""
+    """Returns what follows for ranks 1 and 2 of a pipeline, whose rank 0 is busy or does the same;
+    rank 1 may be inside a collective, or silent."""
+    zero = RankActivity(0, "pp0", Coordinates(), first if first == second else "step update", 0.0)
     one = RankActivity(1, "pp1", Coordinates(1), first, still[0], "10.0.0.1", 811, silent, inside)
     two = RankActivity(2, "pp2", Coordinates(2), second, still[1], "10.0.0.2", 812)
-    return find_culprit([one, two], (0, 1, 2))
+    return find_culprit([zero, one, two], (0, 1, 2))
 
 
 def test_the_chain_of_the_page_is_what_raypp_says() -> None:

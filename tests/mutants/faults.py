@@ -529,8 +529,8 @@ FAULTS = [
     ),
     Fault(
         "hang-silence-weighs-nothing", _HANG,
-        "return by_rank[rank].silent, reached[rank], by_rank[rank].idle_s",
-        "return False, reached[rank], by_rank[rank].idle_s",
+        "return activities[rank].silent, reached[rank], activities[rank].idle_s",
+        "return False, reached[rank], activities[rank].idle_s",
         "a busy rank is blamed, not the frozen one",
     ),
     # How a stage is prepared.

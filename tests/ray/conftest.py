@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,6 @@ class Started:
     reader: RunReader
     place: Path
     url: str
-    told: list[str] = field(default_factory=list)
 
     @property
     def run_place(self) -> RunPlace:
@@ -70,11 +69,11 @@ class Started:
     def status(self) -> dict[str, Any]:
         return self.reader.status() or {}
 
-    def wait(self, condition: Callable[[], object], what: str) -> None:
+    def wait(self, condition: Callable[[], object], event: str) -> None:
         end = time.monotonic() + _PATIENCE_S
         while not self._holds(condition):
             if time.monotonic() > end:
-                pytest.fail(f"{what} did not come about; status {self.status()}; the job's log:\n{self._log()}")
+                pytest.fail(f"{event} did not come about; status {self.status()}; the job's log:\n{self._log()}")
             time.sleep(0.1)
 
     def _holds(self, condition: Callable[[], object]) -> bool:
@@ -112,8 +111,8 @@ class Started:
     def job(self) -> dict[str, Any]:
         return self.cluster.dashboard.job(self.submission_id) or {}
 
-    def command(self, command: str) -> dict[str, Any]:
-        return client.command_run(self.cluster, self.run_place, command)
+    def command(self, method: str, *arguments: object) -> dict[str, Any]:
+        return client.command_run(self.cluster, self.run_place, method, *arguments)
 
     def stop(self) -> dict[str, Any]:
         return client.stop_run(self.cluster, self.run_place, self.reader.store, save=True)
@@ -218,14 +217,14 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         )
         store = open_store(job.checkpoint.url)
         write_spec(store, name, job_document(job), newest_number(store, name) + 1)
-        submission = client.submit_run(
+        submission_id = client.submit_run(
             job, cluster, store.url, rank_function=rank_function, relays_from_ranks=relays_from_ranks
         )
-        run = Started(name, cluster, submission.submission_id, RunReader(store, name), tmp_path / name, store.url)
+        run = Started(name, cluster, submission_id, RunReader(store, name), tmp_path / name, store.url)
         started.append(run)
         return run
 
     yield start
     for run in started:
         if not is_final(run.reader.status()):
-            run.command("stop-now")
+            run.command("stop", False)

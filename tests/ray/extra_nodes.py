@@ -127,7 +127,7 @@ class ExtraNodes:
         nodes: list[dict[str, Any]] = answer["data"]["result"]["result"]
         return {str(node["node_id"]): str(node["node_ip"]) for node in nodes if node["state"] == "ALIVE"}
 
-    def _wait(self, condition: Any, what: str) -> None:
+    def _wait(self, condition: Any, event: str) -> None:
         end = time.monotonic() + _PATIENCE_S
         while True:
             with contextlib.suppress(UnreachableError):  # a busy dashboard drops connections
@@ -136,5 +136,5 @@ class ExtraNodes:
             if time.monotonic() > end:
                 embedded = self._cluster.embedded
                 logs = {path.name: path.read_text()[-2000:] for path in Path(embedded.ray_dir).glob("node-*.log")}  # type: ignore[union-attr]
-                raise TimeoutError(f"{what} did not come about; alive: {self._alive()}; {logs}")
+                raise TimeoutError(f"{event} did not come about; alive: {self._alive()}; {logs}")
             time.sleep(0.2)

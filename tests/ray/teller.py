@@ -20,14 +20,14 @@ _STEP_S = 0.05
 def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
     place = Path(os.environ["STAND_IN_DIR"])
     place.mkdir(parents=True, exist_ok=True)
-    told = 0
+    step = 0
     while not (place / "finish").exists() and not reporter.requests().stop:
-        told += 1
-        reporter.phase("step", str(told))
-        reporter.event(Event("told", f"{seat.rank} tells {told}", attempt=seat.attempt, rank=seat.rank))
-        print(f"line {told}", flush=True)
+        step += 1
+        reporter.phase("step", str(step))
+        reporter.event(Event("told", f"{seat.rank} tells {step}", attempt=seat.attempt, rank=seat.rank))
+        print(f"line {step}", flush=True)
         if seat.rank == 0:
-            reporter.step(StepReport(told, 1.0 / told, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
+            reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
         time.sleep(_STEP_S)
-    (place / f"told-{seat.rank}").write_text(str(told))
-    return RankResult(seat.rank, told, False, None)
+    (place / f"told-{seat.rank}").write_text(str(step))
+    return RankResult(seat.rank, step, False, None)

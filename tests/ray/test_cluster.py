@@ -186,8 +186,8 @@ def test_a_head_that_ray_gives_up_on_a_crowded_machine_is_started_once_more(tmp_
                         child.suspend()
                         frozen = child
         assert frozen is not None
-        told = up.communicate(timeout=240)[0]
-        assert up.returncode == 0, told
+        output = up.communicate(timeout=240)[0]
+        assert up.returncode == 0, output
         log = (tmp_path / "local" / "ray.log").read_text()
         assert "timed out during startup" not in log, "the log is that of the second head"
         assert not frozen.is_running()
@@ -212,6 +212,6 @@ def test_a_killed_up_leaves_nothing_that_down_does_not_end(tmp_path: Path) -> No
         assert any(process.name() == "weed" for process in started)
     finally:
         down = [*raypp, "down"]
-        told = subprocess.run(down, env=environment, check=True, capture_output=True, timeout=120, text=True).stdout
-    assert "the embedded cluster is down" in told
+        output = subprocess.run(down, env=environment, check=True, capture_output=True, timeout=120, text=True).stdout
+    assert "the embedded cluster is down" in output
     assert not running([process.pid for process in started])

@@ -189,7 +189,7 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
     assert run.status()["state"] == "STOPPED"
     assert run.exit_code() == 0
     run.wait(lambda: f"raypp/{run.name}" not in run.living_actors(), "the controller's end")
-    assert run.command("stop") == {"found": False}
+    assert run.command("stop", True) == {"found": False}
     assert {key: run.stop()[key] for key in answer} == answer, "the records say how the run ended"
     run.assert_nothing_left()
 
@@ -198,7 +198,7 @@ def test_stop_saves_and_answers_when_the_run_has_ended(start_run: StartRun) -> N
 def test_stop_without_a_save_ends_the_run_at_once(start_run: StartRun) -> None:
     run = start_run("stopnow", steps=4000, every=0)
     run.wait_step(3)
-    answer = run.command("stop-now")
+    answer = run.command("stop", False)
     assert (answer["state"], answer["checkpoint"]) == ("STOPPED", None)
     run.assert_nothing_left()
 
@@ -272,22 +272,22 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
 ) -> None:
     monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "soon")  # read where a store on S3 is opened: by the controller
     job = parse_job({"name": "unmade", "checkpoint": {"url": "s3://nowhere"}})
-    submission = client.submit_run(job, cluster, job.checkpoint.url, rank_function="stand_in:run_rank")
+    submission_id = client.submit_run(job, cluster, job.checkpoint.url, rank_function="stand_in:run_rank")
     reader = RunReader(DirectoryStore(tmp_path), "unmade")
-    run = Started("unmade", cluster, submission.submission_id, reader, tmp_path, job.checkpoint.url)
+    run = Started("unmade", cluster, submission_id, reader, tmp_path, job.checkpoint.url)
     try:
         assert run.exit_code() == 2
     finally:
-        cluster.dashboard.stop_job(submission.submission_id)
-    log = cluster.dashboard.job_logs(submission.submission_id)
-    said = (
+        cluster.dashboard.stop_job(submission_id)
+    log = cluster.dashboard.job_logs(submission_id)
+    message = (
         "the run's controller could not be started: RAYPP_STORE_PATIENCE_S: 'soon' is not a number of seconds\n  fix:"
     )
-    assert said in log and "Traceback" not in log, log
-    assert said in run.job()["message"]  # which `raypp submit` shows
-    place = RunPlace(str(tmp_path), "unmade", cluster.address, submission.submission_id, time.time() - 60)
+    assert message in log and "Traceback" not in log, log
+    assert message in run.job()["message"]  # which `raypp submit` shows
+    place = RunPlace(str(tmp_path), "unmade", cluster.address, submission_id, time.time() - 60)
     status = present_status(place, reader)
-    assert status["state"] == "FAILED" and status["error"].startswith(said), status
+    assert status["state"] == "FAILED" and status["error"].startswith(message), status
     run.assert_nothing_left()
 
 
@@ -299,7 +299,7 @@ def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: Sta
     for run in (mine, hers):
         run.wait_step(3)
     assert len({pid for run in (mine, hers) for pid in run.pids()}) == 4
-    answer = mine.command("stop")
+    answer = mine.command("stop", True)
     assert (answer["found"], answer["state"]) == (True, "STOPPED")
     assert mine.status()["state"] == "STOPPED"
     mine.wait(lambda: known_runs.controller_alive(mine.run_place, 20.0) is False, "the end of its controller")
@@ -307,5 +307,5 @@ def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: Sta
     assert hers.status()["state"] == "RUNNING"
     step = hers.status()["step"]
     hers.wait(lambda: hers.status()["step"] > step, "more steps")
-    assert hers.command("stop-now")["state"] == "STOPPED"
+    assert hers.command("stop", False)["state"] == "STOPPED"
     assert not running([*mine.pids(), *hers.pids()])

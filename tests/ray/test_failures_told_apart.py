@@ -49,8 +49,8 @@ def test_a_rank_that_is_told_to_end_is_saved_first_and_that_counts_for_no_failur
     run.let_go()
     status = run.wait_end()
     assert (status["state"], status["restarts"]) == ("SUCCEEDED", 1), run.reader.status()
-    told = run.kinds()
-    assert "preemption_notice" in told and told.index("preemption_notice") < told.index("committed")
+    kinds = run.kinds()
+    assert "preemption_notice" in kinds and kinds.index("preemption_notice") < kinds.index("committed")
     kind, cause, _ = _failure(run)
     assert kind == "preempted" and "after a checkpoint at step" in cause
     assert [row["step"] for row in run.reader.history()] == list(range(1, 201))

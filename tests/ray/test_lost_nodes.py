@@ -134,7 +134,7 @@ def test_a_run_begins_small_where_others_hold_the_devices_and_grows_when_they_go
         "grows", steps=100_000, resources={"cpus_per_rank": 3}, recovery={"elastic": {"grace_s": 1}, "standby": False}
     )
     _trains_on(run, {"pp": 2})
-    assert other.command("stop-now")["state"] == "STOPPED"
+    assert other.command("stop", False)["state"] == "STOPPED"
     _trains_on(run, {"pp": 2, "fsdp": 2})
     status = run.status()
     assert (len(status["ranks"]), status["restarts"]) == (4, 0)
@@ -191,11 +191,11 @@ def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
         run.wait(lambda: run.kinds().count("reshaped") == 2, "the larger mesh")
     status = run.wait_end()
     assert (status["state"], status["step"]) == ("SUCCEEDED", 150)
-    told, expected = (
+    actual, expected = (
         [(row["step"], row["loss"], row["tokens"]) for row in one.reader.history()] for one in (run, reference)
     )
-    assert [(step, tokens) for step, _, tokens in told] == [(step, tokens) for step, _, tokens in expected]
-    assert [loss for _, loss, _ in told] == pytest.approx([loss for _, loss, _ in expected], rel=1e-5)
+    assert [(step, tokens) for step, _, tokens in actual] == [(step, tokens) for step, _, tokens in expected]
+    assert [loss for _, loss, _ in actual] == pytest.approx([loss for _, loss, _ in expected], rel=1e-5)
     run.assert_nothing_left()
 
 

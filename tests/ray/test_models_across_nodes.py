@@ -54,8 +54,8 @@ def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_a_lost_node_is_na
         return {"prompts": [[one.tokens, one.limit] for one in prompts], "choice": CHOICE, "ends": [], "rows": 2}
 
     reports = list(use_on_cluster(cluster, "generate", source, job, asked(prompts)))
-    found = [NewToken(*report["token"]) for report in reports if "token" in report]
-    assert sorted(found, key=lambda one: one.prompt) == sorted(alone, key=lambda one: one.prompt)
+    tokens = [NewToken(*report["token"]) for report in reports if "token" in report]
+    assert sorted(tokens, key=lambda one: one.prompt) == sorted(alone, key=lambda one: one.prompt)
 
     wait_for_two_free(cluster)
     many = use_on_cluster(cluster, "generate", source, job, asked([Encoded("", [1, 2], 60)] * 4000))

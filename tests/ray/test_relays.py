@@ -43,20 +43,20 @@ def _wait_for_relay_reports(run: Started) -> dict[str, Any]:
     return facts
 
 
-def _told(run: Started, rank: int) -> range:
+def _steps(run: Started, rank: int) -> range:
     return range(1, int((run.place / f"told-{rank}").read_text()) + 1)
 
 
 def _assert_events_are_written(run: Started) -> None:
     events = Counter(event.message for event in run.reader.events() if event.kind == "told")
     for rank in range(4):
-        assert [events[f"{rank} tells {number}"] for number in _told(run, rank)] == [1] * len(_told(run, rank))
+        assert [events[f"{rank} tells {number}"] for number in _steps(run, rank)] == [1] * len(_steps(run, rank))
 
 
 def _assert_lines_are_written(run: Started) -> None:
     lines = {(line.rank, line.text) for line in run.reader.logs()}
     for rank in range(4):
-        missing = [number for number in _told(run, rank) if (rank, f"line {number}") not in lines]
+        missing = [number for number in _steps(run, rank) if (rank, f"line {number}") not in lines]
         assert not missing, f"lines of rank {rank} are missing: {missing}"
 
 

@@ -43,12 +43,12 @@ def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path:
             )
             for home in homes
         ]
-        told = [process.communicate() for process in starts]
-        assert [process.returncode for process in starts] == [0, 0], told
-        clusters = [out.split() for out, _ in told]
+        outputs = [process.communicate() for process in starts]
+        assert [process.returncode for process in starts] == [0, 0], outputs
+        clusters = [out.split() for out, _ in outputs]
         assert sum(address.endswith(f":{port}") for address, _ in clusters) == 1, clusters
         nodes = [Dashboard(address, token).nodes() for address, token in clusters]
-        assert [len(found) for found in nodes] == [1, 1] and nodes[0][0].node_id != nodes[1][0].node_id
+        assert [len(listed) for listed in nodes] == [1, 1] and nodes[0][0].node_id != nodes[1][0].node_id
     finally:
         for home in homes:
             subprocess.run([sys.executable, "-c", DOWN], env=home, check=True, timeout=120)

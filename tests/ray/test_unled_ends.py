@@ -41,8 +41,8 @@ def _assert_all_agree(run: Started, status: dict[str, Any], end: str, step: int)
     """Asserts that the status, the history, the events and the driver's last output agree."""
     history, events = run.reader.history(), run.reader.events()
     assert [row["step"] for row in history] == list(range(1, step + 1))
-    told = (status["state"], status["step"], status["loss"], status["tokens_per_s"], status["attempt"])
-    assert told == (end.upper(), step, history[-1]["loss"], history[-1]["tokens_per_s"], 1)
+    records = (status["state"], status["step"], status["loss"], status["tokens_per_s"], status["attempt"])
+    assert records == (end.upper(), step, history[-1]["loss"], history[-1]["tokens_per_s"], 1)
     assert (status["restarts"], len(status["ranks"]), status["mesh"]["fsdp"]) == (0, 4, 2)
     ends = [(one.kind, one.step) for one in events if one.kind in ("succeeded", "failed", "stopped")]
     assert ends == [(end, step)]
@@ -89,8 +89,8 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     status = run.wait_end()
     asking.join()
     _assert_all_agree(run, status, "stopped", status["step"])
-    told = {"found": True, "state": "STOPPED", "step": status["step"], "checkpoint": status["checkpoint"]}
-    assert len(answers) == 1 and told.items() <= answers[0].items(), "the command was told that there is no controller"
+    end = {"found": True, "state": "STOPPED", "step": status["step"], "checkpoint": status["checkpoint"]}
+    assert len(answers) == 1 and end.items() <= answers[0].items(), "the command was told that there is no controller"
     assert answers[0]["exit_code"] == status_code(status), answers
     assert run.kinds().count("stop_requested") == 1
     if number == signal.SIGCONT:  # the stand-ins' commits hold no data; the last one is always that of the last step

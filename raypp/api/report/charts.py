@@ -100,11 +100,11 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     scale = 10.0 ** math.floor(math.log10(raw))
     width = next(unit * scale for unit in (1, 2, 2.5, 5, 10) if unit * scale >= raw * 0.999)
     first = math.ceil(low / width - 1e-9)
-    found: list[float] = []
-    while (tick := first * width) <= high + 1e-9 * width and len(found) < 4 * count:
-        found.append(tick)
+    values: list[float] = []
+    while (tick := first * width) <= high + 1e-9 * width and len(values) < 4 * count:
+        values.append(tick)
         first += 1
-    return found
+    return values
 
 
 def number(value: float) -> str:
@@ -218,28 +218,28 @@ def charts(runs: Sequence[RunData], axis: Axis) -> list[Html]:
     """Draws all quantities that the runs recorded."""
     marks = attempt_begins(runs[0]) if len(runs) == 1 else []
     extras = sorted({name for run in runs for timed in run.steps for name in timed.report.extras})[:_MOST_EXTRAS]
-    found = []
+    drawn = []
     for one in CURVES:
         series = [_series(run, style, one.name, runs) for style, run in zip("ab", runs, strict=False)]
         if one.name == "loss":
             series += [_held_out(run, style, runs) for style, run in zip("ab", runs, strict=False)]
         if one.name == "seq_len" and len({value for curve in series for _, value in curve.points}) < 2:
             continue
-        found.append(chart(one.title, one.unit, series, axis, marks, named=one.name == "loss" and len(runs) == 1))
-    found.append(chart(*_MEMORY, _memory(runs), axis, marks, named=len(runs) == 1))
+        drawn.append(chart(one.title, one.unit, series, axis, marks, named=one.name == "loss" and len(runs) == 1))
+    drawn.append(chart(*_MEMORY, _memory(runs), axis, marks, named=len(runs) == 1))
     for name in extras:
         series = [
             Series(_label(run, runs), style, [(t.report.step, t.report.extras.get(name, math.nan)) for t in run.steps])
             for style, run in zip("ab", runs, strict=False)
         ]
-        found.append(chart(*_EXTRAS.get(name, (name, "")), series, axis, marks))
-    return [one for one in found if one is not None]
+        drawn.append(chart(*_EXTRAS.get(name, (name, "")), series, axis, marks))
+    return [one for one in drawn if one is not None]
 
 
 def _memory(runs: Sequence[RunData]) -> list[Series]:
     """Returns the curve of the fullest pipeline rank of each run; for one run also of the
     emptiest."""
-    found = []
+    curves = []
     for style, run in zip("ab", runs, strict=False):
         peaks = [(timed.report.step, timed.report.peak_bytes) for timed in run.steps if timed.report.peak_bytes]
         if not peaks:
@@ -250,8 +250,8 @@ def _memory(runs: Sequence[RunData]) -> list[Series]:
         for look, rank in ranks:
             points = [(step, there[rank] / 1e9) for step, there in peaks if rank < len(there)]
             label = f"{run.title}, fullest stage" if len(runs) > 1 else f"pp{rank}"
-            found.append(Series(label, look, points))
-    return found
+            curves.append(Series(label, look, points))
+    return curves
 
 
 def legend(runs: Sequence[RunData]) -> Html | None:
@@ -279,9 +279,9 @@ def _held_out(run: RunData, style: str, runs: Sequence[RunData]) -> Series:
 
 def attempt_begins(run: RunData) -> list[int]:
     """Returns the first step of every attempt but the first."""
-    found, last = [], None
+    begins, last = [], None
     for timed in run.steps:
         if last is not None and timed.report.attempt != last:
-            found.append(timed.report.step)
+            begins.append(timed.report.step)
         last = timed.report.attempt
-    return found[:200]
+    return begins[:200]

@@ -83,8 +83,8 @@ def collect(place: RunPlace, reader: RunReader) -> RunData:
         notes.append(f"the job cannot be shown in full: {error}")
     trace = None
     try:
-        if found := newest_trace(store, place.name):
-            trace = found, analyse(found, measured_links(list(events), found[0].attempt))
+        if traces := newest_trace(store, place.name):
+            trace = traces, analyse(traces, measured_links(list(events), traces[0].attempt))
     except CheckpointError as error:
         notes.append(f"the newest trace cannot be shown: {error}")
     return RunData(

@@ -125,8 +125,8 @@ def mesh_picture(run: RunData) -> Html:
     links = _links(run, columns)
     lines = [head]
     for place in sorted(rows)[:_MOST_ROWS]:
-        found = [_rank(rows[place].get(pp), mesh, nodes) for pp in columns]
-        lines.append(_line(found, links))
+        row = [_rank(rows[place].get(pp), mesh, nodes) for pp in columns]
+        lines.append(_line(row, links))
     left_out = len(ranks) - sum(len(rows[place].keys() & set(columns)) for place in sorted(rows)[:_MOST_ROWS])
     notes = [f"{mesh_text(mesh)}, {len(ranks)} ranks on {len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}"]
     notes += [f"{left_out} more ranks are not shown"] if left_out else []
@@ -136,8 +136,8 @@ def mesh_picture(run: RunData) -> Html:
 
 def _line(cells: Sequence[Html], links: Sequence[Html], cls: str = "line") -> Html:
     """Returns a row of cells, each but the first after its link to the one before."""
-    found = [part for pair in zip(links, cells, strict=True) for part in pair]
-    return tag("div", *found[1:], cls=cls)
+    parts = [part for pair in zip(links, cells, strict=True) for part in pair]
+    return tag("div", *parts[1:], cls=cls)
 
 
 def _stages(run: RunData, pp: int) -> Html:

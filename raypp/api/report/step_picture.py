@@ -49,9 +49,9 @@ LEGEND = (
 )
 
 
-def step_picture(trace: Sequence[RankTrace], found: Analysis) -> Html:
+def step_picture(trace: Sequence[RankTrace], analysis: Analysis) -> Html:
     """Draws the step whose time is the median of those traced."""
-    step = _usual_step(trace, found)
+    step = _usual_step(trace, analysis)
     shown = [(one, [s for s in one.spans if s.step == step and s.kind in CLASSES]) for one in trace[:_MOST_RANKS]]
     everything = [span for _, spans in shown for span in spans]
     if not everything:
@@ -60,12 +60,12 @@ def step_picture(trace: Sequence[RankTrace], found: Analysis) -> Html:
     scale = 100 / max(end - begin, 1e-9)
     each = max(50, _MOST_BLOCKS // (2 * len(shown)))
     rows = [_row(one.label, _blocks(spans, begin, scale, each)) for one, spans in shown]
-    rows += _predicted(trace, found, step, begin, scale, each)
+    rows += _predicted(trace, analysis, step, begin, scale, each)
     keys = [tag("span", tag("b", cls=f"swatch {name}"), words) for name, words in LEGEND]
     left_out = len(trace) - len(shown)
     caption = f"step {step}, {seconds_text(end - begin)}"
-    if found.error_s:
-        caption += f"; the hosts' clocks agree within {seconds_text(found.error_s)}"
+    if analysis.error_s:
+        caption += f"; the hosts' clocks agree within {seconds_text(analysis.error_s)}"
     caption += f"; {left_out} more ranks are not shown" if left_out else ""
     axis = tag("div", tag("span", cls="lane"), tag("div", *_times(end - begin), cls="x"), cls="row")
     picture = tag("div", *rows, axis, cls="step")
@@ -74,11 +74,11 @@ def step_picture(trace: Sequence[RankTrace], found: Analysis) -> Html:
     )
 
 
-def _usual_step(trace: Sequence[RankTrace], found: Analysis) -> int:
+def _usual_step(trace: Sequence[RankTrace], analysis: Analysis) -> int:
     steps = sorted({span.step for span in trace[0].spans if span.kind == "step"})
-    if len(steps) != len(found.step_s) or not steps:
+    if len(steps) != len(analysis.step_s) or not steps:
         return trace[0].first_step
-    return sorted(zip(found.step_s, steps, strict=True))[(len(steps) - 1) // 2][1]
+    return sorted(zip(analysis.step_s, steps, strict=True))[(len(steps) - 1) // 2][1]
 
 
 def _row(label: str, blocks: Iterable[Html], more: str = "") -> Html:
@@ -103,13 +103,13 @@ def _block(span: Span, begin: float, scale: float) -> Html:
 
 
 def _predicted(
-    trace: Sequence[RankTrace], found: Analysis, step: int, begin: float, scale: float, most: int
+    trace: Sequence[RankTrace], analysis: Analysis, step: int, begin: float, scale: float, most: int
 ) -> list[Html]:
-    if found.prediction is None:
+    if analysis.prediction is None:
         return []
     starts = [s.begin for one in trace for s in one.spans if s.kind == "pipeline" and s.step == step]
     start = min(starts, default=begin)
-    timeline = found.prediction
+    timeline = analysis.prediction
     rows = [tag("p", f"predicted: {seconds_text(timeline.makespan)} for the pipeline", cls="quiet")]
     for pp in sorted(timeline.slots)[:_MOST_RANKS]:
         spans = [
@@ -129,8 +129,8 @@ def _predicted(
 
 
 def _times(seconds: float) -> list[Html]:
-    found = []
+    labels = []
     for tick in ticks(0.0, seconds, 5):
         words = seconds_text(tick) if tick else "0"
-        found.append(tag("span", words, style=f"left:{100 * tick / seconds:.2f}%"))
-    return found
+        labels.append(tag("span", words, style=f"left:{100 * tick / seconds:.2f}%"))
+    return labels

@@ -95,10 +95,10 @@ def events(run: RunData) -> Html:
 
 def samples(run: RunData) -> Html | None:
     """Shows the newest samples; None without any."""
-    found = [event for event in run.events if class_of(event.kind) == "sample"][-_MOST_SAMPLES:]
-    if not found:
+    sampled = [event for event in run.events if class_of(event.kind) == "sample"][-_MOST_SAMPLES:]
+    if not sampled:
         return None
-    return tag("div", *(_sample(event) for event in reversed(found)), cls="samples")
+    return tag("div", *(_sample(event) for event in reversed(sampled)), cls="samples")
 
 
 def _sample(event: Event) -> Html:
@@ -187,13 +187,13 @@ def _attempts(run: RunData, axis: Axis) -> list[Html]:
             spans[-1][2] = report.step
         else:
             spans.append([report.attempt, report.step, report.step])
-    found = []
+    marks = []
     for attempt, first, last in spans[:_MOST_ATTEMPTS]:
         left, right = axis.share(first), axis.share(last)
         title = f"attempt {attempt}: steps {first} to {last}"
         place = f"left:{left:.2f}%;width:{max(0.4, right - left):.2f}%"
-        found.append(tag("b", str(attempt), cls="attempt", style=place, title=title))
-    return found
+        marks.append(tag("b", str(attempt), cls="attempt", style=place, title=title))
+    return marks
 
 
 def _marks(run: RunData, axis: Axis, name: str) -> list[Html]:

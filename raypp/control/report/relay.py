@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,28 +34,27 @@ _LONGEST_PACE_S = 2.5  # with a rank's own second, below the 5 s after which a h
 _CONTROLLER_TIMEOUT_S = 5.0
 _FRESH_S = 5.0  # an older answer of the controller is not passed on
 
-Send = Callable[[tuple[ReportBatch, ...]], Awaitable[Sequence[BatchAnswer]]]
 
-
-class RelayQueue:
-    """The work of a relay without Ray. All of it runs in one event loop.
+class Relay:
+    """The actor of one relay. All of it runs in one event loop.
 
     Args:
-        send: Sends batches to the controller, and returns its answer to each.
+        heartbeat_s: Seconds between two calls that carry heartbeats only.
         timeout_s: For the controller's answers.
         flush_s: See `FLUSH_S`.
-        heartbeat_s: Seconds between two calls that carry heartbeats only.
     """
 
     def __init__(
         self,
-        send: Send,
+        run: str,
+        controller: Any,
+        heartbeat_s: float,
         timeout_s: float = _CONTROLLER_TIMEOUT_S,
         flush_s: float = FLUSH_S,
-        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        self._send = send
+        self._run, self._controller = run, controller
         self._timeout_s, self._flush_s, self._heartbeat_s = timeout_s, flush_s, heartbeat_s
+        self._task: asyncio.Task[None] | None = None
         self._waiting: list[tuple[float, ReportBatch]] = []
         """Batches, with the time each arrived."""
         self._callers: list[asyncio.Future[None]] = []
@@ -65,12 +64,16 @@ class RelayQueue:
         self.answered = time.monotonic() - _FRESH_S - 1.0
         """When the controller last answered (`time.monotonic`)."""
 
+    def __repr__(self) -> str:
+        return f"raypp/{self._run}/relay"
+
     async def report(self, batch: ReportBatch) -> BatchAnswer:
         """Takes a rank's batch and returns the controller's answer.
 
         Raises:
             ConnectionError: The controller is not known to have taken the batch.
         """
+        self._task = self._task or asyncio.create_task(self._forward_reports())
         seat = batch.attempt, batch.rank
         self._waiting = [one for one in self._waiting if has_content(one[1]) or (one[1].attempt, one[1].rank) != seat]
         self._waiting.append((time.monotonic(), batch))
@@ -81,7 +84,7 @@ class RelayQueue:
             await delivered
         return replace(self._answers[seat], age_s=time.monotonic() - self.answered)
 
-    async def forward_reports(self) -> None:
+    async def _forward_reports(self) -> None:
         """Sends what the ranks report, forever."""
         sent = 0.0
         while True:
@@ -92,6 +95,10 @@ class RelayQueue:
             sent = time.monotonic()
             if self._waiting:
                 await self._forward()
+
+    async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
+        answers: Sequence[BatchAnswer] = await self._controller.relayed.remote(batches)
+        return answers
 
     async def _forward(self) -> None:
         waiting, self._waiting, callers, self._callers = self._waiting, [], self._callers, []
@@ -114,33 +121,6 @@ class RelayQueue:
 def has_content(batch: ReportBatch) -> bool:
     """Returns whether a batch is more than a heartbeat."""
     return bool(batch.steps or batch.events or batch.logs)
-
-
-class Relay:
-    """The actor around a `RelayQueue`.
-
-    Args:
-        heartbeat_s: Seconds between two reports that carry heartbeats only.
-    """
-
-    def __init__(self, run: str, controller: Any, heartbeat_s: float) -> None:
-        self._run = run
-        self._controller = controller
-        self._queue = RelayQueue(self._send, heartbeat_s=heartbeat_s)
-        self._task: asyncio.Task[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"raypp/{self._run}/relay"
-
-    async def report(self, batch: ReportBatch) -> BatchAnswer:
-        """Takes a rank's batch."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._queue.forward_reports())
-        return await self._queue.report(batch)
-
-    async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
-        answers: Sequence[BatchAnswer] = await self._controller.relayed.remote(batches)
-        return answers
 
 
 @dataclass

@@ -51,12 +51,21 @@ class ControllerReporter:
     Args:
         tails: This process' output, read from where the last seat's reporter stopped.
         relay: Handle of the relay that forwards this rank's reports; None in a run without relays.
+        on_answer: Called with the time of each of the controller's answers (`time.monotonic`).
     """
 
-    def __init__(self, controller: Any, seat: Seat, tails: tuple[LogTail, ...], relay: Any = None) -> None:
-        self._route = report_route(controller, relay, seat.rank, interval_s(seat.world_size), _ANSWER_S)
+    def __init__(
+        self,
+        controller: Any,
+        seat: Seat,
+        tails: tuple[LogTail, ...],
+        relay: Any = None,
+        on_answer: Callable[[float], None] = lambda _at: None,
+    ) -> None:
+        self._route = ReportRoute(controller, relay, seat.rank, interval_s(seat.world_size))
         self._seat = seat
         self._tails = tails
+        self._on_answer = on_answer
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
@@ -64,13 +73,11 @@ class ControllerReporter:
         self._phase_since = time.monotonic()
         self._trail = _Trail()
         self._buffer = ReportBuffer(seat)
-        self._stop: Requests | None = None
+        self._stop = Requests()
         self._save_once = False
         self._trace_once = 0
         self.last_step = 0
         """The last step this rank reported as its phase."""
-        self.answered = time.monotonic()
-        """When the controller last answered."""
         self._rank_thread: int | None = None
         self._thread = threading.Thread(target=self._send_all, name="reporter", daemon=True)
 
@@ -101,9 +108,7 @@ class ControllerReporter:
             save, self._save_once = self._save_once, False
             trace, self._trace_once = self._trace_once, 0
             stop = self._stop
-        if stop is None:
-            return Requests(save=save, trace=trace)
-        return Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
+        return dataclasses.replace(stop, save=save, trace=0 if stop.stop else trace)
 
     # Sending and the end --------------------------------------------------------------------------
 
@@ -132,8 +137,8 @@ class ControllerReporter:
         self._thread.join(timeout=_ANSWER_S)
 
     def _send_all(self) -> None:
-        away = False
-        while True:
+        away = last = False
+        while not last:
             last = self._closing
             self._wake.clear()
             batch = self._batch()
@@ -143,17 +148,13 @@ class ControllerReporter:
                 self._buffer.requeue(batch)
                 if not away:
                     say(f"the controller does not answer: {type(error).__name__}")
-                away = True
-                if last:
-                    return
-                self._wake.wait(_AWAY_S)
-                continue
-            away = False
-            self._buffer.sent(batch, answer)
-            self._apply(answer)
-            if last:
-                return
-            self._wake.wait(self._route.pace_s)
+                away, pause_s = True, _AWAY_S
+            else:
+                away, pause_s = False, self._route.pace_s
+                self._buffer.sent(batch, answer)
+                self._apply(answer)
+            if not last:
+                self._wake.wait(pause_s)
 
     def _batch(self) -> ReportBatch:
         """Returns what is new, after what could not be sent last time."""
@@ -169,7 +170,8 @@ class ControllerReporter:
         return dataclasses.replace(batch, inside=inside(self._rank_thread))
 
     def _apply(self, answer: BatchAnswer) -> None:
-        self.answered, requests = time.monotonic() - answer.age_s, answer.requests
+        requests = answer.requests
+        self._on_answer(time.monotonic() - answer.age_s)
         with self._lock:
             self._save_once = self._save_once or requests.save
             self._trace_once = max(self._trace_once, requests.trace)
@@ -356,19 +358,17 @@ class ReportRoute:
     The pause doubles with every failure, from 5 s to 5 min.
 
     Args:
-        direct: Sends a batch to the controller; raises when the controller does not take it.
-        relayed: Sends it to the rank's relay, in the same manner; None without a relay.
+        relay: Handle of the rank's relay; None in a run without relays.
         direct_pace_s: Seconds between two direct reports.
     """
 
-    def __init__(
-        self,
-        direct: Callable[[ReportBatch], BatchAnswer],
-        relayed: Callable[[ReportBatch], BatchAnswer] | None,
-        direct_pace_s: float,
-    ) -> None:
-        self._direct = direct
-        self._relayed = relayed
+    def __init__(self, controller: Any, relay: Any, rank: int, direct_pace_s: float) -> None:
+        self._controller = controller
+        # Rank 0 reports the steps and receives save requests, so it always reports directly: a
+        # relay that died could lose a save request.
+        self._relay = relay if rank else None
+        if relay is not None and rank == 0:
+            direct_pace_s = min(HEARTBEAT_S, direct_pace_s)
         self._direct_pace_s = direct_pace_s
         self._relay_again_at = 0.0
         self._next_pause_s = _FIRST_PAUSE_S
@@ -383,9 +383,9 @@ class ReportRoute:
             Exception: Whatever the direct route raised; nobody is known to have taken the batch.
         """
         failure: Exception | None = None
-        if self._relayed is not None and time.monotonic() >= self._relay_again_at:
+        if self._relay is not None and time.monotonic() >= self._relay_again_at:
             try:
-                answer = self._relayed(batch)
+                answer = self._answer(self._relay, batch, _RELAY_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001  dead, frozen, cut off, or not started yet
                 failure = error
             else:
@@ -393,34 +393,13 @@ class ReportRoute:
                 self.pace_s = HEARTBEAT_S
                 return answer
         self.pace_s = self._direct_pace_s
-        answer = self._direct(batch)
+        answer = self._answer(self._controller, batch, _ANSWER_S)
         if failure is not None:  # the controller is there, so it is the relay that failed
             self._relay_again_at = time.monotonic() + self._next_pause_s
             self._next_pause_s = min(2 * self._next_pause_s, _LONGEST_PAUSE_S)
             say(f"reporting directly: the relay does not answer ({type(failure).__name__})")
         return answer
 
-
-def report_route(controller: Any, relay: Any, rank: int, direct_pace_s: float, timeout_s: float) -> ReportRoute:
-    """Returns a rank's route through Ray.
-
-    Rank 0 reports the steps and receives save requests, so it always reports directly: a relay that
-    died could lose a save request.
-
-    Args:
-        relay: Handle of the rank's relay; None in a run without relays.
-    """
-
-    def direct(batch: ReportBatch) -> BatchAnswer:
-        answer: BatchAnswer = ray.get(controller.report.remote(batch), timeout=timeout_s)
+    def _answer(self, handle: Any, batch: ReportBatch, timeout_s: float) -> BatchAnswer:
+        answer: BatchAnswer = ray.get(handle.report.remote(batch), timeout=timeout_s)
         return answer
-
-    def relayed(batch: ReportBatch) -> BatchAnswer:
-        answer: BatchAnswer = ray.get(relay.report.remote(batch), timeout=_RELAY_TIMEOUT_S)
-        return answer
-
-    if relay is None:
-        return ReportRoute(direct, None, direct_pace_s)
-    if rank == 0:
-        return ReportRoute(direct, None, min(HEARTBEAT_S, direct_pace_s))
-    return ReportRoute(direct, relayed, direct_pace_s)

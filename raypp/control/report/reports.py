@@ -7,6 +7,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from raypp.control.attempt import Attempt
 from raypp.control.hang_watch import HangWatch
@@ -14,11 +15,10 @@ from raypp.control.machine import Committed
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
-from raypp.observe.status import ENDED
 from raypp.records import Requests
 
 Item = ReportBatch | Requests
-Finding = Committed | Requests
+Notice = Committed | Requests
 
 
 class Reports:
@@ -62,14 +62,11 @@ class Reports:
         the store."""
         self._queue.put(batch)
         durable = self._durable.get(batch.rank, 0) if self._attempt == batch.attempt else 0
-        save, trace = False, 0
+        requests = self.stop or Requests()
         if batch.rank == 0:  # the ranks take the maximum over all of them: one is enough, and they act once
             save, self.save_wanted = self.save_wanted, False
             trace, self.trace_wanted = self.trace_wanted, 0
-        stop = self.stop
-        if stop is None:
-            return BatchAnswer(Requests(save=save, trace=trace), self.incarnation, durable)
-        requests = Requests(save=save, stop=True, save_before_stop=stop.save_before_stop)
+            requests = replace(requests, save=save, trace=0 if requests.stop else trace)
         return BatchAnswer(requests, self.incarnation, durable)
 
     def relayed(self, batches: Sequence[ReportBatch]) -> list[BatchAnswer]:
@@ -104,7 +101,7 @@ class Reports:
         """Answers for no attempt until the next one starts."""
         self._attempt, self.watch, self.preempted = 0, None, None
 
-    def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Finding]:
+    def process(self, attempt: Attempt | None, wait_s: float) -> Iterator[Notice]:
         """Records everything queued, waiting up to `wait_s` for the first report.
 
         Yields what the leader must react to, in the order of the reports. Ignores reports of other
@@ -133,9 +130,9 @@ class Reports:
             while True:
                 yield self._queue.get_nowait()
 
-    def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Finding]:
+    def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Notice]:
         rank = attempt.ranks[batch.rank] if attempt.ranks else None
-        if rank is not None and rank.state not in ENDED:
+        if rank is not None and not rank.ended:
             rank.state = batch.phase.partition(" ")[0]
         if self.watch is not None:
             now = time.monotonic()

@@ -42,6 +42,7 @@ class Workers(WorkerGroup):
         nothing = lambda *_: None  # noqa: E731
         self.relays: Any = SimpleNamespace(of=nothing, start=nothing, take_over=nothing)
         self.done: list[tuple[str, int]] = []
+        self.standby_starts = 0
 
     def fill_bundle(self, bundle: int, node: str, label: str, attempt: int, placement: Placement) -> None:
         self.done.append(("start", bundle))
@@ -59,7 +60,7 @@ class Workers(WorkerGroup):
         self.standbys[node] = Member(actor, node, fresh=False)
 
     def start_standbys(self) -> None:
-        pass
+        self.standby_starts += 1
 
 
 @dataclass
@@ -93,10 +94,10 @@ class Ends(RankEnds):
     """The ends that ranks tell, from a list: `tell(rank, answer)`."""
 
     def tell(self, rank: Rank, answer: RankEnd | RayError | None) -> None:
-        self.__dict__.setdefault("told", []).append((rank, answer))
+        self.__dict__.setdefault("ends", []).append((rank, answer))
 
     def _answers(self, timeout_s: float) -> list[tuple[Rank, RankEnd | RayError | None]]:
-        return self.__dict__.pop("told", [])
+        return self.__dict__.pop("ends", [])
 
 
 class StandIns(Attempt):
@@ -107,12 +108,12 @@ class StandIns(Attempt):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._ends = Ends(self.number, self.ranks, self.workers, self.on_unwritten)
-        self._said: list[tuple[Rank, WorkerInfo | RayError]] = []
+        self._infos: list[tuple[Rank, WorkerInfo | RayError]] = []
 
     def says(self, rank: Rank, answer: WorkerInfo | RayError | None = None) -> None:
         """A rank's worker answers: by default, that it runs on the node of its bundle."""
         facts = NodeFacts(rank.node_id, f"10.0.0.{rank.node_id}", rank.node_id, 100 + rank.rank, "eth0")
-        self._said.append((rank, answer or WorkerInfo(facts, 2000 + rank.rank)))
+        self._infos.append((rank, answer or WorkerInfo(facts, 2000 + rank.rank)))
 
     def tells(self, number: int, end: RankResult | RankFailure | RayError | None, reusable: bool = True) -> None:
         """A rank's worker tells how the rank ended."""
@@ -120,5 +121,5 @@ class StandIns(Attempt):
         self._ends.tell(self.ranks[number], answer)  # type: ignore[attr-defined]
 
     def _answers(self, timeout_s: float) -> list[tuple[Rank, WorkerInfo | RayError]]:
-        said, self._said = self._said, []
-        return said
+        infos, self._infos = self._infos, []
+        return infos

@@ -217,9 +217,9 @@ def test_a_survivor_that_does_not_leave_in_time_is_ended_and_has_failed_if_nothi
     for rank in [0, 1] if explained else [0]:
         attempt.tells(rank, lost_peer(attempt, rank))
     clock.advance(11)
-    told = attempt.poll(0.0)
+    events = attempt.poll(0.0)
     silent = [3] if explained else [1, 3]
-    assert failures(told) == ([] if explained else [(1, "unknown"), (3, "unknown")])
+    assert failures(events) == ([] if explained else [(1, "unknown"), (3, "unknown")])
     killed = [("kill frozen", attempt.ranks[rank].bundle) for rank in silent]
     assert [one for one in attempt.workers.done if one[0] == "kill frozen"] == killed
     for rank in silent:
@@ -290,13 +290,13 @@ def test_a_restarted_controller_adopts_the_living_and_reports_the_dead(
     monkeypatch.setattr(
         attempt_module, "death_during_controller_outage", lambda rank: Death(FailureKind.KILLED, f"pid {rank.pid}")
     )
-    found = []
+    living = []
     for number in (0, 1, 3):
         node = "12"[number // 2]
         seat = Seat("r", 3, number, 4, attempt.mesh.coordinates(number), Coordinates(2, 1, 2, 1))
         info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000 + number)
-        found.append((Actor(), WorkerStatus(info, number, seat)))
-    attempt.adopt(found, step=7)
+        living.append((Actor(), WorkerStatus(info, number, seat)))
+    attempt.adopt(living, step=7)
     assert attempt.phase is AttemptPhase.RUNNING
     assert [rank.pid for rank in attempt.ranks] == [100, 101, 0, 103] and sorted(attempt.workers.seated) == [0, 1, 3]
     assert [call[0] for rank in attempt.ranks if rank.actor for call in rank.actor.calls] == ["outcome"] * 3

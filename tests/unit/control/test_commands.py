@@ -96,10 +96,10 @@ class _Asked:
     """Stands in for `client.command_run`; gives these answers."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
-        self.commands: list[str] = []
+        self.commands: list[tuple[object, ...]] = []
         self._answers = list(answers)
 
-    def __call__(self, cluster: Cluster, place: RunPlace, command: str) -> dict[str, Any]:
+    def __call__(self, cluster: Cluster, place: RunPlace, *command: object) -> dict[str, Any]:
         self.commands.append(command)
         return self._answers[len(self.commands) - 1]
 
@@ -109,12 +109,12 @@ _PLACE = RunPlace("/nowhere", "r", None)
 
 
 def test_a_save_and_a_stop_are_waited_for_until_they_are_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    told: list[str] = []
+    waits: list[str] = []
     pending = {"found": True, "committed": None, "what": "", "pending": [7, 2]}
     asked = _Asked(pending, pending, {"found": True, "committed": 7, "what": "url"})
     monkeypatch.setattr(client, "command_run", asked)
-    assert client.save_run(_CLUSTER, _PLACE, lambda: told.append("save"))["committed"] == 7
-    assert asked.commands == ["save", "save-7-2", "save-7-2"]
+    assert client.save_run(_CLUSTER, _PLACE, lambda: waits.append("save"))["committed"] == 7
+    assert asked.commands == [("save",), ("save", [7, 2]), ("save", [7, 2])]
 
     going_on = {"found": True, "state": None}
     asked = _Asked(going_on, going_on, {"found": False})
@@ -122,10 +122,10 @@ def test_a_save_and_a_stop_are_waited_for_until_they_are_done(monkeypatch: pytes
     store = DirectoryStore(tmp_path)
     write_spec(store, "r", {})
     write_end(store, RunEnd("r", RunState.STOPPED, 0, 8), 1)
-    answer = client.stop_run(_CLUSTER, _PLACE, store, save=True, on_wait=lambda: told.append("stop"))
+    answer = client.stop_run(_CLUSTER, _PLACE, store, save=True, on_wait=lambda: waits.append("stop"))
     assert (answer["found"], answer["state"], answer["step"]) == (True, "STOPPED", 8)
-    assert asked.commands == ["stop"] * 3
-    assert told == ["save", "stop"]
+    assert asked.commands == [("stop", True)] * 3
+    assert waits == ["save", "stop"]
 
 
 def test_a_driver_whose_controller_did_not_wait_for_it_reads_how_the_run_ended(tmp_path: Path) -> None:

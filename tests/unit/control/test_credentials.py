@@ -108,8 +108,8 @@ def test_the_gcs_port_of_the_embedded_cluster_is_named() -> None:
 
 def test_auto_is_the_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
-    found = find.find_cluster("auto")
-    assert (found.address, found.embedded) == ("http://127.0.0.1:8265", None)
+    cluster = find.find_cluster("auto")
+    assert (cluster.address, cluster.embedded) == ("http://127.0.0.1:8265", None)
 
 
 @pytest.mark.parametrize("address", ["http://10.0.0.1:8265", "ray://no-dashboard"])

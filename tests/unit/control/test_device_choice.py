@@ -27,8 +27,8 @@ def job(**sections: Any) -> Job:
 def test_gpus_that_are_missing_are_told_node_by_node() -> None:
     with pytest.raises(ResourcesError) as refused:
         device_for(job(), [node("10.0.0.1"), node("10.0.0.2", 8, 1)])
-    what = refused.value.problems[0].what
-    assert what == "2 ranks need 2 GPUs; 1 are free (10.0.0.1 has no GPU, 10.0.0.2 1 of 8)"
+    fault = refused.value.problems[0].what
+    assert fault == "2 ranks need 2 GPUs; 1 are free (10.0.0.1 has no GPU, 10.0.0.2 1 of 8)"
     with pytest.raises(ResourcesError) as refused:
         device_for(job(), [node("10.0.0.1")])
     assert "10.0.0.1 has no GPU" in refused.value.problems[0].what and "device cpu" in refused.value.problems[0].fix

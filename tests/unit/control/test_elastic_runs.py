@@ -88,8 +88,8 @@ class _Room(Placement):
 
 @pytest.mark.parametrize("gib", [20, 80])
 def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
-    told: list[Event] = []
-    sizing = ElasticSizing(load_job(REPOSITORY / "jobs" / "full-8b.yaml", ["recovery.elastic=true"]).job, told.append)
+    events: list[Event] = []
+    sizing = ElasticSizing(load_job(REPOSITORY / "jobs" / "full-8b.yaml", ["recovery.elastic=true"]).job, events.append)
     sizing.gpu_bytes = gib << 30
     machine, placing = Machine(phase=RunPhase.LAUNCHING), SimpleNamespace(phase=AttemptPhase.PLACING)
     for _ in range(2):
@@ -98,9 +98,9 @@ def test_a_run_that_waits_because_of_memory_tells_so_once(gib: int) -> None:
         turn = Turn(machine, cast(Attempt, placing), nothing, _Room("r", 4, {}), nothing, nothing, 9.0)
         reshape = sizing.check(turn)
         assert (reshape.shape.pp if reshape else None) == (None if gib == 20 else 3)
-    assert [event.kind for event in told] == ["no_smaller_mesh"] * (gib == 20)
+    assert [event.kind for event in events] == ["no_smaller_mesh"] * (gib == 20)
     why = "waits for 4 ranks, with room for 3: on fewer, ranks are planned to need more memory than a GPU has (20 GiB)"
-    assert all(event.message == why for event in told)
+    assert all(event.message == why for event in events)
 
 
 SITES: Any = {"train": {"sync": {"kind": "outer"}}, "recovery": {"site_timeout_s": 9}}

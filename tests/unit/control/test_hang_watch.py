@@ -142,12 +142,12 @@ def test_after_a_pause_a_rank_that_does_not_move_or_says_nothing_is_still_found(
         for rank in range(3):
             watch.add_heartbeat(rank, "step 0F1", 0.1, 100.0)
         watch.skip(9.9, 110.0)
-    for seconds, found in ((2.0, False), (4.0, True)):
+    for seconds, detected in ((2.0, False), (4.0, True)):
         for rank in range(3):
             idle.add_heartbeat(rank, "step 0F1", 10.1 + seconds, 110.0 + seconds)
-        assert (idle.stalled(110.0 + seconds) is not None) == found
-    for seconds, found in ((7.0, False), (9.0, True)):
+        assert (idle.stalled(110.0 + seconds) is not None) == detected
+    for seconds, detected in ((7.0, False), (9.0, True)):
         for rank in (0, 2):
             silent.add_heartbeat(rank, "step 0F1", 0.1, 110.0 + seconds)
         stall = silent.stalled(110.0 + seconds)
-        assert (stall is not None and stall.rank == 1) == found
+        assert (stall is not None and stall.rank == 1) == detected

@@ -28,33 +28,25 @@ from raypp.storage.directory import DirectoryStore
 
 
 class _Failing(Leader):
-    """Fails at its first turn, and has processes that cannot be ended one by one."""
+    """Fails at its first turn, and has processes that cannot be ended."""
 
-    def __init__(self, store: Path, has_resources: bool) -> None:
+    def __init__(self, store: Path) -> None:
         job = parse_job({"name": "r", "checkpoint": {"url": str(store)}})
         super().__init__(RunRequest("r", job_document(job)), None, restarted=False)
-        self.ended: list[str] = []
-        self._has = has_resources
+        self.ended = 0
 
     def _begin(self) -> None:
-        self._has_resources = self._has
         raise KeyError(0)
 
-    def _end_by_handle(self) -> None:
-        self.ended.append("one by one")
+    def _end_processes(self) -> None:
+        self.ended += 1
         raise AttributeError("a worker without a name")
 
-    def _end_by_name(self) -> None:
-        self.ended.append("by name")
 
-
-@pytest.mark.parametrize(("has_resources", "ways"), [(True, ["one by one", "by name"]), (False, ["by name"])])
-def test_processes_that_cannot_be_ended_one_by_one_are_ended_by_the_name_of_their_run(
-    tmp_path: Path, has_resources: bool, ways: list[str]
-) -> None:
-    leader = _Failing(tmp_path, has_resources)
+def test_a_run_whose_processes_cannot_be_ended_ends_all_the_same(tmp_path: Path) -> None:
+    leader = _Failing(tmp_path)
     leader.run()
-    assert leader.ended == ways
+    assert leader.ended == 1
     outcome = leader.outcome
     assert outcome is not None and (outcome.state, outcome.exit_code) == ("FAILED", 1)
     assert outcome.reason == "the controller failed: KeyError: 0"
@@ -97,7 +89,7 @@ class _Restarted(_Failing):
             }
         )
         Leader.__init__(self, RunRequest("r", job_document(job)), None, restarted=True)
-        self.ended = []
+        self.ended = 0
 
     def _begin(self) -> None:
         Leader._begin(self)
@@ -123,12 +115,12 @@ def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
     leader = _Restarted(tmp_path)
     leader.run()
     leader.record.close()
-    assert leader.ended == []
+    assert leader.ended == 0
     assert all(store.asked[key] > _REFUSED for key in ("r/status.json", "r/events/", "r/history/", "r/machine/0-"))
     outcome = leader.outcome
     assert outcome is not None and (outcome.state, outcome.step) == ("RUNNING", 7)
-    told = [event.kind for event in RunReader(DirectoryStore(tmp_path), "r").events()]
-    assert told == ["submitted", "controller_restarted"]
+    kinds = [event.kind for event in RunReader(DirectoryStore(tmp_path), "r").events()]
+    assert kinds == ["submitted", "controller_restarted"]
 
 
 class _SecondLife(Leader):
@@ -139,7 +131,7 @@ class _SecondLife(Leader):
         request = RunRequest("r", job_document(parse_job(sections)), submission)
         super().__init__(request, None, restarted=True)
 
-    def _end_by_name(self) -> None:
+    def _end_processes(self) -> None:
         pass
 
 

@@ -44,30 +44,27 @@ SECTIONS: dict[str, Any] = {
 
 
 class Heir(Leader):
-    """The controller's second process. `found` are the workers that are alive, by rank."""
+    """The controller's second process. `ranks` are the workers that are alive, by rank."""
 
-    def __init__(self, folder: Path, *found: int) -> None:
+    def __init__(self, folder: Path, *ranks: int) -> None:
         self.job = parse_job({**SECTIONS, "checkpoint": {"url": str(folder)}})
         super().__init__(RunRequest(RUN, job_document(self.job), "one"), None, restarted=True)
         self.reader = RunReader(DirectoryStore(folder), RUN)
         mesh = Mesh.of(self.job.mesh)
-        self.found = []
-        for number in found:
+        self.living = []
+        for number in ranks:
             node = "12"[number // 2]
             seat = Seat(RUN, 1, number, 4, mesh.coordinates(number), mesh.sizes)
             info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000)
-            self.found.append((Actor(), WorkerStatus(info, number, seat)))
-        self.ended_by_name = 0
+            self.living.append((Actor(), WorkerStatus(info, number, seat)))
+        self.ended = 0
 
     def _new_attempt(self, number: int) -> StandIns:
         self.record.set_mesh(self.job.mesh)
         return StandIns(self.job, number, self._workers, self._placement, self.reports.add)
 
-    def _end_by_name(self) -> None:
-        self.ended_by_name += 1
-
-    def _end_by_handle(self) -> None:
-        self._end_by_name()
+    def _end_processes(self) -> None:
+        self.ended += 1
 
     def kinds(self) -> list[str]:
         self.record.flush()
@@ -135,7 +132,7 @@ def _left_also(folder: Path, *events: m.MachineEvent) -> m.Machine:
 
 def take_over(monkeypatch: pytest.MonkeyPatch, folder: Path, *alive: int) -> Heir:
     heir = Heir(folder, *alive)
-    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.found)
+    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.living)
     heir._begin()
     return heir
 
@@ -149,10 +146,10 @@ def test_living_ranks_are_led_on_in_their_attempt(monkeypatch: pytest.MonkeyPatc
     heir = take_over(monkeypatch, left, 0, 1, 2, 3)
     assert (heir.machine.phase, heir.machine.attempt, heir.machine.restarts) == (m.RunPhase.RUNNING, 1, 0)
     assert heir.machine.committed_step == COMMITTED and heir.record.step == STEP
-    assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome"]] * 4
+    assert [[call[0] for call in actor.calls] for actor, _ in heir.living] == [["outcome"]] * 4
     heir.record.flush()
-    (told,) = [event for event in heir.reader.events() if event.kind == "controller_restarted"]
-    assert told.details["pids"] == [100, 101, 102, 103]
+    (event,) = [event for event in heir.reader.events() if event.kind == "controller_restarted"]
+    assert event.details["pids"] == [100, 101, 102, 103]
     for rank in range(4):
         attempt_of(heir).tells(rank, RankResult(rank, STEPS, False, STEPS))
     heir._turn()
@@ -174,7 +171,7 @@ def test_a_rank_that_died_meanwhile_ends_the_attempt_and_the_others_stay(
     heir._turn()
     heir._turn()
     assert (heir.machine.attempt, heir.machine.restarts) == (2, 1)
-    assert sorted(heir._workers.seated) == [0, 1, 2, 3] and heir._workers.seated[0].actor is heir.found[0][0]
+    assert sorted(heir._workers.seated) == [0, 1, 2, 3] and heir._workers.seated[0].actor is heir.living[0][0]
 
 
 def test_without_any_rank_the_next_attempt_begins_as_a_restart(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
@@ -195,7 +192,7 @@ def test_an_attempt_that_was_ending_goes_on_ending_and_a_known_failure_is_record
     heir = take_over(monkeypatch, left, 0, 1, 2)
     heir._turn()
     assert heir.machine.phase is m.RunPhase.ENDING and len(heir.machine.failures) == 1
-    assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome", "leave"]] * 3
+    assert [[call[0] for call in actor.calls] for actor, _ in heir.living] == [["outcome", "leave"]] * 3
     assert heir.kinds().count("rank_failed") == 0, "the first process recorded it"
 
 
@@ -230,12 +227,12 @@ def test_a_machine_that_cannot_be_read_leaves_the_ranks_alone_and_says_what_is_k
     newest = left / RUN / "machine" / "0-000001.json"
     newest.write_text(damage(newest.read_text()))
     heir = Heir(left, 0, 1, 2, 3)
-    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.found)
+    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.living)
     heir.run()
     assert heir.outcome is not None and heir.outcome.state is RunState.FAILED
     for text in (words, str(newest), "raypp submit JOB --resume", "attempt 1", "step-00000005", "4 processes"):
         assert text in heir.outcome.reason
-    assert heir.ended_by_name == 0 and not any(actor.calls for actor, _ in heir.found)
+    assert heir.ended == 0 and not any(actor.calls for actor, _ in heir.living)
     reader = RunReader(DirectoryStore(left), RUN)
     assert [event.kind for event in reader.events()] == ["submitted", "takeover_refused"]
     assert (reader.status() or {})["state"] == "RUNNING" and not (left / RUN / "end.json").exists()
@@ -254,7 +251,7 @@ def test_a_process_that_was_taken_for_dead_gives_no_command_any_more(
     heir.reports.request_stop(save=False)
     heir._turn()
     assert heir.record.machines.overtaken and heir.outcome is None
-    assert [[call[0] for call in actor.calls] for actor, _ in heir.found] == [["outcome"]] * 4
+    assert [[call[0] for call in actor.calls] for actor, _ in heir.living] == [["outcome"]] * 4
 
 
 @pytest.mark.parametrize("alive", [(), (1, 2)], ids=["no rank", "some ranks"])
@@ -264,7 +261,7 @@ def test_a_run_whose_last_step_is_committed_is_over_even_if_some_ranks_are_left(
     _commit(DirectoryStore(left), STEPS)
     heir = take_over(monkeypatch, left, *alive)
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("SUCCEEDED", 0)
-    assert (heir.outcome.step, heir.ended_by_name > 0) == (STEPS, True)
+    assert (heir.outcome.step, heir.ended > 0) == (STEPS, True)
     assert [row["step"] for row in heir.reader.history()] == list(range(1, STEPS + 1)), "the checkpoint tells the rest"
 
 
@@ -292,7 +289,7 @@ def test_an_end_that_was_decided_is_carried_out_and_told_once(
             recorder.event(end_event(over.finish, 1, STEP))
     heir = take_over(monkeypatch, left, 0, 1, 2, 3)
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("FAILED", 2)
-    assert heir.ended_by_name > 0 and heir.kinds().count("failed") == 1
+    assert heir.ended > 0 and heir.kinds().count("failed") == 1
     status = heir.reader.status() or {}
     assert (status["state"], status["error"]) == ("FAILED", over.finish.reason)
 
@@ -310,10 +307,10 @@ def test_standbys_are_kept_one_per_node_and_others_without_a_seat_are_ended(
     ended: list[Any] = []
     monkeypatch.setattr(leader_module, "end_actor", ended.append)
     heir = Heir(left, 0, 1, 2, 3)
-    info = heir.found[0][1].info
+    info = heir.living[0][1].info
     others = [(Actor(), WorkerStatus(info, None, None, standby)) for standby in (True, True, False)]
-    heir.found += others
-    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.found)
+    heir.living += others
+    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.living)
     heir._begin()
     assert [member.actor for member in heir._workers.standbys.values()] == [others[0][0]]
     assert ended == [others[1][0], others[2][0]]

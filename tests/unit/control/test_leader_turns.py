@@ -44,7 +44,6 @@ class Led(Leader):
         }
         super().__init__(RunRequest(RUN, job_document(parse_job(sections)), "one"), None, restarted=False)
         self._workers, self._placement = Workers(), Devices()
-        self._has_resources = True
         self.reader = RunReader(DirectoryStore(folder), RUN)
         self._numbers = [0] * 4
         self.record.begin(None)
@@ -56,7 +55,7 @@ class Led(Leader):
         self.record.set_mesh(job.mesh)
         return StandIns(job, number, self._workers, self._placement, self.reports.add)
 
-    def _end_by_handle(self) -> None:
+    def _end_processes(self) -> None:
         for bundle in list(self._workers.seated):
             self._workers.kill(bundle)
 
@@ -146,9 +145,20 @@ def test_a_killed_rank_is_recorded_and_the_next_attempt_starts_with_the_processe
     leader._turn()
     leader._turn()
     assert leader.outcome is not None and (leader.outcome.state, leader.outcome.exit_code) == ("SUCCEEDED", 0)
-    told = [event.kind for event in leader.events() if event.kind != "seated"]
-    assert told[-5:] == ["committed", "rank_failed", "restarting", "attempt_started", "succeeded"]
+    kinds = [event.kind for event in leader.events() if event.kind != "seated"]
+    assert kinds[-5:] == ["committed", "rank_failed", "restarting", "attempt_started", "succeeded"]
     assert not leader._workers.seated and (leader.reader.status() or {})["state"] == "SUCCEEDED"
+
+
+def test_a_step_that_is_reported_as_the_run_ends_starts_no_standby(leader: Led) -> None:
+    leader.seat()
+    for rank in range(4):
+        leader.attempt.tells(rank, RankResult(rank, 20, False, 20))
+    leader._turn()
+    leader.step_done(20)
+    leader._turn()
+    assert leader.outcome is not None and leader.record.step == 20
+    assert isinstance(leader._workers, Workers) and leader._workers.standby_starts == 0
 
 
 def test_a_rank_that_stands_still_is_named_with_its_stacks_and_its_process_is_ended(

@@ -59,36 +59,36 @@ class Asked(Placement):
 
 
 def asked(**more: Any) -> Asked:
-    found = Asked("raypp/r", 2, {"CPU": 1.0}, **more)
-    found.request()
-    return found
+    placement = Asked("raypp/r", 2, {"CPU": 1.0}, **more)
+    placement.request()
+    return placement
 
 
 PLACED = {"state": "CREATED", "bundles_to_node_id": {0: "a", 1: "b"}}
 
 
 def test_ranks_start_when_every_bundle_is_on_a_node_that_answers(clock: StandInClock) -> None:
-    found = asked()
-    assert found.nodes() is None
-    found.table = PLACED
-    assert found.nodes() == ["a", "b"]
-    found.lost_nodes.add(["b"])
+    placement = asked()
+    assert placement.nodes() is None
+    placement.table = PLACED
+    assert placement.nodes() == ["a", "b"]
+    placement.lost_nodes.add(["b"])
     ANSWERS["b"] = False
-    assert found.nodes() is None, "Ray lists a node as alive for seconds after it is lost"
+    assert placement.nodes() is None, "Ray lists a node as alive for seconds after it is lost"
     ANSWERS["b"] = True
     clock.advance(2)
-    assert found.nodes() == ["a", "b"]
-    found.table = PLACED | {"state": "RESCHEDULING"}
-    assert found.nodes() is None
+    assert placement.nodes() == ["a", "b"]
+    placement.table = PLACED | {"state": "RESCHEDULING"}
+    assert placement.nodes() is None
 
 
 def test_a_run_that_waits_for_room_gives_up_its_spares_after_a_second(clock: StandInClock) -> None:
-    found = asked()
-    found.nodes()
-    assert found.released == []
+    placement = asked()
+    placement.nodes()
+    assert placement.released == []
     clock.advance(1.5)
-    found.nodes()
-    assert found.released == ["the run needs the room"]
+    placement.nodes()
+    assert placement.released == ["the run needs the room"]
 
 
 @pytest.mark.parametrize("extra_s", [0.0, 100.0], ids=["fixed", "elastic"])
@@ -128,14 +128,14 @@ def test_a_run_grows_when_there_has_been_room_for_seconds(clock: StandInClock, m
     job = parse_job({"name": "r", "mesh": {"pp": 2, "fsdp": 2}, "recovery": {"elastic": True}})
     sizing = ElasticSizing(job, lambda event: None)
     machine = Machine(phase=RunPhase.RUNNING, shape=sizing.best(2))
-    found = asked()
+    placement = asked()
     room = 4
     monkeypatch.setattr(Asked, "room", lambda self, excluded=frozenset(): room)
 
     def grows() -> bool:
         clock.advance(1.1)
         nothing: Any = None
-        turn = Turn(machine, nothing, nothing, found, nothing, nothing)
+        turn = Turn(machine, nothing, nothing, placement, nothing, nothing)
         return sizing.check(turn) is not None
 
     assert not grows() and not grows()

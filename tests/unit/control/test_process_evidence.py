@@ -49,8 +49,8 @@ class StruckError(RayppError):
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_exceptions_are_told_apart(error: Exception, kind: str, words: str) -> None:
-    found, cause = kind_and_cause(error)
-    assert found == kind and words in cause
+    actual, cause = kind_and_cause(error)
+    assert actual == kind and words in cause
 
 
 def test_a_full_disk_is_found_below_the_error_that_it_led_to() -> None:

@@ -23,8 +23,8 @@ def test_this_python_runs_drivers_only_if_this_machine_is_the_head(on_head: bool
     there = {"state": "ALIVE", "nodeId": "2", "nodeManagerHostname": "another-host", "isHeadNode": not on_head}
     nodes = json.dumps({"data": {"summary": [{"raylet": here}, {"raylet": there}]}})
     with nasty.server(b"{}", paths=[("/nodes", nodes.encode())]) as url:
-        found = python_of(Cluster(url, Dashboard(url)))
-    assert found == (shlex.quote(sys.executable) if on_head else "python")
+        python = python_of(Cluster(url, Dashboard(url)))
+    assert python == (shlex.quote(sys.executable) if on_head else "python")
 
 
 def test_a_proxy_is_not_asked_for_a_cluster_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

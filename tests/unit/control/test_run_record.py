@@ -145,8 +145,8 @@ def test_what_only_a_checkpoint_knows_is_told_from_it(tmp_path: Path) -> None:
     assert later.step == 10 and later.close()
     reader = RunReader(store, "told")
     assert [row["step"] for row in reader.history()] == list(range(1, 11))
-    told = [(event.step, event.attempt) for event in reader.events() if event.kind == "committed"]
-    assert told == [(5, 1), (10, 1)]
+    commits = [(event.step, event.attempt) for event in reader.events() if event.kind == "committed"]
+    assert commits == [(5, 1), (10, 1)]
 
 
 def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
     record.update_status(machine, ranks)
     ranks[1].state, ranks[2].pid, ranks[2].node = "save", 77, "10.0.0.2"
     record.update_status(machine, ranks)
-    told = [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in record.status().ranks]
-    assert told == [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks]
+    statuses = [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in record.status().ranks]
+    assert statuses == [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks]
     record.update_status(machine, ranks[:2])
     assert len(record.status().ranks) == 2

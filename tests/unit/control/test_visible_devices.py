@@ -33,7 +33,7 @@ def test_the_position_in_cuda_visible_devices_counts(assigned: str, visible: str
 
 
 @pytest.mark.parametrize(
-    ("assigned", "visible", "what"),
+    ("assigned", "visible", "fault"),
     [
         (ONE, None, "is not set"),
         ("0", "", "is empty"),
@@ -49,7 +49,7 @@ def test_the_position_in_cuda_visible_devices_counts(assigned: str, visible: str
         (OTHER_MIG, f"{MIG},{OTHER_MIG}", "only the first MIG instance"),
     ],
 )
-def test_a_device_that_cuda_does_not_show_is_refused(assigned: str, visible: str | None, what: str) -> None:
-    with pytest.raises(ResourcesError, match=what) as refused:
+def test_a_device_that_cuda_does_not_show_is_refused(assigned: str, visible: str | None, fault: str) -> None:
+    with pytest.raises(ResourcesError, match=fault) as refused:
         device_position(assigned, visible)
     assert refused.value.problems[0].fix and refused.value.problems[0].key == "resources.device"

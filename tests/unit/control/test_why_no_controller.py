@@ -16,7 +16,7 @@ _HEAD = (
 
 
 @pytest.mark.parametrize(
-    ("said", "words", "code"),
+    ("error", "words", "code"),
     [
         (
             "raypp.errors.JobError: checkpoint.url: is empty\n  fix: use s3://",
@@ -30,8 +30,8 @@ _HEAD = (
         ("KeyError", "KeyError", 1),
     ],
 )
-def test_an_error_of_the_constructor_is_told_in_its_own_words(said: str, words: str, code: int) -> None:
-    assert why_no_controller(f"{_HEAD}{said}\n") == (words, code)
+def test_an_error_of_the_constructor_is_told_in_its_own_words(error: str, words: str, code: int) -> None:
+    assert why_no_controller(f"{_HEAD}{error}\n") == (words, code)
 
 
 def test_an_end_without_a_traceback_is_told_by_its_last_line() -> None:

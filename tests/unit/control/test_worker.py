@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from raypp.control import worker as worker_module
-from raypp.control.protocol import RankEnd
+from raypp.control.protocol import RankEnd, RunRequest
 from raypp.control.worker import Worker
 from raypp.errors import DataError, RayppError
 from raypp.failure_kinds import FailureKind
@@ -68,10 +68,15 @@ def leave(seat: Seat) -> None:
         _slow_leave.wait(20)
 
 
+def _request(orphan_timeout_s: float) -> RunRequest:
+    job = parse_job({"name": "run", "recovery": {"orphan_timeout_s": orphan_timeout_s}})
+    return RunRequest("run", job_document(job), rank_function=f"{__name__}:live")
+
+
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     _go.clear()
-    yield Worker("run", "run", "pp0", {}, None, 1e6, f"{__name__}:live")
+    yield Worker(_request(1e6), "pp0", None, 5.0)
     _go.set()
 
 
@@ -172,7 +177,7 @@ def test_an_orphan_whose_log_is_on_a_full_disk_still_exits(monkeypatch: pytest.M
     monkeypatch.setattr(worker_module, "remove_groups_of", removed.append)
     monkeypatch.setattr(os, "_exit", lambda code: exited.set())
     with _full_disk("none"):
-        Worker("run", "run", "pp0", {}, None, 0.2, f"{__name__}:live")
+        Worker(_request(0.2), "pp0", None, 5.0)
         assert exited.wait(60.0) and removed == ["run"]
 
 

@@ -64,7 +64,7 @@ def devices(pp: int) -> list[Device]:
     program = resolve_pipeline(job).program
     lowered = lower(program, list(range(pp)), MICROBATCHES, posting_on("cuda"))
     assert arrivals(lowered, 0, list(range(pp)))
-    found = []
+    devices = []
     for rank in range(pp):
         device = Device()
         for action in lowered[rank]:
@@ -76,8 +76,8 @@ def devices(pp: int) -> list[Device]:
                 device.add(name)
         for mark in ("sends", "sums", "sum"):
             device.add(mark)
-        found.append(device)
-    return found
+        devices.append(device)
+    return devices
 
 
 def played(mesh: Mesh, harm: Harm) -> list[RankActivity]:

@@ -167,11 +167,11 @@ PHASES = st.one_of(
     )
 )
 def test_whatever_the_ranks_do_the_cause_is_told_in_words_of_bounded_length(
-    told: list[tuple[str, float, bool, str, int]],
+    marks: list[tuple[str, float, bool, str, int]],
 ) -> None:
     activities = [
         RankActivity(rank, f"pp{rank}", Coordinates(rank), phase, still, silent=silent, inside=inside, reached=reached)
-        for rank, (phase, still, silent, inside, reached) in enumerate(told)
+        for rank, (phase, still, silent, inside, reached) in enumerate(marks)
     ]
     blame = find_culprit(activities, STAGES)
     assert blame.rank in (None, *range(len(activities))) and 0 < len(blame.cause) < 1200

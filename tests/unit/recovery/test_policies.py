@@ -189,5 +189,5 @@ def test_the_traits_of_a_kind_do_not_contradict_each_other(kind: FailureKind) ->
 def test_the_page_on_reliability_tells_of_every_kind() -> None:
     page = (Path(__file__).parents[3] / "docs" / "reliability.md").read_text(encoding="utf-8")
     table = page.partition("| kind |")[2].partition("\n\n")[0].splitlines()[2:]
-    told = [word for row in table for word in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert sorted(told) == sorted(KINDS)
+    kinds = [word for row in table for word in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(kinds) == sorted(KINDS)

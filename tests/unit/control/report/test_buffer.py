@@ -46,12 +46,12 @@ _MOVES = st.lists(st.sampled_from(["event", "hand over", "fail", "write", "die"]
 @given(_MOVES)
 def test_whenever_the_controller_dies_every_event_comes_into_the_store(moves: list[str]) -> None:
     buffer = ReportBuffer(SEAT)
-    told, stored = 0, []
+    count, stored = 0, []
     life, taken, durable = 1, [], 0
     for move in [*moves, "hand over", "hand over", "write"]:
         if move == "event":
-            buffer.add_event(Event("one", str(told)))
-            told += 1
+            buffer.add_event(Event("one", str(count)))
+            count += 1
         elif move == "write":
             stored += [event.message for batch in taken for event in batch.events]
             durable = max([durable, *(batch.number for batch in taken)])
@@ -67,5 +67,5 @@ def test_whenever_the_controller_dies_every_event_comes_into_the_store(moves: li
             buffer.sent(batch, _answer(life, durable))
     left = buffer.unwritten()
     known = list(dict.fromkeys([*stored, *(event.message for event in (left.events if left else ()))]))
-    assert sorted(known, key=int) == [str(number) for number in range(told)]
-    assert sorted(set(stored), key=int) == [str(number) for number in range(told)]
+    assert sorted(known, key=int) == [str(number) for number in range(count)]
+    assert sorted(set(stored), key=int) == [str(number) for number in range(count)]

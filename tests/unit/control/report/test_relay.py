@@ -4,7 +4,8 @@ wrong."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from raypp.control import hang_watch
 from raypp.control.protocol import BatchAnswer, ReportBatch
-from raypp.control.report.relay import RelayQueue, Relays, relay_pace_s
+from raypp.control.report.relay import Relay, Relays, relay_pace_s
 from raypp.control.report.reporter import HEARTBEAT_S, ReportBuffer, ReportRoute
 from raypp.records import Coordinates, Event, Requests, Seat
 
@@ -42,25 +43,35 @@ def batch(rank: int, number: int = 1, *texts: str, attempt: int = 2, idle_s: flo
     return ReportBatch(attempt, rank, number, f"step {number}", idle_s, events=events)
 
 
-def with_relay(
-    scenario: Callable[[RelayQueue, Controller], Coroutine[None, None, None]], heartbeat_s: float = 60.0
-) -> None:
+class LocalRelay(Relay):
+    """Calls a controller in its own process."""
+
+    async def _send(self, batches: tuple[ReportBatch, ...]) -> Sequence[BatchAnswer]:
+        answers: Sequence[BatchAnswer] = await self._controller.relayed(batches)
+        return answers
+
+
+class LocalRoute(ReportRoute):
+    """Calls functions in place of actors."""
+
+    def _answer(self, handle: Any, batch: ReportBatch, timeout_s: float) -> BatchAnswer:
+        answer: BatchAnswer = handle(batch)
+        return answer
+
+
+def with_relay(scenario: Callable[[Relay, Controller], Coroutine[None, None, None]], heartbeat_s: float = 60.0) -> None:
     """Runs a relay during `scenario`."""
 
     async def both() -> None:
         controller = Controller()
-        relay = RelayQueue(controller.relayed, timeout_s=0.2, flush_s=0.02, heartbeat_s=heartbeat_s)
-        working = asyncio.create_task(relay.forward_reports())
-        try:
-            await asyncio.wait_for(scenario(relay, controller), 20)
-        finally:
-            working.cancel()
+        relay = LocalRelay("run", controller, heartbeat_s, timeout_s=0.2, flush_s=0.02)
+        await asyncio.wait_for(scenario(relay, controller), 20)
 
     asyncio.run(both())
 
 
 def test_simultaneous_batches_travel_in_few_calls_and_all_are_answered() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         answers = await asyncio.gather(*(relay.report(batch(rank, 1, f"e{rank}")) for rank in range(32)))
         assert [answer.incarnation for answer in answers] == ["first"] * 32
         assert sorted(controller.events()) == [(rank, f"e{rank}") for rank in range(32)]
@@ -70,7 +81,7 @@ def test_simultaneous_batches_travel_in_few_calls_and_all_are_answered() -> None
 
 
 def test_heartbeats_are_answered_at_once_and_the_newest_of_each_rank_is_forwarded_with_its_age() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         await asyncio.gather(*(relay.report(batch(rank, 1)) for rank in range(20)))
         before = len(controller.calls)
         for number in (2, 3):
@@ -88,7 +99,7 @@ def test_heartbeats_are_answered_at_once_and_the_newest_of_each_rank_is_forwarde
 
 
 def test_a_heartbeat_overtakes_no_batch_of_its_rank() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         await relay.report(batch(0, 1))
         waits = asyncio.create_task(relay.report(batch(0, 2, "e")))
         await asyncio.sleep(0)
@@ -100,7 +111,7 @@ def test_a_heartbeat_overtakes_no_batch_of_its_rank() -> None:
 
 
 def test_the_operators_wish_and_what_is_in_the_store_come_back_to_each_rank() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         answers = await asyncio.gather(*(relay.report(batch(rank, 4, "e")) for rank in (0, 1)))
         assert [answer.durable for answer in answers] == [0, 0]
         controller.answer = BatchAnswer(Requests(stop=True, save_before_stop=True), "first", 4)
@@ -112,7 +123,7 @@ def test_the_operators_wish_and_what_is_in_the_store_come_back_to_each_rank() ->
 
 
 def test_what_one_attempt_is_asked_to_do_is_not_asked_of_the_next() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         controller.answer = BatchAnswer(Requests(stop=True), "first", 9)
         assert (await relay.report(batch(0, 9, "e"))).requests.stop
         controller.answer = BatchAnswer(Requests(), "first")
@@ -124,7 +135,7 @@ def test_what_one_attempt_is_asked_to_do_is_not_asked_of_the_next() -> None:
 
 
 def test_when_nobody_takes_a_batch_the_rank_hears_so() -> None:
-    async def scenario(relay: RelayQueue, controller: Controller) -> None:
+    async def scenario(relay: Relay, controller: Controller) -> None:
         await relay.report(batch(0, 1, "a"))
         await relay.report(batch(1, 1))
         controller.away = True
@@ -143,17 +154,17 @@ def test_a_rank_whose_relay_fails_tells_the_same_batch_directly_and_spares_the_r
     direct: list[ReportBatch] = []
     relayed: list[ReportBatch] = []
 
-    def to_controller(told: ReportBatch) -> BatchAnswer:
-        direct.append(told)
+    def to_controller(report: ReportBatch) -> BatchAnswer:
+        direct.append(report)
         return BatchAnswer(Requests(), "first")
 
-    def to_relay(told: ReportBatch) -> BatchAnswer:
-        relayed.append(told)
+    def to_relay(report: ReportBatch) -> BatchAnswer:
+        relayed.append(report)
         if len(relayed) > 1:
             raise ConnectionError("gone")
         return BatchAnswer(Requests(), "first")
 
-    way = ReportRoute(to_controller, to_relay, 0.25)
+    way = LocalRoute(to_controller, to_relay, 1, 0.25)
     way.send(batch(1, 1))
     assert (way.pace_s, direct) == (HEARTBEAT_S, [])
     way.send(batch(1, 2))
@@ -165,15 +176,15 @@ def test_a_rank_whose_relay_fails_tells_the_same_batch_directly_and_spares_the_r
 def test_while_the_controller_is_away_the_relay_stays_the_first_way() -> None:
     asked: list[str] = []
 
-    def to_controller(told: ReportBatch) -> BatchAnswer:
+    def to_controller(report: ReportBatch) -> BatchAnswer:
         asked.append("controller")
         raise ConnectionError("away")
 
-    def to_relay(told: ReportBatch) -> BatchAnswer:
+    def to_relay(report: ReportBatch) -> BatchAnswer:
         asked.append("relay")
         raise ConnectionError("the controller does not answer")
 
-    way = ReportRoute(to_controller, to_relay, 0.25)
+    way = LocalRoute(to_controller, to_relay, 1, 0.25)
     for number in (1, 2):
         with pytest.raises(ConnectionError):
             way.send(batch(1, number))
@@ -188,33 +199,33 @@ _MOVES = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(_MOVES)
 def test_whoever_dies_on_the_way_every_event_comes_into_the_store_and_no_life_takes_one_twice(moves: list[str]) -> None:
-    buffer, told, stored = ReportBuffer(SEAT), 0, list[str]()
+    buffer, count, stored = ReportBuffer(SEAT), 0, list[str]()
     life, taken, durable, last = 1, list[ReportBatch](), 0, 0
     move = ""
 
-    def take(told: ReportBatch) -> BatchAnswer:
+    def take(report: ReportBatch) -> BatchAnswer:
         nonlocal last
-        if told.number > last:
-            last = told.number
-            taken.append(told)
+        if report.number > last:
+            last = report.number
+            taken.append(report)
         return BatchAnswer(Requests(), str(life), durable)
 
-    def by_relay(told: ReportBatch) -> BatchAnswer:
+    def by_relay(report: ReportBatch) -> BatchAnswer:
         if move == "relay":
-            return take(told)
+            return take(report)
         if move == "relay dies later":
-            take(told)  # and cannot say so any more
+            take(report)  # and cannot say so any more
         raise ConnectionError("gone")
 
-    def directly(told: ReportBatch) -> BatchAnswer:
+    def directly(report: ReportBatch) -> BatchAnswer:
         if move == "both die":
             raise ConnectionError("away")
-        return take(told)
+        return take(report)
 
     for move in [*moves, "relay", "relay dies", "write"]:
         if move == "event":
-            buffer.add_event(Event("one", str(told)))
-            told += 1
+            buffer.add_event(Event("one", str(count)))
+            count += 1
         elif move == "write":
             stored += [event.message for one in taken for event in one.events]
             durable = max([durable, *(one.number for one in taken)])
@@ -225,14 +236,14 @@ def test_whoever_dies_on_the_way_every_event_comes_into_the_store_and_no_life_ta
         else:
             next_batch = buffer.next_batch("step", 0.0)
             try:
-                answer = ReportRoute(directly, by_relay, 1.0).send(next_batch)
+                answer = LocalRoute(directly, by_relay, 1, 1.0).send(next_batch)
             except ConnectionError:
                 buffer.requeue(next_batch)
             else:
                 buffer.sent(next_batch, answer)
     if "die" not in moves:
-        assert stored == [str(number) for number in range(told)]
-    assert sorted(set(stored), key=int) == [str(number) for number in range(told)]
+        assert stored == [str(number) for number in range(count)]
+    assert sorted(set(stored), key=int) == [str(number) for number in range(count)]
 
 
 class _Started(Relays):

@@ -63,9 +63,9 @@ def test_older_heartbeats_change_nothing(leader: Leader, monkeypatch: pytest.Mon
     leader.reports.report(ReportBatch(3, 1, 5, "step 9", 0.5))
     leader.reports.relayed([ReportBatch(3, 0, 4, "step 2F1", 11.0), ReportBatch(3, 1, 4, "step 8", 0.0)])
     leader._process_reports(wait_s=0.0)
-    signs = leader.reports.watch._heartbeats
-    assert (signs[0].phase, signs[0].idle_s, signs[0].at) == ("step 2F1", 11.0, clock.now)
-    assert (signs[1].phase, signs[1].at) == ("step 9", clock.now)
+    activities = leader.reports.watch._activities
+    assert (activities[0].phase, activities[0].idle_s, activities[1].phase) == ("step 2F1", 11.0, "step 9")
+    assert leader.reports.watch._heartbeat_at[:2] == [clock.now, clock.now]
     assert [rank.state for rank in leader._attempt.ranks[:3]] == ["step", "step", "starting"]
 
 

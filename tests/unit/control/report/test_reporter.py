@@ -36,12 +36,13 @@ def test_a_rank_whose_log_is_on_a_full_disk_reports_on_after_its_controller_was_
     def relayed(batch: ReportBatch) -> BatchAnswer:
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(reporter_module, "report_route", lambda *_: ReportRoute(direct, relayed, 0.01))
+    monkeypatch.setattr(ReportRoute, "_answer", lambda _self, handle, batch, _timeout_s: handle(batch))
+    monkeypatch.setattr(reporter_module, "_INTERVAL_S", 0.01)
     monkeypatch.setattr(reporter_module, "_AWAY_S", 0.01)
     full = io.TextIOWrapper(cast(Any, io.FileIO("/dev/full", "w")), line_buffering=True)
     monkeypatch.setattr(sys, "stderr", full)
     monkeypatch.setattr(sys, "stdout", full)
-    with ControllerReporter(None, SEAT, ()) as reporter:
+    with ControllerReporter(direct, SEAT, (), relayed) as reporter:
         reporter.event(Event("lived", "here", attempt=1, rank=1))
         end = time.monotonic() + 60.0
         while len(taken) < 3 and time.monotonic() < end:
@@ -73,32 +74,30 @@ class Device:
 def test_a_rank_reports_where_its_device_is_and_not_what_its_host_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StandInClock()
     monkeypatch.setattr(reporter_module, "time", clock)
-    monkeypatch.setattr(reporter_module, "report_route", lambda *_: None)
     monkeypatch.setattr(reporter_module, "inside", lambda _thread: "all_reduce")
     reporter, device = ControllerReporter(None, SEAT, ()), Device()
 
-    def told() -> tuple[str, float, int, str]:
+    def heartbeat() -> tuple[str, float, int, str]:
         batch = reporter._batch()
         return batch.phase, batch.idle_s, batch.reached, batch.inside
 
     reporter.phase("load")
     for action in ("1F0 waits", "1F0", "1B0", "sum"):
         reporter.phase("step", action, device.mark())
-    assert told()[::2] == ("load", 0), "it still does what came before its first mark"
+    assert heartbeat()[::2] == ("load", 0), "it still does what came before its first mark"
     device.done = 2
-    told()
+    heartbeat()
     clock.advance(70)
-    assert told() == ("step 1F0", 70, 2, "")
+    assert heartbeat() == ("step 1F0", 70, 2, "")
     device.done = 4
-    assert told() == ("step sum", 0, 0, ""), "the device came there just now, however long its host has been there"
+    assert heartbeat() == ("step sum", 0, 0, ""), "the device came there just now, however long its host has been there"
     clock.advance(5)
-    assert told() == ("step sum", 5, 0, "all_reduce")
+    assert heartbeat() == ("step sum", 5, 0, "all_reduce")
     reporter.phase("step", "2 read")
-    assert told()[::2] == ("step 2 read", 0)
+    assert heartbeat()[::2] == ("step 2 read", 0)
 
 
 def test_a_device_that_has_failed_leaves_what_the_host_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter_module, "report_route", lambda *_: None)
     reporter, device = ControllerReporter(None, SEAT, ()), Device()
     reporter.phase("step", "1F0", device.mark())
     device.broken = True
@@ -106,7 +105,6 @@ def test_a_device_that_has_failed_leaves_what_the_host_says(monkeypatch: pytest.
 
 
 def test_a_trail_that_nobody_looks_at_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter_module, "report_route", lambda *_: None)
     monkeypatch.setattr(reporter_module, "_LONGEST_TRAIL", 10)
     reporter, device = ControllerReporter(None, SEAT, ()), Device()
     for _ in range(100):
