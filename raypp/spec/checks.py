@@ -212,11 +212,9 @@ def _outer(job: Job) -> Iterator[Problem]:
         return
     if every % parts:
         what = f"{every} steps cannot be divided among {parts} train.sync.fragments: each has its turn after as many"
-        yield Problem(
-            "train.sync.every_steps",
-            what,
-            f"use {-(-every // parts) * parts}, or train.sync.fragments: {math.gcd(every, parts)}",
-        )
+        nearest = min(job.outer_intervals(), key=lambda steps: abs(steps - every), default=None)
+        fix = f"use {f'{nearest}, or ' if nearest else ''}train.sync.fragments: {math.gcd(every, parts)}"
+        yield Problem("train.sync.every_steps", what, fix)
     elif train.sync.overlap_steps >= every // parts:
         what = f"{train.sync.overlap_steps} steps are more than lie between two exchanges, {every // parts}"
         fix = f"use at most {every // parts - 1}, or a higher train.sync.every_steps"

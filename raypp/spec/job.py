@@ -604,11 +604,11 @@ class Job(Section):
     @property
     def at_outer_steps(self) -> dict[str, int]:
         """The steps between two events that are at outer steps only, by their key; 0: never."""
-        found = {"checkpoint.every_steps": self.checkpoint.every_steps}
-        found["train.eval_every_steps"] = self.train.eval_every_steps
+        steps = {"checkpoint.every_steps": self.checkpoint.every_steps}
+        steps["train.eval_every_steps"] = self.train.eval_every_steps
         if self.train.sample is not None:
-            found["train.sample.every_steps"] = self.train.sample.every_steps
-        return found
+            steps["train.sample.every_steps"] = self.train.sample.every_steps
+        return steps
 
     def outer_intervals(self) -> list[int]:
         """Returns what train.sync.every_steps may be, up to 500: more are not known to train."""

@@ -218,10 +218,11 @@ OUTER = {"kind": "outer", "every_steps": 20, "compression": "int4"}
         ("train.eval_every_steps", {"train": {"eval_every_steps": 30}, "data": EVAL}, "30 is no multiple of"),
         ("train.sample.every_steps", {"train": {"sample": {"prompts": ["a"], "every_steps": 5}}}, "5 is no multiple"),
         ("train.sync.every_steps", {"train": {"steps": 10}}, "20 is more than the 10 steps of the run"),
+        ("train.sync.every_steps", {"train": {"sync": {**OUTER, "fragments": 3}}}, "use train.sync.fragments: 1"),
         (
             "train.sync.every_steps",
-            {"train": {"sync": {**OUTER, "fragments": 3}}},
-            "use 21, or train.sync.fragments: 1",
+            {"checkpoint": {"every_steps": 56}, "train": {"sync": {**OUTER, "fragments": 7}}},
+            "use 14, or train.sync.fragments: 1",
         ),
         ("train.sync.every_steps", {"train": {"sync": {**OUTER, "every_steps": "auto", "fragments": 3}}}, "no number"),
         ("train.sync.overlap_steps", {"train": {"sync": {**OUTER, "fragments": 4, "overlap_steps": 5}}}, "at most 4"),
