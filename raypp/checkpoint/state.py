@@ -280,16 +280,26 @@ def _apart(stages: Sequence[nn.Module]) -> tuple[int, int]:
 
 
 def _replicas_there(saved: Collection[str]) -> list[int]:
-    """Returns the replicas whose optimizer states or own weights a state has; [0] if it has none.
+    """Returns the replicas whose optimizer states, own weights or residuals of outer steps a state
+    has; [0] if it has none.
 
     A checkpoint has all. In memory, each rank sees those of the replica that it goes on as.
     """
-    replicas = set()
+    replicas, apart = set(), _has_momenta(saved)
     for full_name in saved:
         key, end, number = full_name.rpartition("/")[2].partition(OF_REPLICA)
-        if not key.startswith((RESIDUAL, RESIDUAL_OF_COPY, OUTER_MOMENTUM)) and (not end or number.isdecimal()):
+        if key.startswith((RESIDUAL, RESIDUAL_OF_COPY)):
+            number = key.rpartition(".")[2]
+            if apart and number.isdecimal():
+                replicas.add(int(number))
+        elif not key.startswith(OUTER_MOMENTUM) and (not end or number.isdecimal()):
             replicas.add(int(number or 0))
     return sorted(replicas) or [0]
+
+
+def _has_momenta(saved: Collection[str]) -> bool:
+    """Whether a state is of replicas that trained apart."""
+    return any(full_name.endswith(f"/{OUTER_MOMENTUM}") for full_name in saved)
 
 
 def _origin(stages: Sequence[nn.Module], saved: Collection[str]) -> int:
@@ -323,7 +333,7 @@ def _own_weights(stages: Sequence[nn.Module], saved: Collection[str]) -> Iterato
 
 def _apart_remark(saved: Collection[str], now: int) -> str:
     """Says what becomes of the state of replicas that trained apart, on so many that do."""
-    momentum = any(full_name.endswith(f"/{OUTER_MOMENTUM}") for full_name in saved)
+    momentum = _has_momenta(saved)
     before = len(_replicas_there(saved)) if momentum else 0
     if momentum and not now:
         return "replicas no longer train apart: the momentum of outer steps is dropped, the first's optimizer goes on"

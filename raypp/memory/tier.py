@@ -7,9 +7,11 @@ the one being sent to the partners; the one that a save uploads. So at every mom
 some common step to resume from.
 
 Where replicas train apart, each does so by itself between outer steps, and what is said here of all
-ranks holds for those of a replica: a restart takes of each replica its newest step since the same
-outer step. So the first snapshot after an outer step replaces none from before it until all
-replicas are known to have one (`hear`).
+ranks holds for those of a replica: a restart takes of each replica its newest step of the same
+period, between two outer steps. What is kept of a period is given up only for a later one of which
+all replicas are known to have a snapshot (`hear`), and until that is known no replica begins a
+third. Where all agree, at multiples of `train.sync.every_steps`, every one has heard the same, and
+all begin anew.
 """
 
 from __future__ import annotations
@@ -156,7 +158,8 @@ class MemoryTier:
         self._common = self._copied = self._ticket = -1
         self._superseded = self._fewer = self._closed = False
         self._pinned = -1
-        self._newest = self._heard = (-1, -1)
+        self._newest, self._before = (-1, -1), -1
+        self._heard, self._others = (-1, -1, -1, -1), (-1, -1)
         self._latest: Snapshot | None = None
         self._lock = threading.Lock()
         self._costs = SnapshotCosts()
@@ -229,14 +232,16 @@ class MemoryTier:
 
     def signals(self) -> SnapshotState:
         """Returns the state of this rank's snapshots, to agree on at the start of the next step."""
-        unready = not self._ready  # read before `trouble`, because it is set after it
+        # Read before `trouble`, because it is set after it.
+        unready = not self._ready or self._own_step != self._expected
         self._costs.read()
         if self._fewer and self._sender is not None and self._sender.failures > _MOST_FAILURES:
             why = f"the copies of rank {self.seat.rank} do not arrive ({self._sender.error})"
             self._fail(f"{why}: no copies on another node", _NO_COPIES)
         every = self._every if isinstance(self._every, int) else self._costs.every()
         arrived = -1 if self._sender is None or self._sender.arrived is None else self._sender.arrived
-        return SnapshotState(every, self._own_step, arrived, self.trouble, unready, *self._heard)
+        sending = self._sender is not None and self._ticket > arrived
+        return SnapshotState(every, self._own_step, arrived, self.trouble, unready, sending, self._heard)
 
     @property
     def kept(self) -> tuple[int, int]:
@@ -245,8 +250,9 @@ class MemoryTier:
         own, arrived = (step if step > self._begun_at else -1 for step in self._newest)
         return own, arrived
 
-    def hear(self, kept: tuple[int, int]) -> None:
-        """Takes the oldest of all replicas' `kept`, to tell the ranks of this one."""
+    def hear(self, kept: tuple[int, int, int, int]) -> None:
+        """Takes the oldest and the newest of all replicas' `kept` at one step, first of their own,
+        to tell the ranks of this one."""
         self._heard = kept
 
     def step_begins(
@@ -286,10 +292,10 @@ class MemoryTier:
         self._fewer = agreed.trouble == _FEWER
         if agreed.trouble and self._ready and self._own_step == self._expected:
             self._slots.give_back(self._files, keep=self._needed | {self._own_step})
-        self._newest = (agreed.own, agreed.arrived)
-        others = self._newest if self._alone else (agreed.others, agreed.others_arrived)
-        self._common = self._kept_step(self._common, agreed.own, others[0])
-        self._copied = self._kept_step(self._copied, agreed.arrived, others[1])
+        (self._before, _), self._newest = self._newest, (agreed.own, agreed.arrived)
+        self._others = agreed.others[:2]
+        self._common = self._kept_step(self._common, [agreed.own, self._before], self._others)
+        self._copied = self._kept_step(self._copied, [agreed.arrived], agreed.others[2:])
         if done == 0:
             return  # there is no optimizer state yet
         if not self._asked:
@@ -301,13 +307,15 @@ class MemoryTier:
         if agreed.unready:
             return
         self._announce_ready(agreed.every)
-        self._forget_earlier(others[0] if self._sender is None else others[1])
-        link_free = self._sender is not None and self._ticket <= self._copied
+        self._forget_earlier(self._others if self._sender is None else agreed.others[2:])
+        together = not self._alone and done > self._begun_at and self._savable(done)
+        link_free = self._sender is not None and not agreed.sending and (together or self._ticket <= self._copied)
+        may_send = link_free and self._common > self._copied and self._is_copied(self._common, together)
         # With fewer files, the newest step must be with all partners before another is taken.
-        may = may and self._is_free(agreed.own) and (not self._fewer or (link_free and self._common <= self._copied))
-        if may and done - self._taken >= agreed.every and agreed.own == self._expected:
-            self._take(done, self._state(slices), extra(), link_free and self._is_copied(done))
-        elif link_free and self._common > self._copied and self._is_copied(self._common):
+        may = may and self._is_free(agreed.own) and (not self._fewer or (link_free and not may_send))
+        if may and self._is_due(done, agreed.every, together):
+            self._take(done, self._state(slices), extra(), link_free and self._is_copied(done, together))
+        elif may_send:
             self._ticket = self._common
             self._offer(self._slots.of_step(self._ticket))
 
@@ -332,7 +340,7 @@ class MemoryTier:
                 sealed.wait()
                 own = torch.tensor([self._own_step])
                 dist.all_reduce(own, op=dist.ReduceOp.MIN, group=None if self.apart is None else self.apart.group)
-                self._common = self._kept_step(self._common, int(own), int(own) if self._alone else self._heard[0])
+                self._common = self._kept_step(self._common, [int(own), self._newest[0]], self._others)
             if not self._is_free(self._taken):
                 return None
             self._take(done, self._state(slices), extra(), copy=False)
@@ -340,24 +348,54 @@ class MemoryTier:
         self._pinned = done
         return self._latest.share()
 
-    def _kept_step(self, kept: int, newest: int, others: int) -> int:
-        """Returns the step that a restart may need: the newest, once all replicas have one that
-        belongs to it.
+    def _kept_step(self, kept: int, newest: Sequence[int], others: tuple[int, int]) -> int:
+        """Returns the step that a restart may need: the newest, once all replicas have one of the
+        same period.
 
         Args:
             kept: The step so far; -1: none.
-            newest: The newest step of this replica.
-            others: The oldest of all replicas' newest steps in this attempt, as far as is known.
+            newest: The newest steps of this replica that are still there, the last one first.
+            others: The oldest and the newest of what all replicas had at one step.
         """
-        if newest <= kept or self.apart is None:
-            return max(newest, kept)
-        begin = self.apart.job.period(newest)
-        same = kept > self._begun_at and self.apart.job.period(kept) == begin
-        return newest if kept < 0 or same or others >= begin else kept
+        last = newest[0]
+        if self._alone or last <= kept or kept < 0:
+            return max(last, kept)
+        if kept > self._begun_at and self._period(kept) == self._period(last):
+            return last
+        same = (step for step in newest if self._all_have(others) and self._period(step) == self._period(others[0]))
+        return max(kept, next(same, kept))
 
-    def _is_copied(self, step: int) -> bool:
-        """Whether a snapshot is sent to the partner: to another site, only those of outer steps."""
-        return self._near or (self.apart is not None and self.apart.job.savable(step))
+    def _all_have(self, others: tuple[int, int]) -> bool:
+        """Whether all replicas have a snapshot of the same period, of this attempt."""
+        return others[0] >= 0 and self._period(others[0]) == self._period(others[1])
+
+    def _is_due(self, done: int, every: int, together: bool) -> bool:
+        """Whether a snapshot of the completed step is due.
+
+        Where replicas train apart, these are few enough that all take some in the same periods.
+        """
+        if self._alone:
+            return done - self._taken >= every
+        assert self.apart is not None
+        outer = self.apart.job.train.sync
+        if together:
+            return done % (math.ceil(every / outer.every) * outer.every) == 0
+        fits = every < outer.every // outer.fragments or self._taken < 0
+        periods = {self._period(step) for step in (self._common, self._newest[0], done) if step >= 0}
+        return done - self._taken >= every and fits and len(periods) <= 2
+
+    def _is_copied(self, step: int, together: bool) -> bool:
+        """Whether a snapshot is sent to the partner: to another site, only those of outer steps.
+        A period begins to be copied where all replicas agree."""
+        if not self._near and not self._savable(step):
+            return False
+        return self._alone or together or (self._copied >= 0 and self._period(self._copied) == self._period(step))
+
+    def _period(self, step: int) -> int:
+        return 0 if self.apart is None else self.apart.job.period(step)
+
+    def _savable(self, step: int) -> bool:
+        return self.apart is not None and self.apart.job.savable(step)
 
     def _is_free(self, taken: int) -> bool:
         """Returns whether a file may be overwritten, besides that of the step `taken`.
@@ -442,13 +480,15 @@ class MemoryTier:
             where = "with copies on the next node" if self._sender is not None else "without copies on another node"
             self._report("memory_tier", f"snapshots stay in host memory, {where}", every=every, bytes=size)
 
-    def _forget_earlier(self, safe: int) -> None:
+    def _forget_earlier(self, others: tuple[int, int]) -> None:
         """Removes this node's files of earlier attempts once no rank would resume from them.
 
         Args:
-            safe: The newest step for which this attempt's ranks have all that a restart may need.
+            others: As of `_kept_step`, of copies if there are any.
         """
-        if not self._superseded and safe > self._begun_at and self.seat.local_rank == 0:
+        kept = self._common if self._sender is None else self._copied
+        known = kept > self._begun_at and (self._alone or self._all_have(others))
+        if known and not self._superseded and self.seat.local_rank == 0:
             self._superseded = True
             self._slots.forget_earlier()
 

@@ -35,7 +35,7 @@ class ComputeCopies:
         self._places = [
             (module, name, weight)
             for module in stage.modules()
-            for name, weight in module.named_parameters(recurse=False)
+            for name, weight in module.named_parameters(recurse=False, remove_duplicate=False)
             if weight.is_floating_point() and weight.dtype != dtype and weight not in as_they_are
         ]
         tied = tied_within(stage)
@@ -61,7 +61,7 @@ class ComputeCopies:
             yield
         finally:
             self._put({weight: weight for weight in self.of})
-            self.move_gradients()
+        self.move_gradients()
 
     def move_gradients(self) -> None:
         """Adds gradients that copies have to those of the weights. A backward does it by itself,

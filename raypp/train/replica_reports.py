@@ -35,13 +35,14 @@ class ReplicaReports:
         group: One rank of each replica, in their order; computes on CPUs.
 
     Attributes:
-        kept: The oldest of all replicas' `kept`, as of the last complete report.
+        kept: The oldest and newest of all replicas' own, then of their copies, as of the last
+            complete report.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._replicas = group, group.size()
         self._under_way: deque[_Gathering] = deque()
-        self.kept = (-1, -1)
+        self.kept = (-1, -1, -1, -1)
 
     def add(self, report: StepReport, *, wait: bool, kept: tuple[int, int] = (-1, -1)) -> list[StepReport]:
         """Takes this replica's report of a step; returns those that are complete, in their order.
@@ -63,7 +64,8 @@ class ReplicaReports:
         while self._under_way and (wait or self._under_way[0].work.is_completed()):
             one = self._under_way.popleft()
             one.work.wait()
-            self.kept = min(int(row[2]) for row in one.figures), min(int(row[3]) for row in one.figures)
+            slots, copies = ([int(row[index]) for row in one.figures] for index in (2, 3))
+            self.kept = min(slots), max(slots), min(copies), max(copies)
             complete.append(_of_all(one.report, one.figures))
         return complete
 

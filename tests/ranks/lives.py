@@ -101,7 +101,8 @@ class _Speaker:
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             names = [name for folder in set(self._directories) for name, _ in list_slots(Path(folder))]
-            whole = {name.rank for name in names if (name.step or 0) >= fate.after and name.kind == "own"}
+            here = [name for name in names if name.attempt == self._seat.attempt and name.kind == "own"]
+            whole = {name.rank for name in here if (name.step or 0) >= fate.after}
             own = {(name.rank, name.step) for name in names if name.kind == "own"}
             copied = {(name.rank, name.step) for name in names if name.kind == "copy"}
             held = {step for _, step in own if len({rank for rank, of in own if of == step}) == self._seat.world_size}
@@ -138,6 +139,8 @@ def _live(
     """Runs a rank's process. With `stay`, a rank that lost a peer waits for its next seat in the
     same process."""
     os.environ.update(environment)
+    if fate is not None and fate.memory:
+        snapshots_keep_up()
     if fate is not None and fate.copies:
         _copies_keep_up()
     if prepare is not None:
@@ -160,6 +163,21 @@ def _live(
             connection.send(("left", _left_over()))
             connection.send(("error", f"{type(error).__name__}: {error}"))
             return
+
+
+def snapshots_keep_up(*_: int) -> None:
+    """Makes each step wait until the snapshot before is complete.
+
+    On a busy machine a step could else have none, and a test wait for it in vain.
+    """
+    signals = MemoryTier.signals
+
+    def wait_and_signal(self: MemoryTier) -> Any:
+        while self._asked and not self.trouble and not (self._ready and self._own_step == self._expected):
+            time.sleep(0.002)
+        return signals(self)
+
+    MemoryTier.signals = wait_and_signal  # type: ignore[method-assign]
 
 
 def _copies_keep_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -63,38 +64,60 @@ def test_what_is_left_of_a_replica_is_not_used() -> None:
     assert (best, why) == (None, "no snapshot in memory is newer")
 
 
+NONE, APART = (-1, -1), Coordinates(1, 2, 2, 1)
+
+
+@pytest.fixture
+def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryTier]:
+    """The tier of rank 0 of two replicas with an outer step every 8 steps, begun at step 2."""
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    outer = cast(Any, SimpleNamespace(replicas=2, differs=True))
+    seat, life = Seat("a", 1, 0, 4, Coordinates(), APART), RunLife("a", "0" * 12, "0" * 16)
+    tier = MemoryTier(life, seat, 1, cast(Reporter, None), apart=Apart(job_of(), outer, None))
+    tier._begun_at = tier._taken = 2
+    yield tier
+    tier.close(delete=True)
+
+
 @pytest.mark.parametrize(
     ("kept", "newest", "others", "expected"),
     [
-        (-1, 5, -1, 5),  # nothing is there that another replica could need
-        (5, 6, -1, 6),  # of one period
-        (7, 8, -1, 7),
-        (7, 8, 7, 7),
-        (7, 9, 8, 9),  # all have a snapshot since the outer step
-        (2, 3, -1, 2),  # the restored one, until all have one of this attempt
-        (2, 3, 3, 3),
+        (-1, [5], NONE, 5),  # nothing is there that another replica could need
+        (5, [6], NONE, 6),  # of one period
+        (7, [8], NONE, 7),
+        (7, [8], (6, 7), 7),
+        (7, [9, 7], (7, 9), 7),  # others have none since the outer step
+        (7, [9, 8], (8, 10), 9),
+        (7, [16, 9], (8, 10), 9),  # what all have a snapshot of, not what came after
+        (7, [16, 9], (16, 17), 16),
+        (7, [9, 7], (16, 17), 7),  # the others do not have this period
+        (2, [3, 2], NONE, 2),  # the restored one, until all have one of this attempt
+        (2, [3, 2], (3, 4), 3),
     ],
 )
-def test_the_last_snapshot_before_an_outer_step_stays_until_all_replicas_have_a_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, newest: int, others: int, expected: int
+def test_a_snapshot_stays_until_all_replicas_have_one_of_the_same_later_period(
+    tier: MemoryTier, kept: int, newest: list[int], others: tuple[int, int], expected: int
 ) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    outer = cast(Any, SimpleNamespace(replicas=2, differs=True))
-    seat = Seat("a", 1, 0, 4, Coordinates(), Coordinates(1, 2, 2, 1))
-    apart = Apart(job_of(), outer, None)
-    tier = MemoryTier(RunLife("a", "0" * 12, "0" * 16), seat, 1, cast(Reporter, None), apart=apart)
-    tier._begun_at = 2
     assert tier._kept_step(kept, newest, others) == expected
-    tier.close(delete=True)
 
 
-def test_snapshots_go_to_another_site_after_outer_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    outer = cast(Any, SimpleNamespace(replicas=2, differs=True))
-    seat = Seat("a", 1, 0, 4, Coordinates(), Coordinates(1, 2, 2, 1))
-    life = RunLife("a", "0" * 12, "0" * 16)
-    tier = MemoryTier(life, seat, 1, cast(Reporter, None), apart=Apart(job_of(), outer, None))
-    assert [step for step in range(1, 31) if tier._is_copied(step)] == list(range(1, 31))
+def test_no_replica_begins_a_third_period_until_all_agree(tier: MemoryTier) -> None:
+    def due(common: int, newest: int, every: int = 1) -> list[int]:
+        tier._common, tier._newest, tier._taken = common, (newest, -1), newest
+        return [n for n in range(newest + 1, 28) if tier._is_due(n, every, together=n % 8 == 0)]
+
+    assert due(7, 7) == list(range(8, 28))
+    assert due(7, 9) == [*range(10, 16), 16, 24], "8 to 15 is not known of all yet"
+    assert due(9, 9, every=3) == [12, 13, 14, 15, *range(16, 28)]
+    assert due(16, 16, every=10) == [], "the next is at step 32, where all take one"
+    assert tier._is_due(32, 10, together=True)
+
+
+def test_copies_begin_where_all_agree_and_go_to_another_site_after_outer_steps_only(tier: MemoryTier) -> None:
+    def copied(last: int) -> list[int]:
+        tier._copied = last
+        return [step for step in range(8, 31) if tier._is_copied(step, together=step % 8 == 0)]
+
+    assert copied(-1) == [8, 16, 24] and copied(8) == [*range(8, 16), 16, 24]
     tier._near = False
-    assert [step for step in range(1, 31) if tier._is_copied(step)] == [8, 16, 24, 30]
-    tier.close(delete=True)
+    assert copied(8) == [8, 16, 24]
