@@ -158,8 +158,8 @@ class MemoryTier:
         self._common = self._copied = self._ticket = -1
         self._superseded = self._fewer = self._closed = False
         self._pinned = -1
-        self._newest, self._before = (-1, -1), -1
-        self._heard, self._others = (-1, -1, -1, -1), (-1, -1)
+        self._newest = self._before = (-1, -1)
+        self._heard, self._others = (-1, -1), -1
         self._latest: Snapshot | None = None
         self._lock = threading.Lock()
         self._costs = SnapshotCosts()
@@ -241,19 +241,27 @@ class MemoryTier:
         every = self._every if isinstance(self._every, int) else self._costs.every()
         arrived = -1 if self._sender is None or self._sender.arrived is None else self._sender.arrived
         sending = self._sender is not None and self._ticket > arrived
-        return SnapshotState(every, self._own_step, arrived, self.trouble, unready, sending, self._heard)
+        return SnapshotState(every, self._own_step, arrived, self.trouble, unready, sending, *self._heard)
 
-    @property
-    def kept(self) -> tuple[int, int]:
-        """The newest step of which all ranks of the replica have a snapshot of this attempt, and
-        the newest that all their partners have; -1: none."""
-        own, arrived = (step if step > self._begun_at else -1 for step in self._newest)
+    def kept(self, done: int) -> tuple[int, int]:
+        """Returns the newest step of which all ranks of the replica have a snapshot of this
+        attempt, and the newest that all their partners have; -1: none, or it may be replaced before
+        this replica hears what the others had after step `done`."""
+        at_once = self.apart is None or self.apart.job.all_meet(done)
+        own, arrived = (
+            step if step > self._begun_at and (at_once or self._period(step) == self._period(begun)) else -1
+            for step, begun in zip(self._newest, (self._taken, self._ticket), strict=True)
+        )
         return own, arrived
 
-    def hear(self, kept: tuple[int, int, int, int]) -> None:
-        """Takes the oldest and the newest of all replicas' `kept` at one step, first of their own,
-        to tell the ranks of this one."""
-        self._heard = kept
+    def hear(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Takes all replicas' `kept` when they had done one step, to tell the ranks of this one
+        those that are of one period. Nothing may be left out that replicas have sent."""
+        own, arrived = (
+            min(steps) if min(steps) >= 0 and len({self._period(step) for step in steps}) == 1 else known
+            for steps, known in zip(zip(*kept, strict=True), self._heard, strict=True)
+        )
+        self._heard = own, arrived
 
     def step_begins(
         self,
@@ -292,10 +300,11 @@ class MemoryTier:
         self._fewer = agreed.trouble == _FEWER
         if agreed.trouble and self._ready and self._own_step == self._expected:
             self._slots.give_back(self._files, keep=self._needed | {self._own_step})
-        (self._before, _), self._newest = self._newest, (agreed.own, agreed.arrived)
-        self._others = agreed.others[:2]
-        self._common = self._kept_step(self._common, [agreed.own, self._before], self._others)
-        self._copied = self._kept_step(self._copied, [agreed.arrived], agreed.others[2:])
+        self._before, self._newest = self._newest, (agreed.own, agreed.arrived)
+        self._others = agreed.others
+        own, arrived = zip(self._newest, self._before, strict=True)
+        self._common = self._kept_step(self._common, own, self._others)
+        self._copied = self._kept_step(self._copied, arrived, agreed.others_arrived)
         if done == 0:
             return  # there is no optimizer state yet
         if not self._asked:
@@ -307,7 +316,7 @@ class MemoryTier:
         if agreed.unready:
             return
         self._announce_ready(agreed.every)
-        self._forget_earlier(self._others if self._sender is None else agreed.others[2:])
+        self._forget_earlier(agreed.others if self._sender is None else agreed.others_arrived)
         together = not self._alone and done > self._begun_at and self._savable(done)
         link_free = self._sender is not None and not agreed.sending and (together or self._ticket <= self._copied)
         may_send = link_free and self._common > self._copied and self._is_copied(self._common, together)
@@ -348,26 +357,22 @@ class MemoryTier:
         self._pinned = done
         return self._latest.share()
 
-    def _kept_step(self, kept: int, newest: Sequence[int], others: tuple[int, int]) -> int:
+    def _kept_step(self, kept: int, newest: Sequence[int], others: int) -> int:
         """Returns the step that a restart may need: the newest, once all replicas have one of the
         same period.
 
         Args:
             kept: The step so far; -1: none.
             newest: The newest steps of this replica that are still there, the last one first.
-            others: The oldest and the newest of what all replicas had at one step.
+            others: A step of the last period of which all replicas had one, as known; -1: none.
         """
         last = newest[0]
         if self._alone or last <= kept or kept < 0:
             return max(last, kept)
         if kept > self._begun_at and self._period(kept) == self._period(last):
             return last
-        same = (step for step in newest if self._all_have(others) and self._period(step) == self._period(others[0]))
+        same = (step for step in newest if others >= 0 and self._period(step) == self._period(others))
         return max(kept, next(same, kept))
-
-    def _all_have(self, others: tuple[int, int]) -> bool:
-        """Whether all replicas have a snapshot of the same period, of this attempt."""
-        return others[0] >= 0 and self._period(others[0]) == self._period(others[1])
 
     def _is_due(self, done: int, every: int, together: bool) -> bool:
         """Whether a snapshot of the completed step is due.
@@ -480,14 +485,14 @@ class MemoryTier:
             where = "with copies on the next node" if self._sender is not None else "without copies on another node"
             self._report("memory_tier", f"snapshots stay in host memory, {where}", every=every, bytes=size)
 
-    def _forget_earlier(self, others: tuple[int, int]) -> None:
+    def _forget_earlier(self, others: int) -> None:
         """Removes this node's files of earlier attempts once no rank would resume from them.
 
         Args:
             others: As of `_kept_step`, of copies if there are any.
         """
         kept = self._common if self._sender is None else self._copied
-        known = kept > self._begun_at and (self._alone or self._all_have(others))
+        known = kept > self._begun_at and (self._alone or others >= 0)
         if known and not self._superseded and self.seat.local_rank == 0:
             self._superseded = True
             self._slots.forget_earlier()

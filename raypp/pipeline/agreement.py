@@ -28,7 +28,7 @@ from raypp.records import Requests
 _UNSAID = -(2**62)
 """Fills the places of other replicas; smaller than any value a rank sends."""
 _FLAGS = 5
-_MEMORY = 4
+_MEMORY = 6
 _OF_REPLICA = 2
 """Numbers of the memory tier beside the rows of each replica."""
 
@@ -47,9 +47,9 @@ class SnapshotState:
         unready: Whether no snapshot may be taken: files do not exist yet, or the last snapshot is
             not complete; over all ranks, whether any is not ready.
         sending: Whether a copy has not arrived yet; over all ranks, any.
-        others: The oldest and the newest of all replicas' `own` in this attempt, then of
-            `arrived`, where they train apart: those of one step, as far as is known; over all
-            ranks, of the latest step.
+        others: The oldest of all replicas' `own` in this attempt, where they train apart, when they
+            were last known to be of one period; over all ranks, the newest.
+        others_arrived: Likewise of `arrived`.
     """
 
     every: int
@@ -58,7 +58,8 @@ class SnapshotState:
     trouble: int
     unready: bool
     sending: bool = False
-    others: tuple[int, int, int, int] = (-1, -1, -1, -1)
+    others: int = -1
+    others_arrived: int = -1
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
     """Packs one rank's proposal into a vector.
 
     Returns:
-        int64 `[replicas · (M + 5) + 5 + 8 + P + W]`: for each replica its lengths, tokens, digest
+        int64 `[replicas · (M + 5) + 5 + 6 + P + W]`: for each replica its lengths, tokens, digest
         and negated digest, and two negated steps of the memory tier; four flags and the steps to
-        trace; eight more numbers of the tier; P bytes, only if asked for; W microseconds, only if
+        trace; six more numbers of the tier; P bytes, only if asked for; W microseconds, only if
         the last step was timed. Without a tier its numbers are left out.
     """
     count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
@@ -166,7 +167,7 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
     last_save_wanted = asked.stop and asked.save_before_stop
     rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving, asked.trace]
     if memory is not None:
-        rest += [memory.every, memory.trouble, memory.unready, memory.sending, *memory.others]
+        rest += [memory.every, memory.trouble, memory.unready, memory.sending, memory.others, memory.others_arrived]
     rest += [*proposal.peak_bytes, *proposal.compute_us]
     vector = torch.full((slots + len(rest),), _UNSAID, dtype=torch.int64)
     own = [*proposal.seq_lens, proposal.tokens, proposal.digest, -proposal.digest]
@@ -180,7 +181,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
     """Unpacks the plan from the maximum of all ranks' vectors.
 
     Args:
-        vector: int64 `[replicas · (M + 5) + 5 + 8 + P + W]`, in the layout of `pack`.
+        vector: int64 `[replicas · (M + 5) + 5 + 6 + P + W]`, in the layout of `pack`.
         proposal: This rank's proposal; the optional parts are the same on all ranks.
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.
@@ -207,13 +208,12 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
     save, stop, last_save, saving, trace = rest[:_FLAGS]
     rest, memory = rest[_FLAGS:], None
     if proposal.snapshots is not None:
-        every, trouble, unready, sending = rest[:_MEMORY]
-        rest, others = rest[_MEMORY:], tuple(rest[_MEMORY : 2 * _MEMORY])
+        every, trouble, unready, sending, *others = rest[:_MEMORY]
         each = replicas // apart
         begin = replica // each * each
         own, arrived = table[begin : begin + each, -_OF_REPLICA:].amax(0).tolist()
-        rest = rest[len(others) :]
-        memory = SnapshotState(every, -own, -arrived, trouble, bool(unready), bool(sending), others)
+        rest = rest[_MEMORY:]
+        memory = SnapshotState(every, -own, -arrived, trouble, bool(unready), bool(sending), *others)
     peaks, tokens = len(proposal.peak_bytes), torch.where(proposed, table[:, count], 0).tolist()
     return StepPlan(
         seq_lens=tuple(int(length) for length in table[replica, :count]),

@@ -128,10 +128,11 @@ class Training:
         if self.runner.outer is not None:
             self.recent.own.add(own)
         if self.gathered is not None:
-            kept = (-1, -1) if self.tier is None else self.tier.kept
+            kept = (-1, -1) if self.tier is None else self.tier.kept(own.step)
             reports = self.gathered.add(own, wait=self.job.all_meet(own.step), kept=kept)  # there the run may stop
             if self.tier is not None:
-                self.tier.hear(self.gathered.kept)
+                for of_all in self.gathered.kept:
+                    self.tier.hear(of_all)
         if self.job.savable(own.step):
             self.recent.own.clear()  # all replicas have done these steps
         return self._new(reports)

@@ -35,14 +35,13 @@ class ReplicaReports:
         group: One rank of each replica, in their order; computes on CPUs.
 
     Attributes:
-        kept: The oldest and newest of all replicas' own, then of their copies, as of the last
-            complete report.
+        kept: All replicas' `kept`, for each report that the last call of `add` returned.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._replicas = group, group.size()
         self._under_way: deque[_Gathering] = deque()
-        self.kept = (-1, -1, -1, -1)
+        self.kept: list[list[tuple[int, int]]] = []
 
     def add(self, report: StepReport, *, wait: bool, kept: tuple[int, int] = (-1, -1)) -> list[StepReport]:
         """Takes this replica's report of a step; returns those that are complete, in their order.
@@ -60,12 +59,11 @@ class ReplicaReports:
         work = dist.all_gather(figures, own, group=self._group, async_op=True)
         assert work is not None
         self._under_way.append(_Gathering(report, figures, work))
-        complete = []
+        complete, self.kept = [], []
         while self._under_way and (wait or self._under_way[0].work.is_completed()):
             one = self._under_way.popleft()
             one.work.wait()
-            slots, copies = ([int(row[index]) for row in one.figures] for index in (2, 3))
-            self.kept = min(slots), max(slots), min(copies), max(copies)
+            self.kept.append([(int(row[2]), int(row[3])) for row in one.figures])
             complete.append(_of_all(one.report, one.figures))
         return complete
 

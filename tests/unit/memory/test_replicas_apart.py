@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raypp.memory.files import DIRECTORY_VARIABLE
 from raypp.memory.rank_slots import RunLife
@@ -64,7 +67,7 @@ def test_what_is_left_of_a_replica_is_not_used() -> None:
     assert (best, why) == (None, "no snapshot in memory is newer")
 
 
-NONE, APART = (-1, -1), Coordinates(1, 2, 2, 1)
+APART = Coordinates(1, 2, 2, 1)
 
 
 @pytest.fixture
@@ -82,23 +85,33 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryTier
 @pytest.mark.parametrize(
     ("kept", "newest", "others", "expected"),
     [
-        (-1, [5], NONE, 5),  # nothing is there that another replica could need
-        (5, [6], NONE, 6),  # of one period
-        (7, [8], NONE, 7),
-        (7, [8], (6, 7), 7),
-        (7, [9, 7], (7, 9), 7),  # others have none since the outer step
-        (7, [9, 8], (8, 10), 9),
-        (7, [16, 9], (8, 10), 9),  # what all have a snapshot of, not what came after
-        (7, [16, 9], (16, 17), 16),
-        (7, [9, 7], (16, 17), 7),  # the others do not have this period
-        (2, [3, 2], NONE, 2),  # the restored one, until all have one of this attempt
-        (2, [3, 2], (3, 4), 3),
+        (-1, [5], -1, 5),  # nothing is there that another replica could need
+        (5, [6], -1, 6),  # of one period
+        (7, [8], -1, 7),
+        (7, [8], 6, 7),
+        (7, [9, 8], 8, 9),
+        (7, [16, 9], 8, 9),  # what all have a snapshot of, not what came after
+        (7, [16, 9], 16, 16),
+        (7, [9, 7], 16, 7),  # the others do not have this period
+        (2, [3, 2], -1, 2),  # the restored one, until all have one of this attempt
+        (2, [3, 2], 4, 3),
     ],
 )
 def test_a_snapshot_stays_until_all_replicas_have_one_of_the_same_later_period(
-    tier: MemoryTier, kept: int, newest: list[int], others: tuple[int, int], expected: int
+    tier: MemoryTier, kept: int, newest: list[int], others: int, expected: int
 ) -> None:
     assert tier._kept_step(kept, newest, others) == expected
+
+
+def test_a_tier_hears_of_the_last_period_that_all_had(tier: MemoryTier) -> None:
+    for kept, known in [
+        ([(4, -1), (-1, -1)], (-1, -1)),
+        ([(4, 3), (6, -1)], (4, -1)),
+        ([(8, 3), (7, 5)], (4, 3)),
+        ([(9, 8), (8, 5)], (8, 3)),
+    ]:
+        tier.hear(kept)
+        assert tier._heard == known
 
 
 def test_no_replica_begins_a_third_period_until_all_agree(tier: MemoryTier) -> None:
@@ -121,3 +134,89 @@ def test_copies_begin_where_all_agree_and_go_to_another_site_after_outer_steps_o
     assert copied(-1) == [8, 16, 24] and copied(8) == [*range(8, 16), 16, 24]
     tier._near = False
     assert copied(8) == [8, 16, 24]
+
+
+class Played(MemoryTier):
+    """A replica's tier whose snapshots are steps in a list, complete when the test says so."""
+
+    def begin(self, job: Job) -> None:
+        self.files: list[int | None] = [None] * self._files
+        self._begun_at = self._taken = 0
+        self._started = self._asked = self._ready = self._announced = True
+        self._slots = cast(Any, SimpleNamespace(forget_earlier=lambda: None, close=lambda **_: None))
+
+    def _state(self, gather: Any) -> Any:
+        return []
+
+    def _take(self, done: int, slices: Any, extra: str, copy: bool) -> None:
+        kept = self._needed | {self._taken}
+        self.files[next(n for n, step in enumerate(self.files) if step not in kept)] = None
+        self._taken = self._expected = done
+
+    def complete(self) -> None:
+        if self._own_step != self._expected:
+            self.files[self.files.index(None)] = self._own_step = self._expected
+
+
+def run_apart(tiers: list[Played], job: Job, draw: Callable[[int], int]) -> None:
+    """Plays the steps of replicas that run freely between the agreements of all.
+
+    Args:
+        draw: Returns a number below the given one: which replica is next, whether its snapshot is
+            complete, whether it has heard of a step that all have done.
+    """
+    done, heard = [0] * len(tiers), [0] * len(tiers)
+    added: list[list[tuple[int, int]]] = [[] for _ in tiers]
+
+    def hear(index: int, most: int) -> None:
+        while heard[index] < min(most, *map(len, added)):
+            tiers[index].hear([of[heard[index]] for of in added])
+            heard[index] += 1
+
+    while min(done) < job.train.steps:
+        index = draw(len(tiers))
+        step, who = done[index], [index]
+        if job.all_meet(step):
+            if set(done) != {step}:
+                continue
+            who = list(range(len(tiers)))
+        for one in who:
+            hear(one, step if job.all_meet(step) else draw(2) * step)
+            if not draw(3):
+                tiers[one].complete()
+        states = [tiers[one].signals() for one in who]
+        others, unready = max(state.others for state in states), any(state.unready for state in states)
+        for one, state in zip(who, states, strict=True):
+            agreed = replace(state, unready=unready, others=others)
+            tiers[one].step_begins(step, agreed, cast(Any, None), lambda: "")
+            if not draw(3):
+                tiers[one].complete()
+            done[one] += 1
+            added[one].append(tiers[one].kept(done[one]))
+        whole = [{job.period(kept) for kept in tier.files if kept is not None} for tier in tiers]
+        if any(tier._superseded for tier in tiers):
+            assert set.intersection(*whole), [tier.files for tier in tiers]
+
+
+@given(data=st.data(), every=st.sampled_from([1, 2, 4, 8]), fragments=st.sampled_from([1, 2, 4]), gap=st.integers(1, 5))
+@settings(max_examples=150, deadline=None)
+def test_replicas_have_snapshots_of_one_period_at_every_moment(
+    data: st.DataObject, every: int, fragments: int, gap: int
+) -> None:
+    """Whatever is late: a snapshot, a replica, or what it hears of the others."""
+    if every % fragments:
+        return
+    sync = {"kind": "outer", "every_steps": every, "fragments": fragments}
+    document = {"name": "a", "mesh": {"dp_replicate": 2}, "data": {"kind": "synthetic"}}
+    job = parse_job({**document, "model": {"num_layers": 4}, "train": {"steps": 48, "sync": sync}})
+    outer = cast(Any, SimpleNamespace(replicas=2, differs=True))
+    random = data.draw(st.randoms(use_true_random=False))
+    tiers = [
+        Played(RunLife("a", "0" * 12, "0" * 16), Seat("a", 1, rank, 2, Coordinates(), Coordinates(1, 2, 1, 1)), gap,
+               cast(Reporter, None), apart=Apart(job, outer, None))
+        for rank in range(2)
+    ]  # fmt: skip
+    for tier in tiers:
+        tier.begin(job)
+    run_apart(tiers, job, random.randrange)
+    assert all(tier._superseded for tier in tiers)
