@@ -202,7 +202,7 @@ def test_what_rounding_takes_arrives_in_later_steps() -> None:
 def places(rank: int, world: int, port: int, job: dict[str, Any]) -> list[tuple[str, int, int, int]]:
     """Returns where each parameter's gradient lies in what FSDP reduced, and its residual in it."""
     found: list[tuple[str, int, int, int]] = []
-    update = StepRunner._update
+    update = StepRunner.update
 
     def look(self: StepRunner, *arguments: Any) -> None:
         for stage in self.built.modules:
@@ -215,7 +215,7 @@ def places(rank: int, world: int, port: int, job: dict[str, Any]) -> list[tuple[
                     found.append((name, own.storage_offset(), other.storage_offset(), own.numel() - other.numel()))
         update(self, *arguments)
 
-    StepRunner._update = look  # type: ignore[method-assign]
+    StepRunner.update = look  # type: ignore[method-assign]
     train_steps(rank, world, port, job, 1)
     return found
 
