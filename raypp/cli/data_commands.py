@@ -80,7 +80,7 @@ def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
     """Writes the shards of one source; returns their path or URL, and what they are."""
     from raypp.data.write_shards import Options, write_shards
 
-    def say_found(shards: int) -> None:
+    def say_stored(shards: int) -> None:
         if shards:
             name = f"{output.name}: " if output.name else ""
             echo(f"{name}keeps {shards} finished shard{'s' if shards != 1 else ''}", err=True)
@@ -91,7 +91,7 @@ def _written(output: Output, out: str, processes: int) -> tuple[str, Manifest]:
             processes,
             total=lambda size: advance(total=size),
             progress=advance,
-            found=say_found,
+            stored=say_stored,
             remarked=lambda remark: echo(f"note: {remark}", err=True),
         )
         return store.url.removeprefix("file://"), write_shards(output.read, output.request, store, options)

@@ -15,7 +15,7 @@ from raypp.planning.forecast import Forecast
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.replica_sum_costs import ReplicaSums
-from raypp.planning.search import Found
+from raypp.planning.search import SearchResult
 from raypp.planning.stored_bytes import size_text, three_digits
 from raypp.schedules.picture import drawn
 from raypp.schedules.simulate import Slot
@@ -256,7 +256,7 @@ def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
     return Group(*parts)
 
 
-def search_view(result: Found, job: Job) -> RenderableType:
+def search_view(result: SearchResult, job: Job) -> RenderableType:
     """Shows the best candidates of a search with their settings."""
     table = Table("", "step", "tokens/s", "memory", "settings", rule=True)
     for place, one in enumerate(result.best, start=1):

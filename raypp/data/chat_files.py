@@ -69,12 +69,12 @@ def open_template(data: DataSection) -> ChatTemplate | None:
 
 def _template_files(folder: Path) -> dict[str, Path]:
     """Returns a folder's files of templates by name; `default` is the one beside the tokenizer."""
-    found = {"default": folder / _ALONE} if (folder / _ALONE).exists() else {}
+    files = {"default": folder / _ALONE} if (folder / _ALONE).exists() else {}
     others = folder / _OTHERS
     if others.is_dir():
         named = sorted(islice(others.glob("*.jinja"), _MOST_OTHERS))
-        found |= {path.name.removesuffix(".jinja"): path for path in named}
-    return found
+        files |= {path.name.removesuffix(".jinja"): path for path in named}
+    return files
 
 
 def no_template(data: DataSection) -> DataError:
@@ -99,12 +99,12 @@ def _read(path: Path) -> str:
         raise DataError(Problem(KEY, f"{visible(path)} is not UTF-8", "convert the file")) from error
 
 
-def _sources(found: Any, folder: Path | None) -> str | dict[str, str] | None:
+def _sources(given: Any, folder: Path | None) -> str | dict[str, str] | None:
     """Returns the template of a tokenizer_config.json: a text, or a list of named ones."""
-    if found is None or isinstance(found, str):
-        return found
-    if isinstance(found, list) and all(isinstance(one, dict) for one in found):
-        named = {one.get("name"): one.get("template") for one in found}
+    if given is None or isinstance(given, str):
+        return given
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        named = {one.get("name"): one.get("template") for one in given}
         if all(isinstance(key, str) and isinstance(value, str) for key, value in named.items()):
             return {str(key): str(value) for key, value in named.items()}
     fault = f"chat_template in {visible(folder)}/{_CONFIG} is neither a text nor a list of named templates"

@@ -225,9 +225,9 @@ def _environment(today: datetime | None) -> BoundedEnvironment:
 
 
 def _tracker(environment: BoundedEnvironment) -> _Generation:
-    found = environment.extensions[_Generation.identifier]
-    assert isinstance(found, _Generation)
-    return found
+    tracker = environment.extensions[_Generation.identifier]
+    assert isinstance(tracker, _Generation)
+    return tracker
 
 
 def _compiled(environment: BoundedEnvironment, source: str) -> Template:

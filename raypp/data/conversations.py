@@ -128,14 +128,14 @@ class Segments:
     texts: tuple[tuple[str, bool], ...]
 
 
-Found = Conversation | Completion | Segments | str
+Content = Conversation | Completion | Segments | str
 
 
 @dataclass(frozen=True)
 class Parsed:
     """What a row holds, and the columns that nothing reads."""
 
-    found: Found
+    content: Content
     unused: frozenset[str]
 
 
@@ -186,8 +186,8 @@ def parse_row(row: Mapping[str, Any], names: Names | None = None, *, chat: bool 
             f"(it has {keys})",
             "say which columns it has, for example data.columns: {prompt: question, completion: answer}",
         )
-    found = _SHAPES[shape](mine, chat)
-    return Parsed(found, frozenset(key for key in mine.unread if row[key] is not None))
+    content = _SHAPES[shape](mine, chat)
+    return Parsed(content, frozenset(key for key in mine.unread if row[key] is not None))
 
 
 def shape_of(row: Mapping[str, Any], names: Names | None = None) -> tuple[str, ...] | None:
@@ -248,15 +248,15 @@ def _refuse(row: _Row, shape: tuple[str, ...] | None) -> None:
         )
 
 
-def _conversation(key: str) -> Callable[[_Row, bool], Found]:
-    def parsed(row: _Row, _: bool) -> Found:
+def _conversation(key: str) -> Callable[[_Row, bool], Content]:
+    def parsed(row: _Row, _: bool) -> Content:
         messages, marks = _turns(row.get(key), row.called(key), key, row.names)
         return _complete(row, messages, marks)
 
     return parsed
 
 
-def _completion(row: _Row, chat: bool) -> Found:
+def _completion(row: _Row, chat: bool) -> Content:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         before, marks = _turns(prompt, row.called("prompt"), "messages", row.names)
@@ -269,7 +269,7 @@ def _completion(row: _Row, chat: bool) -> Found:
     return Completion(_text(row.row, row.called("prompt"), may_be_empty=True), _text(row.row, row.called("completion")))
 
 
-def _instruction(row: _Row, chat: bool) -> Found:
+def _instruction(row: _Row, chat: bool) -> Content:
     asked, output = _text(row.row, row.called("instruction")), _text(row.row, row.called("output"))
     row.get("instruction"), row.get("output")
     more = _text(row.row, row.called("input"), may_be_empty=True) if row.get("input") is not None else ""
@@ -293,18 +293,20 @@ def _instruction(row: _Row, chat: bool) -> Found:
     return _complete(row, messages, (None,) * len(messages))
 
 
-def _segments(row: _Row, _: bool) -> Found:
-    found = row.get("segments")
-    if not isinstance(found, list) or not found:
-        raise RowFault(f"segments is {kind_of(found)}, not a list of objects", 'write [{"label": true, "text": "…"}]')
-    for index, one in enumerate(found):
+def _segments(row: _Row, _: bool) -> Content:
+    segments = row.get("segments")
+    if not isinstance(segments, list) or not segments:
+        raise RowFault(
+            f"segments is {kind_of(segments)}, not a list of objects", 'write [{"label": true, "text": "…"}]'
+        )
+    for index, one in enumerate(segments):
         if not isinstance(one, dict) or not isinstance(one.get("text"), str) or not isinstance(one.get("label"), bool):
             fault = f"segments[{index}] is not an object with a text and a label of true or false"
             raise RowFault(fault, 'write it as {"label": true, "text": "…"}')
-    return Segments(tuple((one["text"], one["label"]) for one in found))
+    return Segments(tuple((one["text"], one["label"]) for one in segments))
 
 
-_SHAPES: dict[tuple[str, ...], Callable[[_Row, bool], Found]] = {
+_SHAPES: dict[tuple[str, ...], Callable[[_Row, bool], Content]] = {
     ("messages",): _conversation("messages"),
     ("conversations",): _conversation("conversations"),
     ("prompt", "completion"): _completion,
@@ -335,19 +337,19 @@ def _complete(
 
 def _system(row: _Row) -> str:
     for key in _SYSTEM:
-        found = row.get(key)
-        if found is not None and not isinstance(found, str):
-            raise RowFault(f"{_named(row.called(key))} is {kind_of(found)}, not a text", "write a string")
-        if found:
-            return found
+        text = row.get(key)
+        if text is not None and not isinstance(text, str):
+            raise RowFault(f"{_named(row.called(key))} is {kind_of(text)}, not a text", "write a string")
+        if text:
+            return text
     return ""
 
 
-def _turns(found: Any, key: str, spelling: str, names: Names) -> tuple[list[dict[str, Any]], tuple[bool | None, ...]]:
+def _turns(value: Any, key: str, spelling: str, names: Names) -> tuple[list[dict[str, Any]], tuple[bool | None, ...]]:
     """Returns the turns with `role` and `content`, whatever the row calls them, and their marks."""
     usual = ("role", "content") if spelling == "messages" else ("from", "value")
     messages, marks = [], []
-    for index, turn in enumerate(_listed(found, key)):
+    for index, turn in enumerate(_listed(value, key)):
         role_key, content_key = (
             names.columns.get(ours) or next((one for one in (mine, ours, other) if turn.get(one) is not None), mine)
             for mine, ours, other in zip(usual, TURN_KEYS, ("from", "value"), strict=True)
@@ -388,7 +390,7 @@ def _mark(turn: Mapping[str, Any], role: str, place: str) -> bool | None:
     """Returns whether the model learns a turn, as its keys say; None if they say nothing."""
     if turn.get("train_detail"):
         raise RowFault(f"{place}: train_detail is not read", "split the turn, or use segments")
-    found = {}
+    marks = {}
     for key in MARKS:
         value = turn.get(key)
         if value is None:
@@ -397,12 +399,12 @@ def _mark(turn: Mapping[str, Any], role: str, place: str) -> bool | None:
         if isinstance(plain, list | dict) or plain not in _YES:
             fault = f"{place}: {key} is {_named(value) if isinstance(value, str | int | float) else kind_of(value)}"
             raise RowFault(f"{fault}; a turn is learnt (1, true) or not (0, false)", "write 0 or 1")
-        found[key] = _YES[plain]
-    if len(set(found.values())) > 1:
-        raise RowFault(f"{place}: {' and '.join(found)} say the opposite", "keep one of them")
-    mark = next(iter(found.values()), None)
+        marks[key] = _YES[plain]
+    if len(set(marks.values())) > 1:
+        raise RowFault(f"{place}: {' and '.join(marks)} say the opposite", "keep one of them")
+    mark = next(iter(marks.values()), None)
     if mark and role != "assistant":
-        if any(key in found for key in _OF_ANY_ROLE):
+        if any(key in marks for key in _OF_ANY_ROLE):
             fault = f"{place}: is marked to be learnt, and only what the assistant writes can be"
             raise RowFault(fault, "remove the mark, set data.loss to all, or use segments")
         return None
@@ -442,8 +444,8 @@ def _call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 def _calls_in(text: str, place: str) -> list[dict[str, Any]]:
     """Returns the calls of a turn whose text is their JSON: an object, or a list of them."""
-    found = _json(text, place)
-    calls = found if isinstance(found, list) else [found]
+    value = _json(text, place)
+    calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         fault = f"{place} is not the JSON of a call"
         raise RowFault(fault, 'write {"name": "…", "arguments": {…}}, or a list of these')
@@ -457,31 +459,31 @@ def _json(text: str, place: str) -> Any:
         raise RowFault(f"{place} is a text that is not JSON", "write an object, or its JSON") from None
 
 
-def _listed(found: Any, key: str) -> list[dict[str, Any]]:
-    if isinstance(found, str) and found.lstrip().startswith("["):  # some data sets keep them as text
-        found = _json(found, key)
-    if not isinstance(found, list):
-        raise RowFault(f"{key} is {kind_of(found)}, not a list", "write a list of turns")
-    if not found:
+def _listed(value: Any, key: str) -> list[dict[str, Any]]:
+    if isinstance(value, str) and value.lstrip().startswith("["):  # some data sets keep them as text
+        value = _json(value, key)
+    if not isinstance(value, list):
+        raise RowFault(f"{key} is {kind_of(value)}, not a list", "write a list of turns")
+    if not value:
         raise RowFault(f"{key} is empty", "remove the row")
-    if len(found) > MOST_MESSAGES:
-        raise RowFault(f"{key} has {len(found):,} turns; at most {MOST_MESSAGES:,} are read", "split it")
-    wrong = next((index for index, turn in enumerate(found) if not isinstance(turn, dict)), None)
+    if len(value) > MOST_MESSAGES:
+        raise RowFault(f"{key} has {len(value):,} turns; at most {MOST_MESSAGES:,} are read", "split it")
+    wrong = next((index for index, turn in enumerate(value) if not isinstance(turn, dict)), None)
     if wrong is not None:
-        raise RowFault(f"{key}[{wrong}] is {kind_of(found[wrong])}, not an object", "write each turn as {…}")
-    return found
+        raise RowFault(f"{key}[{wrong}] is {kind_of(value[wrong])}, not an object", "write each turn as {…}")
+    return value
 
 
-def _tools(found: Any, key: str) -> list[Any] | None:
+def _tools(value: Any, key: str) -> list[Any] | None:
     """Returns the schemas of tools; a bare function gets the wrapping that servers give it."""
-    if isinstance(found, str) and found.strip():  # some data sets keep them as text
-        found = _json(found, key)
-    if not found:
+    if isinstance(value, str) and value.strip():  # some data sets keep them as text
+        value = _json(value, key)
+    if not value:
         return None
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise RowFault(f"{key} is {kind_of(found)}, not a list of objects", "write a list of JSON schemas")
-    bare = [isinstance(tool.get("name"), str) and not {"type", "function"} & tool.keys() for tool in found]
-    return [{"type": "function", "function": tool} if one else tool for tool, one in zip(found, bare, strict=True)]
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowFault(f"{key} is {kind_of(value)}, not a list of objects", "write a list of JSON schemas")
+    bare = [isinstance(tool.get("name"), str) and not {"type", "function"} & tool.keys() for tool in value]
+    return [{"type": "function", "function": tool} if one else tool for tool, one in zip(value, bare, strict=True)]
 
 
 def _text(row: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:

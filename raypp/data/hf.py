@@ -81,22 +81,22 @@ def _is_text(key: str, shape: Sequence[str] | None, there: Mapping[str, bool | N
     """
     data = request.data
     if key not in there or shape == ("text",) or shape is None:
-        found = key in there
+        text = key in there
     elif any(one in data.columns for one in shape):
-        found = False
+        text = False
     elif data.text_key == DataSection.model_fields["text_key"].default:  # perhaps nobody chose it
         if data.chat_template is None and data.loss == "assistant" and not data.roles:
             fault = f"the data have a column {key!r}, and {' and '.join(shape)}: either could be trained on"
             fix = f"write data.columns: {{{shape[0]}: {shape[0]}}} for conversations, or {{text: {key}}} for the text"
             raise DataError(Problem(request.place, fault, fix))
-        found = False
+        text = False
     else:
-        found = True
-    if found and (data.loss != "assistant" or data.chat_template is not None or data.roles):
+        text = True
+    if text and (data.loss != "assistant" or data.chat_template is not None or data.roles):
         option = "chat_template" if data.chat_template is not None else "roles" if data.roles else "loss"
         fault = f"has no effect: the data are the texts of the column {key!r}"
         raise DataError(Problem(f"data.{option}", fault, "remove it, or name the conversations in data.columns"))
-    return found
+    return text
 
 
 def _texts(file: SourceFile, key: str) -> Iterator[Text | Record]:
@@ -139,13 +139,13 @@ def _chosen(files: Sequence[SourceFile], path: str, request: Request) -> list[So
     if len(usual) == 1 and (is_glob(path) or not names[usual[0].name].name):
         return usual  # the path names the file
     if data.config is not None:
-        found = [file for file in usual if data.config in names[file.name].parts[:-1]]
-        if not found:
+        chosen = [file for file in usual if data.config in names[file.name].parts[:-1]]
+        if not chosen:
             there = sorted({names[file.name].parts[0] for file in usual if len(names[file.name].parts) > 1})
             fault = f"{path} has no configuration (folder) {data.config!r}"
             fix = f"set data.config to one of {_listed(there)}" if there else "leave out data.config"
             raise DataError(Problem(request.place, fault, fix))
-        usual = found
+        usual = chosen
     mine = _of_split(usual, names, data.split.lower())
     if not mine:
         splits = set().union(*(_splits(names[file.name]) for file in usual))
@@ -173,9 +173,9 @@ def _of_split(files: list[SourceFile], names: Mapping[str, PurePosixPath], split
     if any(exact):
         return list(compress(files, exact))
     words = [_words(str(name)) for name in there]
-    if split == "train" and not any(found & _KNOWN_SPLITS for found in words):
+    if split == "train" and not any(splits & _KNOWN_SPLITS for splits in words):
         return files
-    loose = [split in found for found in words]
+    loose = [split in splits for splits in words]
     return list(compress(files, loose)) if len({_shard_split(name) for name in compress(there, loose)}) == 1 else []
 
 
@@ -187,8 +187,8 @@ def _splits(name: PurePosixPath) -> set[str]:
 
 def _shard_split(name: PurePosixPath) -> str | None:
     """Returns the split in the name of a shard, or of its folder if the file is `data`."""
-    found = _SHARD.match(name.name.lower())
-    split = name.parent.name.lower() if found is not None and found[1] == "data" else found and found[1]
+    match = _SHARD.match(name.name.lower())
+    split = name.parent.name.lower() if match is not None and match[1] == "data" else match and match[1]
     return split if split and split != "data" else None
 
 
@@ -222,7 +222,7 @@ def _downloaded(request: Request) -> str:
         except Exception as error:  # noqa: BLE001  its errors are those of several HTTP libraries
             silent = error
         patterns = [f"*{ending}" for ending in KIND.endings]
-        found = snapshot_download(
+        folder = snapshot_download(
             name, repo_type="dataset", allow_patterns=patterns, local_files_only=silent is not None
         )
     except Exception as error:
@@ -232,7 +232,7 @@ def _downloaded(request: Request) -> str:
         raise DataError(Problem(request.place, fault, fix)) from error
     if silent is not None:
         log.warning("%s: the hub does not answer; reading what was downloaded of %s earlier", request.place, name)
-    return found
+    return folder
 
 
 def _listed(names: Sequence[str] | Mapping[str, bool | None]) -> str:

@@ -161,7 +161,7 @@ def _elements(file: SourceFile, lines: Iterable[tuple[int, str]]) -> Iterator[Re
 
 def _between(text: str) -> tuple[str, str]:
     """Returns what is wrong with a text between the objects of an array."""
-    found = text.strip(" \t\r\n[,")
-    if found:
-        return f"is not a JSON object: {visible(found[:40])}", "each must be {…} with a text"
+    between = text.strip(" \t\r\n[,")
+    if between:
+        return f"is not a JSON object: {visible(between[:40])}", "each must be {…} with a text"
     return "is not JSON: a comma is missing, or one too many", "repair the file"

@@ -130,17 +130,17 @@ class MixtureOrder:
         return {"epoch": 0, "block": 0, "row": sum(one.rows for one in cursor), "parts": parts}
 
     def cursor(self, document: Mapping[str, Any]) -> MixtureCursor:
-        found = tuple(PartCursor(Cursor.of(one), int(one["rows"]), int(one["tokens"])) for one in document["parts"])
-        if len(found) != len(self.parts):
+        cursors = tuple(PartCursor(Cursor.of(one), int(one["rows"]), int(one["tokens"])) for one in document["parts"])
+        if len(cursors) != len(self.parts):
             raise ValueError("another number of parts")
-        return found
+        return cursors
 
     def differences(self, document: Mapping[str, Any]) -> list[str]:
-        found = document.get("parts") or ()
-        if len(found) != len(self.parts):
-            return [f"{len(found)} parts, now {len(self.parts)}" if found else "a single source, now a mixture"]
+        saved = document.get("parts") or ()
+        if len(saved) != len(self.parts):
+            return [f"{len(saved)} parts, now {len(self.parts)}" if saved else "a single source, now a mixture"]
         changes = []
-        for index, (part, before) in enumerate(zip(self.parts, found, strict=True)):
+        for index, (part, before) in enumerate(zip(self.parts, saved, strict=True)):
             now = _facts(part)
             place = f"data.parts[{index}] ({part.name})"
             if before.get("digest") != now["digest"]:
@@ -152,11 +152,11 @@ class MixtureOrder:
         return changes
 
     def used(self, cursor: MixtureCursor) -> dict[str, float]:
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for part, one, total in zip(self.parts, cursor, self._totals, strict=True):
             key = f"data.{part.name}"
-            found |= {f"{key}.tokens": one.tokens, f"{key}.rows": one.rows, f"{key}.epochs": one.tokens / total}
-        return found
+            figures |= {f"{key}.tokens": one.tokens, f"{key}.rows": one.rows, f"{key}.epochs": one.tokens / total}
+        return figures
 
     def _next(self, cursor: MixtureCursor) -> int:
         """Returns the part of the next row: of those left, the least (2·rows + 1) / weight."""
@@ -183,7 +183,7 @@ def part_names(names: Sequence[str | None], sources: Sequence[str]) -> list[str]
         names: Those that the user gave.
         sources: For each part, the path or the kind.
     """
-    taken, found = {name for name in names if name is not None}, []
+    taken, given = {name for name in names if name is not None}, []
     for name, source in zip(names, sources, strict=True):
         if name is None:
             stem = source.rstrip("/").rpartition("/")[2].partition(".")[0].lower()
@@ -193,8 +193,8 @@ def part_names(names: Sequence[str | None], sources: Sequence[str]) -> list[str]
                 count += 1
                 name = f"{stem or 'part'}-{count}"
             taken.add(name)
-        found.append(name)
-    return found
+        given.append(name)
+    return given
 
 
 def mixture_digest(parts: Sequence[Part]) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.chat_template import ChatTemplate, Rendered, TemplateFault
-from raypp.data.conversations import Completion, Conversation, Found, Names, RowFault, Segments, parse_row
+from raypp.data.conversations import Completion, Content, Conversation, Names, RowFault, Segments, parse_row
 from raypp.data.template_limits import deadline
 from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens, document_of, lacking
 from raypp.untrusted.text import visible
@@ -113,14 +113,14 @@ class RowEncoder:
         Args:
             rows: Plain values of JSON. A fault is returned as it is.
         """
-        found: list[_Text | RowFault] = []
+        texts: list[_Text | RowFault] = []
         remarks = []
         for row in rows:
             self._remarks = set()
-            found.append(self._text(row))
+            texts.append(self._text(row))
             remarks.append(frozenset(self._remarks))
-        tokens = iter(self._tokens([one.text for one in found if not isinstance(one, RowFault)]))
-        encoded = [one if isinstance(one, RowFault) else self._encoded(one, next(tokens)) for one in found]
+        tokens = iter(self._tokens([one.text for one in texts if not isinstance(one, RowFault)]))
+        encoded = [one if isinstance(one, RowFault) else self._encoded(one, next(tokens)) for one in texts]
         return [
             one if isinstance(one, RowFault) else replace(one, remarks=notes)
             for one, notes in zip(encoded, remarks, strict=True)
@@ -132,127 +132,129 @@ class RowEncoder:
         try:
             parsed = parse_row(row, self._names, chat=self._template is not None)
             self._remarks |= {f"column {key} is not used" for key in parsed.unused}
-            found = self._parsed(parsed.found)
-            found.text.encode()
+            text = self._parsed(parsed.content)
+            text.text.encode()
         except RowFault as fault:
             return fault
         except TemplateFault as fault:
             return RowFault(str(fault), "repair the row, or the template")
         except UnicodeEncodeError as error:
             return RowFault(f"the text is not valid Unicode: {visible(error.reason)}", "repair the row")
-        return found
+        return text
 
-    def _parsed(self, found: Found) -> _Text:
-        if isinstance(found, str):
-            return _Text(found, [(0, len(found))], framed=True)
-        if isinstance(found, Completion):
-            whole = found.prompt + found.completion
-            return _Text(whole, [(0 if self._loss == "all" else len(found.prompt), len(whole))], framed=True)
-        if isinstance(found, Segments):
-            ends = accumulate(len(text) for text, _ in found.texts)
-            spans = [(end - len(text), end) for (text, learnt), end in zip(found.texts, ends, strict=True) if learnt]
-            return _Text("".join(text for text, _ in found.texts), spans)
+    def _parsed(self, content: Content) -> _Text:
+        if isinstance(content, str):
+            return _Text(content, [(0, len(content))], framed=True)
+        if isinstance(content, Completion):
+            whole = content.prompt + content.completion
+            return _Text(whole, [(0 if self._loss == "all" else len(content.prompt), len(whole))], framed=True)
+        if isinstance(content, Segments):
+            ends = accumulate(len(text) for text, _ in content.texts)
+            spans = [(end - len(text), end) for (text, learnt), end in zip(content.texts, ends, strict=True) if learnt]
+            return _Text("".join(text for text, _ in content.texts), spans)
         if self._template is None:
             raise RowFault("is a conversation, and there is no chat template", "set data.chat_template")
         self._until = deadline()
-        self._remark_unread(found)
-        rendered = self._render(found, len(found.messages))
-        return _Text(rendered.text, self._learnt(found, rendered))
+        self._remark_unread(content)
+        rendered = self._render(content, len(content.messages))
+        return _Text(rendered.text, self._learnt(content, rendered))
 
-    def _remark_unread(self, found: Conversation) -> None:
+    def _remark_unread(self, conversation: Conversation) -> None:
         """Remarks what the template does not write, because it does not know the name."""
         assert self._template is not None
-        keys = {key for turn in found.messages for key, value in turn.items() if value is not None} - _NO_TEXT
-        unread = sorted(key for key in keys if not self._template.reads(key, found.tools))
+        keys = {key for turn in conversation.messages for key, value in turn.items() if value is not None} - _NO_TEXT
+        unread = sorted(key for key in keys if not self._template.reads(key, conversation.tools))
         self._remarks |= {
             f"key {visible(key)} of turns is not used: the chat template does not read it" for key in unread
         }
-        if found.tools and not self._template.reads("tools", found.tools):
+        if conversation.tools and not self._template.reads("tools", conversation.tools):
             self._remarks.add("column tools is not used: the chat template does not read it")
 
-    def _render(self, found: Conversation, turns: int, *, header: bool = False) -> Rendered:
+    def _render(self, conversation: Conversation, turns: int, *, header: bool = False) -> Rendered:
         """Renders the first turns, and the header of the assistant's next one."""
         assert self._template is not None
         return self._template.render(
-            found.messages[:turns], found.tools, add_generation_prompt=header, until=self._until
+            conversation.messages[:turns], conversation.tools, add_generation_prompt=header, until=self._until
         )
 
-    def _learnt(self, found: Conversation, rendered: Rendered) -> list[_Span]:
+    def _learnt(self, conversation: Conversation, rendered: Rendered) -> list[_Span]:
         """Returns the parts of a rendered conversation that carry loss."""
-        refused = {index for index, mark in enumerate(found.marks) if mark is False}
+        refused = {index for index, mark in enumerate(conversation.marks) if mark is False}
         if self._loss == "all":
-            return _without((0, len(rendered.text)), self._turns(found, rendered, sorted(refused)))
-        turns = [i for i, turn in enumerate(found.messages) if turn["role"] == "assistant" and i >= found.begin]
+            return _without((0, len(rendered.text)), self._turns(conversation, rendered, sorted(refused)))
+        turns = [
+            i for i, turn in enumerate(conversation.messages) if turn["role"] == "assistant" and i >= conversation.begin
+        ]
         if not turns:
             raise RowFault("has no assistant turn: nothing carries loss", "remove the row, or set data.loss to all")
         wanted = [index for index in (turns[-1:] if self._loss == "last" else turns) if index not in refused]
         if not wanted:
             which = "its last assistant turn is" if self._loss == "last" else "all its assistant turns are"
             raise RowFault(f"{which} marked as not to be learnt: nothing carries loss", "remove the row")
-        return self._turns(found, rendered, wanted)
+        return self._turns(conversation, rendered, wanted)
 
-    def _turns(self, found: Conversation, rendered: Rendered, wanted: Sequence[int]) -> list[_Span]:
+    def _turns(self, conversation: Conversation, rendered: Rendered, wanted: Sequence[int]) -> list[_Span]:
         """Returns the parts of a rendered conversation that are some of its turns."""
         assert self._template is not None
         if not wanted:
             return []
-        if not self._template.marks_turns(found.tools):
-            return [self._turn(found, rendered, index) for index in wanted]
+        if not self._template.marks_turns(conversation.tools):
+            return [self._turn(conversation, rendered, index) for index in wanted]
         if not any(end > start for start, end in rendered.spans):
             raise RowFault("the template's {% generation %} marks nothing", "repair the template")
-        marked = self._marked(found, rendered, wanted)
+        marked = self._marked(conversation, rendered, wanted)
         return [
             span
             for index in wanted
-            for span in (marked[index] if index in marked else [self._turn(found, rendered, index)])
+            for span in (marked[index] if index in marked else [self._turn(conversation, rendered, index)])
         ]
 
-    def _marked(self, found: Conversation, rendered: Rendered, wanted: Sequence[int]) -> dict[int, list[_Span]]:
+    def _marked(self, conversation: Conversation, rendered: Rendered, wanted: Sequence[int]) -> dict[int, list[_Span]]:
         """Returns the parts that the template marks, by the assistant's turn that they belong to.
 
         A turn has the marks that are there with it and not without it.
         """
-        turns = [index for index, turn in enumerate(found.messages) if turn["role"] == "assistant"]
+        turns = [index for index, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
         if wanted == turns:
             return {turns[0]: list(rendered.spans)} | {index: [] for index in turns[1:]}
         if wanted == turns[-1:] and len(rendered.spans) == len(turns):
             return {turns[-1]: list(rendered.spans[-1:])}
         counts = [0]
         for index in turns:
-            last = index + 1 == len(found.messages)
-            counts.append(len((rendered if last else self._render(found, index + 1)).spans))
+            last = index + 1 == len(conversation.messages)
+            counts.append(len((rendered if last else self._render(conversation, index + 1)).spans))
         if counts != sorted(counts) or counts[-1] != len(rendered.spans):
             raise RowFault("the template's {% generation %} does not mark turn by turn", "repair the template")
         return {
             index: list(rendered.spans[begin:end]) for index, (begin, end) in zip(turns, pairwise(counts), strict=True)
         }
 
-    def _turn(self, found: Conversation, rendered: Rendered, index: int) -> _Span:
+    def _turn(self, conversation: Conversation, rendered: Rendered, index: int) -> _Span:
         """Finds a turn by the text that is there with it and not without it.
 
         A template that writes a turn otherwise when others follow has no such text. There the turn
         is what its iteration of the template's loop wrote.
         """
         try:
-            return self._turn_by_prefix(found, rendered.text, index)
+            return self._turn_by_prefix(conversation, rendered.text, index)
         except RowFault:
             if (turn := rendered.turns.get(index)) is None:
                 raise
             self._remarks.add(_BY_LOOP)
             start, end = turn
-            last = len(found.messages) - 1
-            if found.messages[index]["role"] == "assistant":
-                whole = self._render(found, last + 1, header=True)
+            last = len(conversation.messages) - 1
+            if conversation.messages[index]["role"] == "assistant":
+                whole = self._render(conversation, last + 1, header=True)
                 header = whole.text[whole.turns[last][1] :] if last in whole.turns else ""
                 start += _header_size(header, rendered.text[start:end])
             return start, len(rendered.text) if index == last else end
 
-    def _turn_by_prefix(self, found: Conversation, whole: str, index: int) -> _Span:
+    def _turn_by_prefix(self, conversation: Conversation, whole: str, index: int) -> _Span:
         """Finds a turn by rendering the conversation up to it, without it and with it."""
-        last = index + 1 == len(found.messages)
-        until = whole if last else self._render(found, index + 1).text
+        last = index + 1 == len(conversation.messages)
+        until = whole if last else self._render(conversation, index + 1).text
         try:
-            opened, before = (self._render(found, index, header=header).text for header in (True, False))
+            opened, before = (self._render(conversation, index, header=header).text for header in (True, False))
         except TemplateFault as fault:
             raise RowFault(
                 f"the template does not render what is before messages[{index}]: {fault}", _MARK_IT
@@ -260,7 +262,7 @@ class RowEncoder:
         start = None
         if until.startswith(before):
             start = len(before)
-        if found.messages[index]["role"] == "assistant":
+        if conversation.messages[index]["role"] == "assistant":
             if until.startswith(opened):
                 start = len(opened)
             elif start is not None and opened.startswith(before):
@@ -276,7 +278,7 @@ class RowEncoder:
         except NotEncodable as error:
             if len(texts) == 1:
                 return [RowFault(f"the tokenizer cannot encode it: {error}", "remove it, or use another tokenizer")]
-            return [found for text in texts for found in self._tokens([text])]
+            return [one for text in texts for one in self._tokens([text])]
 
     def _encoded(self, text: _Text, tokens: Tokens | RowFault) -> Encoded | RowFault:
         if isinstance(tokens, RowFault):
@@ -316,7 +318,7 @@ def _overlap(tokens: Tokens, text: _Text) -> NDArray[np.bool_]:
 
     A span over the whole text also has the tokens that stand for no character.
     """
-    found = np.zeros(len(tokens.ids), dtype=bool)
+    inside = np.zeros(len(tokens.ids), dtype=bool)
     for start, end in text.spans:
-        found |= (tokens.starts < end) & (tokens.ends > start) | (end - start == len(text.text))
-    return found
+        inside |= (tokens.starts < end) & (tokens.ends > start) | (end - start == len(text.text))
+    return inside

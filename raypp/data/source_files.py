@@ -172,17 +172,17 @@ def find_files(
 def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
     root = expand_home(path)
     wanted = ""
-    found: Iterable[str]
+    paths: Iterable[str]
     if os.path.isdir(root):  # noqa: PTH112 - false where not allowed
-        found = (file for file in files_below(root) if os.path.basename(file)[1:].lower().endswith(endings))  # noqa: PTH119
+        paths = (file for file in files_below(root) if os.path.basename(file)[1:].lower().endswith(endings))  # noqa: PTH119
         wanted = f" with the ending {_in_words(endings)}"
     elif os.path.lexists(root):
         if kind := special_kind(root):
             raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
-        found = [str(root)]
+        paths = [str(root)]
     else:
-        found = matches(str(root))
-    regular = (file for file in found if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
+        paths = matches(str(root))
+    regular = (file for file in paths if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
     chosen = set(islice(regular, MOST_FILES + 1))
     if len(chosen) > MOST_FILES:
         raise DataError(
@@ -210,13 +210,13 @@ def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile
             i for i in store.list(name)
             if i.key == name or (i.key.startswith(folder) and i.key.lower().endswith(endings))
         )  # fmt: skip
-        found = sorted(islice(wanted, MOST_FILES + 1), key=lambda info: info.key)
-    if len(found) > MOST_FILES:
+        infos = sorted(islice(wanted, MOST_FILES + 1), key=lambda info: info.key)
+    if len(infos) > MOST_FILES:
         raise DataError(Problem(place, f"{path} has more than {MOST_FILES:,} files", "join them into fewer files"))
-    if not found:
+    if not infos:
         fault = f"no object at {path}, nor below it with the ending {_in_words(endings)}"
         raise DataError(Problem(place, fault, "use the URL of an object, or of a prefix with objects below it"))
-    return [SourceFile(f"{scheme}://{root}/{i.key}", i.size, i.modified, store, i.key, place) for i in found]
+    return [SourceFile(f"{scheme}://{root}/{i.key}", i.size, i.modified, store, i.key, place) for i in infos]
 
 
 def _in_words(endings: tuple[str, ...]) -> str:

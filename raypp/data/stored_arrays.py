@@ -56,10 +56,10 @@ def map_array(path: Path, place: str, name: str = "", fix: str = "write it with 
     if length > _MOST_HEADER:
         raise DataError(Problem(place, f"{fault}its header would have {length:,} bytes", fix))
     try:
-        found: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # numpy raises many types, tokenize's among them
         raise DataError(Problem(place, f"{fault}{visible(in_words(error)[:_SHOWN])}", fix)) from error
-    return found
+    return array
 
 
 def read_offsets(entry: Path, tokens: int, place: str) -> NDArray[np.int64]:
@@ -69,10 +69,10 @@ def read_offsets(entry: Path, tokens: int, place: str) -> NDArray[np.int64]:
         DataError: They are not such offsets of `tokens` tokens.
     """
     path, fix = entry / "offsets.npy", f"delete {entry}"
-    found = map_array(path, place, fix=fix)
-    if found.ndim != 1 or found.dtype != np.int64 or len(found) < 2 or found[0] != 0 or found[-1] != tokens:
+    offsets = map_array(path, place, fix=fix)
+    if offsets.ndim != 1 or offsets.dtype != np.int64 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != tokens:
         raise DataError(Problem(place, f"{path} is not the index of {tokens} tokens", fix))
-    return found
+    return offsets
 
 
 def read_meta(entry: Path, place: str) -> Meta:

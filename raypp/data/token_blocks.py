@@ -96,13 +96,13 @@ class BlockCache:
             self._prune(folder)
 
     def _prune(self, folder: Path) -> None:
-        found = []
+        files = []
         with os.scandir(folder) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
-                    found.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
-        left = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                    files.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        left = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
             if left <= self._most * 3 // 4:
                 break
             with contextlib.suppress(OSError):

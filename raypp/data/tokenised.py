@@ -224,20 +224,20 @@ def _texts(request: Request, batch: Sequence[Any]) -> Iterator[_Found]:
             fault = f"{document.place} is a document without a token"
             raise DataError(Problem(request.place, fault, "remove it"))
         whole, _ = document_of(request.tokenizer, ids)
-        if found := lacking(request.tokenizer, whole, request.vocab_size):
+        if lack := lacking(request.tokenizer, whole, request.vocab_size):
             fix = f"set model.vocab_size to at least {request.tokenizer.vocab_size}, or use the model's own tokenizer"
-            raise DataError(Problem(request.place, f"{document.place} has {found}", fix))
+            raise DataError(Problem(request.place, f"{document.place} has {lack}", fix))
         yield whole, _NO_LOSS
 
 
 def _records(encoder: RowEncoder, batch: Sequence[Any], faults: Faults) -> Iterator[_Found]:
-    for record, found in zip(batch, encoder.encode([record.row for record in batch]), strict=True):
-        if isinstance(found, RowFault):
-            faults.add(record.place, found)
+    for record, encoded in zip(batch, encoder.encode([record.row for record in batch]), strict=True):
+        if isinstance(encoded, RowFault):
+            faults.add(record.place, encoded)
         else:
             unused = {f"column {name} is not used" for name in record.unused}
-            faults.remark(record.place, found.remarks | unused)
-            yield found.ids, found.loss
+            faults.remark(record.place, encoded.remarks | unused)
+            yield encoded.ids, encoded.loss
 
 
 def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]:

@@ -123,9 +123,9 @@ def framed(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> tuple[NDArray[np.int
 
 def document_of(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     """Does what `framed` does, and ends the text with the end id."""
-    found, count = framed(tokenizer, ids)
+    framed_ids, count = framed(tokenizer, ids)
     ended = tokenizer.after[-1:] == (tokenizer.eos_id,)
-    return found if ended else np.append(found, tokenizer.eos_id), count
+    return framed_ids if ended else np.append(framed_ids, tokenizer.eos_id), count
 
 
 class PromptTokenizer(Tokenizer, Protocol):
@@ -249,11 +249,11 @@ class FileTokenizer:
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in self._within_patience(texts)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Tokens]:
-        found = []
+        encoded = []
         for encoding in self._within_patience(texts):
             offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            found.append(Tokens(np.asarray(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]))
-        return found
+            encoded.append(Tokens(np.asarray(encoding.ids, dtype=np.int64), offsets[:, 0], offsets[:, 1]))
+        return encoded
 
     def shown(self, ids: Sequence[int]) -> str:
         whole = str(self._backend.decode([self.eos_id, *ids], skip_special_tokens=False))

@@ -159,7 +159,7 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
     tokens = [record.tokens for record in manifest.shards]
     if not tokens or manifest.tokens != sum(tokens):
         raise DataError(Problem(place, f"{manifest_file.name} does not add up", fix))
-    found = _objects(files, ENDING, [count * width for count in tokens], manifest_file)
+    shard_files = _objects(files, ENDING, [count * width for count in tokens], manifest_file)
     masks: list[SourceFile] = []
     if plan.masks:
         there = _found_beside(manifest_file)
@@ -168,7 +168,7 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
     name = hashlib.sha256(document).hexdigest()[:32]
 
     def make(room: Path) -> None:
-        _copy_index(room, manifest, found, place)
+        _copy_index(room, manifest, shard_files, place)
 
     entry = made_once(cache_directory() / "shards" / name, make)
     offsets = read_offsets(entry, manifest.tokens, place)
@@ -177,10 +177,10 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
     mask_blocks = [blocks_of(file.size) for file in masks]
     if sum(ids_blocks + mask_blocks) != len(sums) or len(offsets) != manifest.documents + 1:
         raise DataError(Problem(place, f"{entry} is not the index of {manifest_file.name}", f"delete {entry}"))
-    remote = any(file.store is not None for file in found)
+    remote = any(file.store is not None for file in shard_files)
     cache = BlockCache(cache_directory() / "blocks" / name if remote else None)
     shards, loss, at = [], [], 0
-    for number, (file, count, blocks) in enumerate(zip(found, tokens, ids_blocks, strict=True)):
+    for number, (file, count, blocks) in enumerate(zip(shard_files, tokens, ids_blocks, strict=True)):
         own, at = sums[at : at + blocks], at + blocks
         shards.append(Shard(number, file, count, np.dtype(plan.dtype), own, request.vocab_size, cache))
         if plan.masks:
@@ -205,7 +205,7 @@ def _objects(files: Sequence[SourceFile], ending: str, sizes: list[int], manifes
         DataError: One is missing, or has another size.
     """
     by_name = {file.key.rpartition("/")[2]: file for file in files}
-    found = []
+    objects = []
     for number, size in enumerate(sizes):
         name = f"{shard_name(number)}{ending}"
         file = by_name.get(name)
@@ -213,8 +213,8 @@ def _objects(files: Sequence[SourceFile], ending: str, sizes: list[int], manifes
             has = "is missing" if file is None else f"has {file.size:,} bytes, not {size:,}"
             fault = f"{manifest.name} names {name}, which {has}"
             raise DataError(Problem(manifest.place, fault, "copy it again, or write the shards again"))
-        found.append(file)
-    return found
+        objects.append(file)
+    return objects
 
 
 def _copy_index(room: Path, manifest: Manifest, files: Sequence[SourceFile], place: str) -> None:

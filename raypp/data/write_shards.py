@@ -54,7 +54,7 @@ class Options:
         shard_bytes: A shard ends with the document that reaches this size.
         total: Called once with the bytes of the source.
         progress: Called with bytes of the source that were read since the last call.
-        found: Called with the number of shards that were there already.
+        stored: Called with the number of shards that were there already.
         remarked: Called with each remark on the data, such as what of them is not used.
     """
 
@@ -62,7 +62,7 @@ class Options:
     shard_bytes: int = SHARD_BYTES
     total: Callable[[int], None] = lambda count: None
     progress: Callable[[int], None] = lambda count: None
-    found: Callable[[int], None] = lambda count: None
+    stored: Callable[[int], None] = lambda count: None
     remarked: Callable[[str], None] = lambda remark: None
 
 
@@ -113,11 +113,11 @@ def _write(
     _begin(plan, store)
     if (finished := _stored(store, MANIFEST)) is not None:
         manifest = parse_as(Manifest, finished, f"{store.url}/{MANIFEST}", MANIFEST_BOUNDS, DataError)
-        options.found(len(manifest.shards))
+        options.stored(len(manifest.shards))
         return manifest
     digest = hashlib.sha256()
     records = list(_verified(store, plan, digest.update))
-    options.found(len(records))
+    options.stored(len(records))
     done = sum(record.documents for record in records)
     shard, faults = _Shard(store, plan, len(records)), Faults(request.place)
     left = islice(documents(), done, None)
@@ -254,11 +254,11 @@ def _verified(store: ObjectStore, plan: ShardPlan, update: Callable[[Any], None]
 def _whole(store: ObjectStore, number: int, ending: str, sha256: str) -> bytes:
     """Returns an object of a finished shard; raises DataError if it is damaged."""
     name = shard_name(number)
-    found = _stored(store, f"{name}.{ending}")
-    if found is None or hashlib.sha256(found).hexdigest() != sha256:
-        fault = f"{store.url}/{name}.{ending} is {'missing' if found is None else 'damaged'}"
+    content = _stored(store, f"{name}.{ending}")
+    if content is None or hashlib.sha256(content).hexdigest() != sha256:
+        fault = f"{store.url}/{name}.{ending} is {'missing' if content is None else 'damaged'}"
         raise DataError(Problem("--out", fault, f"remove {name}.json, and run the command again"))
-    return found
+    return content
 
 
 def _stored(store: ObjectStore, key: str) -> bytes | None:
@@ -298,10 +298,10 @@ def contents_of(
                     waiting.append(pool.submit(_encode, batch))
                 if not waiting:
                     return
-                found = waiting.popleft().result()
-                if isinstance(found, list):
-                    raise DataError(found)
-                yield found
+                contents = waiting.popleft().result()
+                if isinstance(contents, list):
+                    raise DataError(contents)
+                yield contents
         except BrokenProcessPool as error:
             fault = "a process that tokenised has ended, perhaps for lack of memory"
             fix = "run the command again: it continues; or use fewer"
@@ -312,8 +312,8 @@ def contents_of(
 
 def _contents(request: Request, encoder: RowEncoder | None, batch: list[Any]) -> Contents:
     faults = Faults(request.place)
-    found = [(ids.tobytes(), loss.tobytes()) for ids, loss in encoded(request, encoder, batch, faults)]
-    return found, faults
+    contents = [(ids.tobytes(), loss.tobytes()) for ids, loss in encoded(request, encoder, batch, faults)]
+    return contents, faults
 
 
 _given: tuple[Request, RowEncoder | None] | None = None

@@ -64,13 +64,13 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     if count <= MANY_NODES:
         return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
     seats = [*range(count), *([-1] if count % 2 else [])]
-    found = []
+    pairings = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        pairings.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return found
+    return pairings
 
 
 class Examination:
@@ -143,7 +143,7 @@ class Examination:
         if len(working) < 2:
             return []
         ports = self._gather({index: self._actors[index].listen.remote(self._ip(index)) for index in working}, _START_S)
-        found: list[dict[str, Any]] = []
+        links: list[dict[str, Any]] = []
         for pairs in rounds(len(working)):
             asked, answers = {}, {}
             for one, other in ((working[first], working[second]) for first, second in pairs):
@@ -154,9 +154,9 @@ class Examination:
                     asked[one, other] = self._actors[one].measure.remote(self._ip(other), port, seconds)
             answers |= self._gather(asked, 60 + 4 * self._options.seconds)
             for (one, other), answer in answers.items():
-                found.append({"from": self._ip(one), "to": self._ip(other), **answer})
+                links.append({"from": self._ip(one), "to": self._ip(other), **answer})
                 _print_progress(f"link {self._ip(one)} – {self._ip(other)}: {_link_text(answer)}")
-        return found
+        return links
 
     def _groups(self, working: list[int]) -> list[dict[str, Any]]:
         """Tries NCCL among the GPUs of each node, and among all; gloo where there is no GPU."""
@@ -204,8 +204,8 @@ class Examination:
         written = [marks[index] for index in working if "error" not in results[index]]
         seen = self._gather({index: self._actors[index].sees.remote(url, written) for index in working}, _START_S)
         for index in working:
-            found = seen[index] if isinstance(seen[index], list) else []
-            hidden = [other for other in working if marks[other] in written and marks[other] not in found]
+            visible = seen[index] if isinstance(seen[index], list) else []
+            hidden = [other for other in working if marks[other] in written and marks[other] not in visible]
             results[index]["hidden_from_it"] = [self._ip(other) for other in hidden]
         self._gather({index: self._actors[index].forget.remote(url, marks[index]) for index in working}, _START_S)
         return {"url": url, "nodes": [{"ip": self._ip(index), **results[index]} for index in working]}

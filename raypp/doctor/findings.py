@@ -52,7 +52,7 @@ class Finding:
 
 def findings(report: dict[str, Any]) -> list[Finding]:
     """Returns all findings of a report, the most severe first."""
-    found: list[Finding] = []
+    all_findings: list[Finding] = []
     for look in (
         _silent_nodes,
         _versions,
@@ -66,8 +66,8 @@ def findings(report: dict[str, Any]) -> list[Finding]:
         _devices,
         _cards,
     ):
-        found += look(report)
-    return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
+        all_findings += look(report)
+    return sorted(all_findings, key=lambda finding: list(Severity).index(finding.severity))
 
 
 def _working(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -361,26 +361,26 @@ def devices(report: dict[str, Any]) -> list[dict[str, Any]]:
     On a node without GPUs, each CPU slot is a device. All devices of a kind count as fast as the
     fastest of them: other processes on a node can only make a device look slower.
     """
-    found = _measured_devices(report)
+    measured = _measured_devices(report)
     best: dict[str, float] = {}
-    for one in found:
+    for one in measured:
         best[one["kind"]] = max(one["flops"], best.get(one["kind"], 0.0))
     fastest = max(best.values(), default=0.0)
     rounded = {kind: round(flops / fastest, 3) if fastest else 1.0 for kind, flops in best.items()}
-    return [{"node": one["node"], "kind": one["kind"], "flops_rel": rounded[one["kind"]]} for one in found]
+    return [{"node": one["node"], "kind": one["kind"], "flops_rel": rounded[one["kind"]]} for one in measured]
 
 
 def _measured_devices(report: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    devices: list[dict[str, Any]] = []
     for node in _working(report):
         seen = node.get("torch") or {}
         gpus, cpu = seen.get("devices") or [], seen.get("cpu")
         for gpu in gpus[: int(node["gpus"]) or None]:
-            found.append({"node": node["ip"], "kind": gpu["kind"], "flops": gpu["flops"], "gpu": True})
+            devices.append({"node": node["ip"], "kind": gpu["kind"], "flops": gpu["flops"], "gpu": True})
         if cpu and not gpus:
             one = {"node": node["ip"], "kind": cpu["kind"], "flops": cpu["flops"], "gpu": False}
-            found += [one] * int(node["cpus"])
-    return found
+            devices += [one] * int(node["cpus"])
+    return devices
 
 
 def links_document(report: dict[str, Any]) -> dict[str, Any]:

@@ -150,10 +150,10 @@ class NodeProbe:
         Sources of the user's own are not examined, because their code is not here.
         """
         try:
-            found = check_data(Job.model_validate(job), stores=True)
+            problems = check_data(Job.model_validate(job), stores=True)
         except RayppError as error:
-            found = list(error.problems)
-        return [[one.key, one.what, one.fix] for one in found if not one.key.endswith(".kind")]
+            problems = list(error.problems)
+        return [[one.key, one.what, one.fix] for one in problems if not one.key.endswith(".kind")]
 
     # Links ----------------------------------------------------------------------------------------
 
@@ -175,17 +175,17 @@ class NodeProbe:
             (half of the median round trip), `skew_s` (the other clock minus this one, accurate to
             half of the shortest round trip), `interface`; or `error`, and `lost` if packets vanish.
         """
-        found: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         try:
-            found["interface"] = interface_to(ip).name
-            round_trips, found["skew_s"] = self._ping(ip, port)
-            found["latency_ms"] = statistics.median(round_trips) * 500
-            found["gbps_out"] = self._send(ip, port, seconds)
-            found["gbps_in"] = self._fetch(ip, port, seconds)
+            answer["interface"] = interface_to(ip).name
+            round_trips, answer["skew_s"] = self._ping(ip, port)
+            answer["latency_ms"] = statistics.median(round_trips) * 500
+            answer["gbps_out"] = self._send(ip, port, seconds)
+            answer["gbps_in"] = self._fetch(ip, port, seconds)
         except (OSError, RayppError, struct.error) as error:
-            found["lost"] = isinstance(error, TimeoutError)
-            found["error"] = "no answer" if found["lost"] else str(error)
-        return found
+            answer["lost"] = isinstance(error, TimeoutError)
+            answer["error"] = "no answer" if answer["lost"] else str(error)
+        return answer
 
     def _ping(self, ip: str, port: int) -> tuple[list[float], float]:
         round_trips, skews = [], []

@@ -41,8 +41,8 @@ def base_identity(files: HfFiles) -> str | None:
         return digest.digest()
 
     with ThreadPoolExecutor(_READERS) as pool:
-        found = sorted(pool.map(lambda info: sampled(info.key, info.size), here))
-    return hashlib.sha256(b"".join(found)).hexdigest()[:16] if found else None
+        samples = sorted(pool.map(lambda info: sampled(info.key, info.size), here))
+    return hashlib.sha256(b"".join(samples)).hexdigest()[:16] if samples else None
 
 
 def with_base_id(options: DecoderOptions, files: HfFiles) -> DecoderOptions:
@@ -53,8 +53,8 @@ def with_base_id(options: DecoderOptions, files: HfFiles) -> DecoderOptions:
     """
     if options.lora is None:
         return options
-    found, known = base_identity(files), options.lora.base_id
-    if known is not None and found is not None and found != known:
-        fault = f"{files.store.url} holds other weights ({found}) than those the adapters belong to ({known})"
+    own, known = base_identity(files), options.lora.base_id
+    if known is not None and own is not None and own != known:
+        fault = f"{files.store.url} holds other weights ({own}) than those the adapters belong to ({known})"
         raise JobError(Problem(KEY, fault, "name the model that the run began with, or start a new run"))
-    return options.model_copy(update={"lora": options.lora.model_copy(update={"base_id": found or known})})
+    return options.model_copy(update={"lora": options.lora.model_copy(update={"base_id": own or known})})

@@ -127,14 +127,14 @@ def _targets(options: DecoderOptions, adapters: Mapping[str, tuple[Adapter, bool
         targets = [target for target in lora.targets if any(matches(target, name) for name in modules)]
         added = {_last(name) for name in modules if not adapters[name][1]}
         words = [*targets, *sorted(added - {_last(target) for target in targets})]
-    found: dict[str, Any] = {"target_modules": words}
+    config: dict[str, Any] = {"target_modules": words}
     if parameters:
         names = [_parameter(name, everything) for name in parameters]
-        found["target_parameters"] = list(dict.fromkeys(names))
+        config["target_parameters"] = list(dict.fromkeys(names))
         if any(name.endswith(".gate_up_proj") for name in names) and both:
-            found["rank_pattern"] = {_GATE_UP: 2 * lora.rank}
-            found["alpha_pattern"] = {_GATE_UP: 2 * lora.alpha}
-    return found
+            config["rank_pattern"] = {_GATE_UP: 2 * lora.rank}
+            config["alpha_pattern"] = {_GATE_UP: 2 * lora.alpha}
+    return config
 
 
 def _parameter(matrix: str, everything: Mapping[str, Weight]) -> str:
@@ -157,13 +157,13 @@ def _tensors(adapters: Mapping[str, tuple[Adapter, bool]], saved: SavedTensors) 
     Raises:
         CheckpointError: An adapter is missing; names it.
     """
-    found: dict[str, Array] = {}
+    tensors: dict[str, Array] = {}
     for matrix, (adapter, trained) in adapters.items():
         weights = zip(("lora_A", "lora_B"), (adapter.a, adapter.b), adapter_names(matrix, adapter), strict=True)
         for part, weight, name in weights:
             values = _saved(name, saved) if trained else np.zeros(weight.shape, np.float32)
-            found |= _by_peft_names(matrix, adapter, part, values, list(adapters))
-    return found
+            tensors |= _by_peft_names(matrix, adapter, part, values, list(adapters))
+    return tensors
 
 
 def _saved(name: str, saved: SavedTensors) -> Array:

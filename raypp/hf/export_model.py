@@ -143,7 +143,7 @@ def _tensors(options: DecoderOptions, saved: SavedTensors | MergedTensors, dtype
     Raises:
         CheckpointError: Tensors are missing or have other shapes; names all of them.
     """
-    found: list[_Tensor] = []
+    tensors: list[_Tensor] = []
     problems: list[Problem] = []
     for name, shape in model_tensors(options).items():
         info = saved.infos.get(name)
@@ -152,10 +152,10 @@ def _tensors(options: DecoderOptions, saved: SavedTensors | MergedTensors, dtype
             problems.append(Problem(name, fault))
             continue
         kind = dtype if dtype is not None and info.dtype in FLOATS else info.dtype
-        found += [_Tensor(part.name, part.shape, kind, info, part.expert) for part in hf_parts(name, shape)]
+        tensors += [_Tensor(part.name, part.shape, kind, info, part.expert) for part in hf_parts(name, shape)]
     if problems:
         raise CheckpointError(problems)
-    return found
+    return tensors
 
 
 def _shards(tensors: list[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:

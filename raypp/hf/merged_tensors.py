@@ -94,11 +94,11 @@ class MergedTensors:
         parts = list(hf_parts(name, shape))
         if parts[0].expert is None:
             tensor = self._there[parts[0].name]
-            found = convert(self._files.rows(tensor, first, last), tensor.dtype, _WIDE)
+            base = convert(self._files.rows(tensor, first, last), tensor.dtype, _WIDE)
         else:
             tensors = [self._there[part.name] for part in parts[first:last]]
-            found = np.stack([convert(self._files.rows(t, 0, t.shape[0]), t.dtype, _WIDE) for t in tensors])
-        return self._as_stored(name, found)
+            base = np.stack([convert(self._files.rows(t, 0, t.shape[0]), t.dtype, _WIDE) for t in tensors])
+        return self._as_stored(name, base)
 
     def _as_stored(self, name: str, rows: Array) -> Array:
         """Returns rows in fp32 with the rounding of `model.lora.base`."""

@@ -98,8 +98,8 @@ class HfFiles:
             text = self._whole(GENERATION, _CONFIG_BOUNDS.size, JobError)
         except NotFound:
             return None
-        found = parse_as(Any, text, self.place(GENERATION), _CONFIG_BOUNDS, JobError, _FIX)
-        return found if isinstance(found, dict) else None
+        config = parse_as(Any, text, self.place(GENERATION), _CONFIG_BOUNDS, JobError, _FIX)
+        return config if isinstance(config, dict) else None
 
     def listed(self) -> list[ObjectInfo]:
         """Returns the files of the model's folder, without those in folders below.
@@ -107,12 +107,12 @@ class HfFiles:
         Raises:
             CheckpointError: There are too many to be a model.
         """
-        found = list(islice(self.store.list(), _MOST_FILES + 1))
-        if len(found) > _MOST_FILES:
+        infos = list(islice(self.store.list(), _MOST_FILES + 1))
+        if len(infos) > _MOST_FILES:
             raise CheckpointError(
                 Problem(self.store.url, f"has more than {_MOST_FILES:,} files", "name a model's folder")
             )
-        return [info for info in found if "/" not in info.key]
+        return [info for info in infos if "/" not in info.key]
 
     def tensors(self, wanted: Iterable[str] | None = None) -> dict[str, HfTensor]:
         """Reads the headers of the files that hold the wanted tensors (None: of all files).
@@ -131,7 +131,7 @@ class HfFiles:
             keys = sorted({where[name] for name in names})
         else:
             keys = where
-        found: dict[str, HfTensor] = {}
+        named: dict[str, HfTensor] = {}
         with ThreadPoolExecutor(_READERS) as pool:
             spans = list(pool.map(self._span, keys))
             if (total := sum(length for length, _ in spans)) > MOST_BYTES:
@@ -142,10 +142,10 @@ class HfFiles:
                 header = parse_header(text, data_bytes, self.place(key), fix=_FIX)
                 data = LENGTH_BYTES + length
                 for name, tensor in header.tensors.items():
-                    found[_full(name)] = HfTensor(name, tensor.dtype, tensor.shape, key, data + tensor.begin)
-                if len(found) > _MOST_TENSORS:
+                    named[_full(name)] = HfTensor(name, tensor.dtype, tensor.shape, key, data + tensor.begin)
+                if len(named) > _MOST_TENSORS:
                     raise CheckpointError(Problem(self.store.url, f"has more than {_MOST_TENSORS:,} tensors", _FIX))
-        return with_dequantised(found, self.store.url, _FIX)
+        return with_dequantised(named, self.store.url, _FIX)
 
     def read(self, tensor: HfTensor, first: int, last: int) -> bytes:
         """Reads the bytes of the rows `[first, last)`.

@@ -63,7 +63,7 @@ def with_dequantised(tensors: dict[str, HfTensor], place: str, fix: str) -> dict
     Raises:
         CheckpointError: The shapes of a pair do not belong together.
     """
-    found = dict(tensors)
+    merged = dict(tensors)
     for stored, blocks in tensors.items():
         name = stored.removesuffix(_BLOCKS)
         scales = tensors.get(name + _SCALES)
@@ -75,8 +75,8 @@ def with_dequantised(tensors: dict[str, HfTensor], place: str, fix: str) -> dict
             raise CheckpointError(Problem(stored, f"{fault}{place} do not form a tensor in MXFP4", fix))
         experts, rows, groups, _ = blocks.shape
         shape = (experts, 2 * _GROUP_BYTES * groups, rows)
-        found[name] = Mxfp4Tensor(name, "BF16", shape, blocks.key, blocks.begin, blocks, scales)
-    return found
+        merged[name] = Mxfp4Tensor(name, "BF16", shape, blocks.key, blocks.begin, blocks, scales)
+    return merged
 
 
 def dequantised(blocks: Array, scales: Array) -> Array:
@@ -87,14 +87,14 @@ def dequantised(blocks: Array, scales: Array) -> Array:
         scales: `[E, out, G]`.
     """
     experts, rows, groups, _ = blocks.shape
-    found = np.empty((experts, 2 * _GROUP_BYTES * groups, rows), np.uint16)
-    for into, codes, exponents in zip(found, blocks, scales, strict=True):  # one at a time: they are large
+    numbers = np.empty((experts, 2 * _GROUP_BYTES * groups, rows), np.uint16)
+    for into, codes, exponents in zip(numbers, blocks, scales, strict=True):  # one at a time: they are large
         values = np.empty((rows, groups, 2 * _GROUP_BYTES), np.uint16)
         offsets = exponents.astype(np.uint16)[..., None] << 4
         values[..., ::2] = _table()[offsets | (codes & 15)]
         values[..., 1::2] = _table()[offsets | (codes >> 4)]
         into[:] = values.reshape(rows, -1).T
-    return found
+    return numbers
 
 
 @lru_cache(maxsize=1)

@@ -111,18 +111,18 @@ def exported_config(options: DecoderOptions, ours: dict[str, Any], context: int)
     family = family_of(options)
     if original is None or family is None:
         return ours
-    found = {key: value for key, value in original.items() if key != "quantization_config"}
-    found["architectures"] = ours["architectures"]
+    config = {key: value for key, value in original.items() if key != "quantization_config"}
+    config["architectures"] = ours["architectures"]
     names = [key for key in ("dtype", "torch_dtype") if key in original] or ["torch_dtype"]
-    found |= dict.fromkeys(names, ours["torch_dtype"])
-    found[family.hf.sizes["vocab_size"]] = options.vocab_size
+    config |= dict.fromkeys(names, ours["torch_dtype"])
+    config[family.hf.sizes["vocab_size"]] = options.vocab_size
     tied = family.hf.settings["tie_embeddings"]
-    if found.get(tied, family.hf.defaults.get("tie_embeddings")) != options.tie_embeddings:
-        found[tied] = options.tie_embeddings
+    if config.get(tied, family.hf.defaults.get("tie_embeddings")) != options.tie_embeddings:
+        config[tied] = options.tie_embeddings
     fixed = options.rope is not None and options.rope.kind in CONTEXT_FIXING
     if not fixed and context != _length(original):
-        found[_CONTEXT_KEY] = context
-    return found
+        config[_CONTEXT_KEY] = context
+    return config
 
 
 def added_rows(options: DecoderOptions) -> int:
@@ -151,9 +151,9 @@ def end_ids(generation: Mapping[str, Any] | None, config: Mapping[str, Any]) -> 
         generation: The content of generation_config.json; None if there is none.
         config: The content of config.json.
     """
-    found = (generation or {}).get("eos_token_id")
-    found = config.get("eos_token_id") if found is None else found
-    ids: Sequence[Any] = found if isinstance(found, list) else [found]
+    given = (generation or {}).get("eos_token_id")
+    given = config.get("eos_token_id") if given is None else given
+    ids: Sequence[Any] = given if isinstance(given, list) else [given]
     return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool))
 
 

@@ -44,21 +44,21 @@ def source_of(config: Mapping[str, Any]) -> str:
 def as_version_4(config: Mapping[str, Any], form: HfFormat) -> dict[str, Any]:
     """Returns a config.json with the rotary keys of transformers 4."""
     given = config.get(source_of(config))
-    found = {key: value for key, value in config.items() if key != "rope_parameters"}
+    converted = {key: value for key, value in config.items() if key != "rope_parameters"}
     if not isinstance(given, Mapping):
-        return {**found, "rope_scaling": given}
+        return {**converted, "rope_scaling": given}
     parts = {name: part for name, part in given.items() if isinstance(part, Mapping)}
     if parts:
         main = _main(parts, form)
         if main is None:
-            return {**found, "rope_scaling": given}
+            return {**converted, "rope_scaling": given}
         for name, key in form.rope_types.items():
             if name in parts and "rope_theta" in parts[name]:
-                found[key] = parts[name]["rope_theta"]
+                converted[key] = parts[name]["rope_theta"]
         given = main
     lifted = {"rope_theta": form.settings["rope_theta"], "partial_rotary_factor": "partial_rotary_factor"}
-    found |= {key: given[name] for name, key in lifted.items() if given.get(name) is not None}
-    return {**found, "rope_scaling": {name: value for name, value in given.items() if name not in lifted}}
+    converted |= {key: given[name] for name, key in lifted.items() if given.get(name) is not None}
+    return {**converted, "rope_scaling": {name: value for name, value in given.items() if name not in lifted}}
 
 
 def _main(parts: Mapping[str, Mapping[str, Any]], form: HfFormat) -> Mapping[str, Any] | None:
@@ -149,12 +149,12 @@ def written_scaling(options: DecoderOptions, context: int) -> dict[str, Any]:
     }
     original = rope.original_context or context
     extended = round(original * rope.factor) if rope.factor else max(context, original)
-    found: dict[str, Any] = {"rope_scaling": scaling}
+    keys: dict[str, Any] = {"rope_scaling": scaling}
     if rope.kind == "dynamic":
         del scaling["original_max_position_embeddings"]
-        return {**found, "max_position_embeddings": original}
+        return {**keys, "max_position_embeddings": original}
     if rope.kind == "longrope":
-        found["original_max_position_embeddings"] = original
+        keys["original_max_position_embeddings"] = original
     if rope.kind in ("yarn", "longrope"):
-        return {**found, "max_position_embeddings": extended}
-    return {**found, "max_position_embeddings": max(context, extended if rope.kind == "llama3" else context)}
+        return {**keys, "max_position_embeddings": extended}
+    return {**keys, "max_position_embeddings": max(context, extended if rope.kind == "llama3" else context)}

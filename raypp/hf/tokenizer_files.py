@@ -125,11 +125,11 @@ def tokenizer_files(
 
 def _special_ids(config: bytes, ids: Mapping[str, int]) -> dict[str, int | None]:
     """Returns the ids before a text and of the padding that tokenizer_config.json names."""
-    found, named = dict[str, Any](), {}
+    named_config, named = dict[str, Any](), {}
     with suppress(DataError):
-        found = parse_object(config, CONFIG, BOUNDS, DataError)
+        named_config = parse_object(config, CONFIG, BOUNDS, DataError)
     for name in ("bos", "pad"):
-        token = found.get(f"{name}_token")
+        token = named_config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
         named[f"{name}_id"] = ids.get(token) if isinstance(token, str) else None
     return named

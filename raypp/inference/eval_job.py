@@ -67,15 +67,15 @@ def data_job(source: Source, data: str | None, pp: int, overrides: Sequence[str]
 
 def as_asked(problems: Iterable[Problem], data: str | None) -> list[Problem]:
     """Returns problems of a job from `data_job` in terms of what the user gave."""
-    found = []
+    checked = []
     for problem in problems:
         if data is not None and problem.key in ("data.path", "data.eval.path"):
             problem = replace(problem, key=DATA)
         if problem.key == "model.vocab_size":  # that of a trained model cannot be changed
             fix = "use the tokenizer that the model was trained with"
             problem = replace(problem, key="data.tokenizer", what=f"does not fit the model: {problem.what}", fix=fix)
-        found.append(problem)
-    return found
+        checked.append(problem)
+    return checked
 
 
 def task_job(source: Source, pp: int, overrides: Sequence[str] = ()) -> Job:
@@ -151,5 +151,5 @@ def _kind_of(path: str, usual: str) -> str:
 
 
 def _number(section: Mapping[str, Any], name: str, default: int = 1) -> int:
-    found = section.get(name)
-    return found if isinstance(found, int) else default
+    value = section.get(name)
+    return value if isinstance(value, int) else default

@@ -57,16 +57,16 @@ def evaluate(source: Source, job: Job) -> dict[str, Any]:
     return checked(on_ranks(_loss_on_rank, source, job))
 
 
-def checked(found: dict[str, Any]) -> dict[str, Any]:
+def checked(answer: dict[str, Any]) -> dict[str, Any]:
     """Returns what `loss_on_seat` found on rank 0.
 
     Raises:
         JobError: No token of the data has a label.
     """
-    if not found["tokens"]:
+    if not answer["tokens"]:
         fault = "has no token that follows another one: there is nothing to predict"
         raise JobError(Problem(DATA, fault, "give longer documents"))
-    return found
+    return answer
 
 
 def bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float | None:
@@ -136,10 +136,10 @@ def loss_on_seat(source: Source, job: Job, seat: Seat, tell: Tell) -> dict[str, 
             tell({"progress": {"done": min(tokens, total), "total": total, "unit": "tokens"}})
 
         steps = None if held_out else runner.loader.once()
-        found = Evaluator(runner).run(steps, *[progress] if seat.rank == 0 else [])
+        result = Evaluator(runner).run(steps, *[progress] if seat.rank == 0 else [])
         documents = runner.loader.documents
-    perplexity = math.exp(found.loss) if found.loss < math.log(sys.float_info.max) else None
-    answer = {"loss": found.loss, "perplexity": perplexity, "tokens": found.tokens, "seconds": found.seconds}
+    perplexity = math.exp(result.loss) if result.loss < math.log(sys.float_info.max) else None
+    answer = {"loss": result.loss, "perplexity": perplexity, "tokens": result.tokens, "seconds": result.seconds}
     if seat.rank == 0:
         corpus = documents.train if documents.held_out is None else documents.held_out
         answer["bytes_per_token"] = bytes_per_token(corpus, documents.tokenizer)

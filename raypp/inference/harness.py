@@ -94,13 +94,13 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
             JobError: A continuation has more tokens than the model's context.
         """
         try:
-            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+            scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         except _TooLong as error:
             task, most = requests[error.index].task_name, self._max_length
             fault = f"{task} has a continuation of {error.length} tokens, but the model's context has {most}"
             fix = "leave out the task, or use a model with a longer context"
             raise JobError(Problem(TASKS, fault, fix)) from None
-        return found
+        return scores
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -115,7 +115,7 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of whole texts, in windows of the model's context."""
-        found: list[list[tuple[Any, list[int], list[int]]]] = []
+        rows: list[list[tuple[Any, list[int], list[int]]]] = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
@@ -123,9 +123,9 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
                 max_seq_len=self._max_length,
                 context_len=1,
             )
-            found.append([(None, *make_disjoint_window(window)) for window in windows])
-        scores = iter(self._loglikelihood_tokens([window for windows in found for window in windows]))
-        return [sum(next(scores)[0] for _ in windows) for windows in found]
+            rows.append([(None, *make_disjoint_window(window)) for window in windows])
+        scores = iter(self._loglikelihood_tokens([window for windows in rows for window in windows]))
+        return [sum(next(scores)[0] for _ in windows) for windows in rows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continues texts up to a stop sequence.
@@ -148,8 +148,8 @@ class PipelineLM(TemplateLM):  # type: ignore[misc]
         if len(choices) > 1:
             raise JobError(Problem(TASKS, "samples with several temperatures at once", "run the tasks one by one"))
         for temperature, top_p in choices:
-            found = self._model.generate(prompts, Choice(temperature, top_p, _SEED))
-            for answer, (tokens, finish) in zip(answers, found, strict=True):
+            generated = self._model.generate(prompts, Choice(temperature, top_p, _SEED))
+            for answer, (tokens, finish) in zip(answers, generated, strict=True):
                 for index, token in enumerate(tokens, start=1):
                     answer.add(token, finish if index == len(tokens) else None)
         texts = [self._tokenizer.decode(answer.tokens) for answer in answers]  # alone, as the harness does
@@ -196,7 +196,7 @@ def load_tasks(names: Sequence[str], where: str = "") -> dict[str, dict[str, Any
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager()
-    found: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
+    loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         if name.endswith((".yaml", ".yml")):
             if not Path(name).is_file():
@@ -207,14 +207,14 @@ def load_tasks(names: Sequence[str], where: str = "") -> dict[str, dict[str, Any
             raise JobError(Problem(TASKS, f"there is no task {name!r}", fix))
         try:
             for part, objects in manager.load([name]).items():
-                found[part] |= objects
+                loaded[part] |= objects
         except Exception as error:  # the harness and its libraries raise anything
             raise _not_loaded(name, error) from error
-    for task in found["tasks"].values():  # as the harness's own command does
+    for task in loaded["tasks"].values():  # as the harness's own command does
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_SEED)
-    return found
+    return loaded
 
 
 def _not_loaded(name: str, error: Exception) -> JobError | UnreachableError:
@@ -255,11 +255,11 @@ def results(source: Source, model: TaskModel, tasks: Sequence[str], limit: int |
     np.random.seed(_SEED)
     lm = PipelineLM(source, model)
     _pools_without_fork()
-    found = evaluate_tasks(lm=lm, task_dict=load_tasks(tasks), limit=limit, log_samples=False)
-    assert found is not None
+    evaluated = evaluate_tasks(lm=lm, task_dict=load_tasks(tasks), limit=limit, log_samples=False)
+    assert evaluated is not None
     by_task = {
         task: {name: value for name, value in metrics.items() if _is_metric(name, value)}
-        for task, metrics in found["results"].items()
+        for task, metrics in evaluated["results"].items()
     }
     return {"tasks": by_task}
 

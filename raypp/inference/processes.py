@@ -123,16 +123,16 @@ class Generators:
     def _failure(self) -> RayppError:
         """Ends all processes, and returns the error of the one that failed first."""
         self._end(_END_S)
-        found = {}
+        errors = {}
         for rank in range(len(self._ranks)):
             text = self._log(2 * rank + 1)
             lines = text.strip().splitlines()
             try:
-                found[rank] = json.loads(lines[-1])["error"]
+                errors[rank] = json.loads(lines[-1])["error"]
             except (ValueError, KeyError, TypeError, IndexError):
                 if code := self._ranks[rank].returncode:
-                    found[rank] = died(rank, f"ended with exit code {code}: {text[-_SHOWN:].strip()}")
-        return first_error(found)
+                    errors[rank] = died(rank, f"ended with exit code {code}: {text[-_SHOWN:].strip()}")
+        return first_error(errors)
 
     def _log(self, index: int) -> str:
         self._logs[index].seek(0)
@@ -174,13 +174,13 @@ def died(rank: int, why: str) -> dict[str, Any]:
     return {"problems": [["", fault, ""]], "exit_code": EXIT_RUN_FAILED, "peer": False}
 
 
-def first_error(found: Mapping[int, Mapping[str, Any]]) -> GenerationError:
+def first_error(errors: Mapping[int, Mapping[str, Any]]) -> GenerationError:
     """Returns the error that is the cause: of a rank that did not just lose another one.
 
     Args:
-        found: The documents by rank.
+        errors: The documents by rank.
     """
-    if not found:
+    if not errors:
         return GenerationError("the processes ended without an answer")
-    _, _, error = min(((error["peer"], rank, error) for rank, error in found.items()), key=lambda entry: entry[:2])
+    _, _, error = min(((error["peer"], rank, error) for rank, error in errors.items()), key=lambda entry: entry[:2])
     return GenerationError([Problem(*problem) for problem in error["problems"]], error["exit_code"])

@@ -49,7 +49,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         DataError: The file is missing or empty, or lines are malformed; names the first ones.
     """
-    found: list[str] = []
+    prompts: list[str] = []
     problems: list[Problem] = []
     for number, line in enumerate(read_file(path, _MOST_BYTES, DataError, "--prompts").split(b"\n"), start=1):
         if not line.strip():
@@ -57,14 +57,14 @@ def read_prompts(path: Path) -> list[str]:
         try:
             fix = 'each line must be an object such as {"prompt": "Once upon a time"}'
             row = parse_as(_Row, line, f"{path}:{number}", _LINE, DataError, fix, unknown="ignore")
-            found.append(row["prompt"])
+            prompts.append(row["prompt"])
         except DataError as error:
             problems.extend(error.problems[:1])
     if problems:
         raise DataError(_first(problems, Problem("--prompts", f"and {len(problems) - _SHOWN} more lines")))
-    if not found:
+    if not prompts:
         raise DataError(Problem("--prompts", f"{path} has no prompts", 'write lines such as {"prompt": "Hello"}'))
-    return found
+    return prompts
 
 
 def _first(problems: list[Problem], more: Problem) -> list[Problem]:
@@ -87,7 +87,7 @@ def encode_prompts(
     Raises:
         JobError: A prompt is empty, cannot be encoded, or does not fit.
     """
-    found: list[Encoded] = []
+    encoded: list[Encoded] = []
     problems: list[Problem] = []
     for number, text in enumerate(texts, start=1):
         place = "--prompt" if len(texts) == 1 else f"prompt {number}"
@@ -110,10 +110,10 @@ def encode_prompts(
         elif limit > room:
             fault = f"has {len(tokens)} tokens: with {limit} new ones it exceeds the context of {source.context}"
             problems.append(Problem(place, fault, f"use --max-new-tokens {room} or less"))
-        found.append(Encoded(text, tokens, limit))
+        encoded.append(Encoded(text, tokens, limit))
     if problems:
         raise JobError(_first(problems, Problem("", f"and {len(problems) - _SHOWN} more prompts")))
-    return found
+    return encoded
 
 
 def encode_conversation(source: Source, tokenizer: PromptTokenizer, text: str, max_new_tokens: int | None) -> Encoded:

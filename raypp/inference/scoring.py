@@ -57,13 +57,13 @@ def row_scores(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     Returns:
         float64 `[B, 2]`.
     """
-    found = logits_BTV.new_zeros((len(labels_BT), 2), dtype=torch.float64)
+    scores = logits_BTV.new_zeros((len(labels_BT), 2), dtype=torch.float64)
     for index, labels_T in enumerate(labels_BT):
         labelled_T = labels_T != IGNORED
         logits_tV, labels_t = logits_BTV[index][labelled_T].float(), labels_T[labelled_T]
-        found[index, 0] = -F.cross_entropy(logits_tV, labels_t, reduction="none").double().sum()
-        found[index, 1] = (logits_tV.argmax(-1) != labels_t).sum()
-    return found
+        scores[index, 0] = -F.cross_entropy(logits_tV, labels_t, reduction="none").double().sum()
+        scores[index, 1] = (logits_tV.argmax(-1) != labels_t).sum()
+    return scores
 
 
 class Scorer:

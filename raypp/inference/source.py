@@ -163,8 +163,8 @@ def find_source(argument: str, step: int | None = None) -> Source:
 
 def section_of(document: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
     """Returns a section of a stored job; empty if it has none."""
-    found = (document or {}).get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = (document or {}).get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def newest_checkpoint(
@@ -192,9 +192,9 @@ def newest_checkpoint(
     if not steps:
         raise CheckpointError(Problem(place, "has no committed checkpoint", "wait for the run's first save"))
     unusable: list[Problem] = []
-    for found in reversed(steps if step is None else [step]):
+    for number in reversed(steps if step is None else [step]):
         try:
-            commit = read_commit(store, run, found)
+            commit = read_commit(store, run, number)
             return commit, SavedTensors(store, commit), unusable
         except CheckpointError as error:
             unusable.extend(error.problems[:1])

@@ -111,11 +111,11 @@ def _weight_seconds(job: Job) -> tuple[float, float]:
     ]
     taken: list[list[float]] = [[] for _ in ways]
     for turn in range(_ROUNDS + 1):
-        for way, found in zip(ways, taken, strict=True):
+        for way, times in zip(ways, taken, strict=True):
             seconds = _cpu_seconds(way)
             if turn:
-                found.append(seconds)
-    gather, both, neither = (statistics.median(found) / count for found in taken)
+                times.append(seconds)
+    gather, both, neither = (statistics.median(times) / count for times in taken)
     return gather, both - neither - gather
 
 

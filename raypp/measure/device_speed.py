@@ -30,10 +30,10 @@ def look() -> dict[str, Any]:
     memory, place on the PCI bus, and whether the driver ends long kernels. Without a device, `why`.
     """
     prepare_driver()
-    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "devices": []}
-    found |= {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    answer: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": None, "devices": []}
+    answer |= {"driver": _driver(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        answer["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
             card = card_of(index)
             free, _ = torch.cuda.mem_get_info(index)
@@ -45,12 +45,12 @@ def look() -> dict[str, Any]:
                 flops = 0.0
             device = {"kind": card.name, "flops": flops, "memory": card.memory, "free": free, "bus": card.bus}
             device |= {"supported": supported, "time_limit": kernel_time_limit(index)}
-            found["devices"].append(device | {"capability": list(card.capability)})
+            answer["devices"].append(device | {"capability": list(card.capability)})
     else:
         torch.set_num_threads(1)
-        found["why"] = why_no_card()
-        found["cpu"] = {"kind": _cpu(), "flops": _flops(torch.device("cpu"), torch.float32, 512)}
-    return found
+        answer["why"] = why_no_card()
+        answer["cpu"] = {"kind": _cpu(), "flops": _flops(torch.device("cpu"), torch.float32, 512)}
+    return answer
 
 
 def kernel_time_limit(index: int, library: str = "libcuda.so.1") -> bool | None:
@@ -80,10 +80,10 @@ def kernel_time_limit(index: int, library: str = "libcuda.so.1") -> bool | None:
 def _driver() -> str | None:
     """Returns the version of NVIDIA's driver; None without one."""
     try:
-        found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        match = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def _flops(device: torch.device, dtype: torch.dtype, size: int) -> float:

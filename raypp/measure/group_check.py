@@ -58,13 +58,13 @@ def check(rank: int, world: int, address: str, port: int, device: torch.device) 
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
-    found = {"all_reduce": _rate(all_reduce, device) * 2 * (world - 1) / world}
+    rates = {"all_reduce": _rate(all_reduce, device) * 2 * (world - 1) / world}
     _same(data, pattern * world + world * (world - 1) // 2, "a sum over all ranks")
-    found["exchange"] = _rate(exchange, device)
+    rates["exchange"] = _rate(exchange, device)
     _same(received, pattern + (rank - 1) % world, "a message between neighbours")
     dist.barrier()
     dist.destroy_process_group()
-    return found
+    return rates
 
 
 def _rate(run: Callable[[], None], device: torch.device) -> float:
@@ -83,13 +83,13 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def _same(values: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Compares tensors `[n]`.
 
     Raises:
         RayppError: They differ.
     """
-    if wrong := int((found != expected).sum()):
+    if wrong := int((values != expected).sum()):
         raise RayppError(f"{wrong} of {expected.numel()} numbers of {what} are wrong")
 
 

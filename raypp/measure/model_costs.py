@@ -161,11 +161,11 @@ class Meter:
         own = passed = 0.0
         with computing(self._stages):
             for turn in range(rounds + 1):
-                for way, found in zip(ways, taken, strict=True):
+                for way, pairs in zip(ways, taken, strict=True):
                     for batch in self._batches if turn else self._batches[:1]:  # the first turn allocates
                         one, other, wall = way(batch, self._job, self._device)
                         if turn:
-                            found.append((one, other))
+                            pairs.append((one, other))
                             own, passed = own + one + other, passed + wall
                     for stage in self._stages:
                         stage.zero_grad()

@@ -131,19 +131,19 @@ def _run_ranks(job: Job, steps: int, folder: Path) -> None:
 # The comparison.
 
 
-def relative_error(found: Tensor, reference: Tensor) -> float:
-    """Returns |found - reference| / |reference| by 2-norms, for two tensors `[...]` of one shape.
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Returns |value - reference| / |reference| by 2-norms, for two tensors `[...]` of one shape.
 
     Infinity if the reference is zero and the other is not, or if a norm is not finite.
     """
-    difference = float((found.double() - reference.double()).norm())
+    difference = float((value.double() - reference.double()).norm())
     size = float(reference.double().norm())
     if difference == 0:
         return 0.0
     return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
 
 
-def compare(found: Path, reference: Path, steps: int) -> dict[str, Any]:
+def compare(mesh_folder: Path, reference: Path, steps: int) -> dict[str, Any]:
     """Compares the results that two runs wrote to their folders.
 
     Returns:
@@ -151,12 +151,12 @@ def compare(found: Path, reference: Path, steps: int) -> dict[str, Any]:
         `parameters`: those whose gradient or final weight differs, worst first; `max_error`;
         `bitwise`.
     """
-    ours, theirs = (json.loads((folder / "figures.0.json").read_text()) for folder in (found, reference))
+    ours, theirs = (json.loads((folder / "figures.0.json").read_text()) for folder in (mesh_folder, reference))
     rows: list[dict[str, Any]] = []
     gradients: dict[str, float] = {}
     bitwise = ours == theirs
     for index in range(steps):
-        errors = dict(_errors(found, reference, f"step-{index + 1}"))
+        errors = dict(_errors(mesh_folder, reference, f"step-{index + 1}"))
         for name, (error, _) in errors.items():
             gradients[name] = max(gradients.get(name, 0.0), error)
         differing = sum(not same for _, same in errors.values())
@@ -172,7 +172,7 @@ def compare(found: Path, reference: Path, steps: int) -> dict[str, Any]:
                 "worst": max((error for error, _ in errors.values()), default=0.0),
             }
         )
-    weights = dict(_errors(found, reference, "weights"))
+    weights = dict(_errors(mesh_folder, reference, "weights"))
     bitwise &= all(same for _, same in weights.values())
     parameters = [
         {"name": name, "gradient_error": gradients.get(name, 0.0), "weight_error": weights[name][0]} for name in weights
@@ -188,17 +188,17 @@ def compare(found: Path, reference: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def _scalar_error(found: float, reference: float) -> float:
-    return relative_error(torch.tensor([found], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64))
+def _scalar_error(value: float, reference: float) -> float:
+    return relative_error(torch.tensor([value], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64))
 
 
-def _errors(found: Path, reference: Path, kind: str) -> Iterator[tuple[str, tuple[float, bool]]]:
+def _errors(ours: Path, reference: Path, kind: str) -> Iterator[tuple[str, tuple[float, bool]]]:
     """Yields each name's error and equality; infinity for a name that only one run has."""
     theirs: Tensors = {}
     for file in sorted(reference.glob(f"{kind}.*.safetensors")):
         theirs.update(load_file(file))
     seen: dict[str, tuple[float, bool]] = {}
-    for file in sorted(found.glob(f"{kind}.*.safetensors")):
+    for file in sorted(ours.glob(f"{kind}.*.safetensors")):
         for name, value in load_file(file).items():
             other = theirs.get(name)
             now = (math.inf, False)
@@ -229,10 +229,10 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
     job = job.for_device("cpu")
     limit = job.train.dtypes.compute.tolerance if tolerance is None else tolerance
     with TemporaryDirectory(prefix="raypp-parity-") as folder:
-        found, reference = Path(folder, "mesh"), Path(folder, "one")
-        _run_ranks(job, steps, found)
+        ours, reference = Path(folder, "mesh"), Path(folder, "one")
+        _run_ranks(job, steps, ours)
         _run_ranks(one_process_job(job), steps, reference)
-        result = compare(found, reference, steps)
+        result = compare(ours, reference, steps)
     passed = result["bitwise"] or result["max_error"] <= limit
     seconds = round(time.monotonic() - started, 1)
     return {"world": Mesh.of(job.mesh).world, "tolerance": limit, "seconds": seconds, "passed": passed, **result}

@@ -147,14 +147,14 @@ class Memory(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is read_scalar and args[0].device.type == "cpu":
             return 1
-        found = func(*args, **(kwargs or {}))
-        for one in found if isinstance(found, tuple | list) else [found]:
+        results = func(*args, **(kwargs or {}))
+        for one in results if isinstance(results, tuple | list) else [results]:
             if isinstance(one, Tensor):
                 self.track(one)
         if func.name().startswith("raypp::quantised"):  # a product that dequantises its matrices
             x, stored, width = args[0], args[1], args[-2]
             self._reached(self.now + x.element_size() * math.prod(stored.shape[:-1]) * width)
-        return found
+        return results
 
 
 class Flash(torch.autograd.Function):
@@ -208,9 +208,9 @@ def _allocate(stage: nn.Module, *, device: Any, recurse: bool = True, to_empty: 
     """As `to_empty`, which cannot swap fake parameters: those without FSDP are replaced."""
     plain = []
     for module in stage.modules():
-        for name, found in list(module.named_parameters(recurse=False)):
-            if not isinstance(found, DTensor):
-                new = nn.Parameter(torch.empty_like(found, device=device), requires_grad=found.requires_grad)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                new = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
                 plain.append((module, name, new))
                 module.register_parameter(name, None)
     to_empty(stage, device=device)

@@ -173,7 +173,7 @@ def _stacks(model: MoeOptions) -> list[_Stack]:
     """Returns the parameters of experts in any layer, by distinct shape."""
     family, frozen = family_of(model), model.lora is not None
     rows_only = quantised_base(model) is not None
-    found: dict[tuple[str, Shape], _Stack] = {}
+    stacks: dict[tuple[str, Shape], _Stack] = {}
     if family is None:
         return []
     for index in range(model.num_layers):
@@ -183,8 +183,8 @@ def _stacks(model: MoeOptions) -> list[_Stack]:
         for weight, trained in parts:
             shape = tuple(weight.shape[1:])
             cuttable = shape[:1] if rows_only and not trained else shape
-            found[weight.name, shape] = _Stack(weight.name, shape, cuttable, trained)
-    return list(found.values())
+            stacks[weight.name, shape] = _Stack(weight.name, shape, cuttable, trained)
+    return list(stacks.values())
 
 
 def _widths(model: MoeOptions) -> str:

@@ -71,10 +71,10 @@ def depths(
         fits: Whether a program fits into memory by plan (`fits_by_plan`); None: any does. Depth 0
             is always included, because it is what the job would do anyway.
     """
-    found: list[Depth] = []
+    choices: list[Depth] = []
     repeats = _DRAWS * _BY_EVENTS if times.spread or times.link_spread else _BY_EVENTS if times.cards else 1
     for lookahead in range(microbatches):
-        before = found[-1].simulator if found else None
+        before = choices[-1].simulator if choices else None
         if before is not None and (lookahead + 1) * before.actions * repeats > _MOST_SIMULATED:
             break
         try:
@@ -83,17 +83,21 @@ def depths(
             break
         if before is not None and one.program == before.program:
             break
-        if found and fits is not None and not fits(one):
+        if choices and fits is not None and not fits(one):
             break
         timeline = one.run(times)
         in_flight = tuple(timeline.in_flight)
-        if found and most_in_flight is not None and any(n > m for n, m in zip(in_flight, most_in_flight, strict=True)):
+        if (
+            choices
+            and most_in_flight is not None
+            and any(n > m for n, m in zip(in_flight, most_in_flight, strict=True))
+        ):
             break
         step_s = statistics.mean(one.run_varied(times, _DRAWS))
-        found.append(Depth(lookahead, step_s, in_flight, one, timeline))
-        if len(found) > _PATIENCE and found[-1].step_s >= found[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
+        choices.append(Depth(lookahead, step_s, in_flight, one, timeline))
+        if len(choices) > _PATIENCE and choices[-1].step_s >= choices[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
             break
-    return found
+    return choices
 
 
 def fits_by_plan(job: Job, pipeline: ResolvedPipeline, memory: int, kind: Kind) -> Callable[[Simulator], bool] | None:
@@ -112,10 +116,10 @@ def fits_by_plan(job: Job, pipeline: ResolvedPipeline, memory: int, kind: Kind) 
     return lambda one: all(rank.total <= memory for rank in memories(job, pipeline, one, kind))
 
 
-def best_depth(found: Sequence[Depth]) -> Depth:
+def best_depth(depths: Sequence[Depth]) -> Depth:
     """Returns the shallowest depth whose step is at most `WORTH` longer than the shortest one."""
-    shortest = min(depth.step_s for depth in found)
-    return next(depth for depth in found if depth.step_s <= shortest * (1 + WORTH))
+    shortest = min(depth.step_s for depth in depths)
+    return next(depth for depth in depths if depth.step_s <= shortest * (1 + WORTH))
 
 
 _SHARED = 0.7

@@ -219,16 +219,16 @@ def read_costs(path: Path, job: Job) -> Costs:
             microbatches.
     """
     fix = f"measure again: raypp plan JOB --measure {shell_word(path)}"
-    found = parse_as(
+    document = parse_as(
         _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
     )
-    costs, identity = found["costs"], found["identity"]
+    costs, identity = document["costs"], document["identity"]
     wanted = cost_identity(job, costs.kind)
     if identity != wanted:
         differs = sorted(_differences(identity, wanted))
         shown = visible(", ".join(differs[:_SHOWN])) + (" and others" if len(differs) > _SHOWN else "")
         raise JobError(f"{path} was measured for another job: {shown} differ", fix)
-    source = f"costs measured {visible(found['measured'])} on {visible(found['device'])}"
+    source = f"costs measured {visible(document['measured'])} on {visible(document['device'])}"
     return replace(costs, measured=True, source=source)
 
 
@@ -244,13 +244,13 @@ def write_costs(path: Path, costs: Costs, job: Job, device: str, measured: str) 
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _differences(found: Any, wanted: Any, prefix: str = "") -> list[str]:
+def _differences(measured: Any, wanted: Any, prefix: str = "") -> list[str]:
     """Returns the keys that differ, as deep as the wanted ones go."""
-    if not isinstance(found, dict) or not isinstance(wanted, dict):
-        return [] if found == wanted else [prefix]
-    names = found.keys() | wanted.keys()
+    if not isinstance(measured, dict) or not isinstance(wanted, dict):
+        return [] if measured == wanted else [prefix]
+    names = measured.keys() | wanted.keys()
     return [
         key
         for name in names
-        for key in _differences(found.get(name), wanted.get(name), f"{prefix}.{name}" if prefix else name)
+        for key in _differences(measured.get(name), wanted.get(name), f"{prefix}.{name}" if prefix else name)
     ]

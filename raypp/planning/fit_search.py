@@ -183,14 +183,14 @@ class _Search:
             changes = _changes(levels, point)
             key = tuple(sorted(changes.items()))
             if key not in peaks:
-                found = peaks[key] = self._peak(changed_job(shaped, changes))
-                if found is not None:
-                    self._too_large.append((found, {**shape, **changes}, self._costs(point)))
+                most = peaks[key] = self._peak(changed_job(shaped, changes))
+                if most is not None:
+                    self._too_large.append((most, {**shape, **changes}, self._costs(point)))
             return peaks[key]
 
         def fits(point: Point) -> bool:
-            found = peak(point)
-            return found is not None and found <= self._device.memory
+            needed = peak(point)
+            return needed is not None and needed <= self._device.memory
 
         if not fits(strongest):
             least = peak(strongest)
@@ -221,9 +221,9 @@ class _Search:
         """Yields the fastest proposal with the weakest level of a lever that suffices."""
         for changes in lever.levels(job):
             one = changed_job(job, changes)
-            found = self.on_devices(one, job.mesh.world) if one is not None else []
-            if found:
-                best = found[0]
+            devices = self.on_devices(one, job.mesh.world) if one is not None else []
+            if devices:
+                best = devices[0]
                 yield replace(best, changes={**changes, **best.changes}, costs=(lever.costs, *best.costs))
                 return
 
@@ -242,9 +242,9 @@ class _Search:
         while factor <= _MOST_TIMES and not self._late():
             self._machines = given.times(factor)
             self._host = host_of(self._machines)
-            found = self.on_devices(job, factor * job.mesh.world)
-            if found:
-                return found[0]
+            devices = self.on_devices(job, factor * job.mesh.world)
+            if devices:
+                return devices[0]
             factor *= 2
         return None
 

@@ -112,7 +112,7 @@ def host_memory(
         for part in parts
     ]
     moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
-    found = []
+    needs = []
     pipeline_ranks: dict[str, list[int]] = {}
     for pp in range(job.mesh.pp):
         for node in of_pipeline_rank(mesh, seats, pp):
@@ -124,7 +124,7 @@ def host_memory(
     for (available, *here), name in alike.items():
         ranks = len(here)
         state = max(saved[pp] for pp in here)
-        found.append(
+        needs.append(
             HostMemory(
                 node=name,
                 ranks=ranks,
@@ -138,7 +138,7 @@ def host_memory(
                 available=available,
             )
         )
-    return max(found, key=lambda node: (node.total - node.available, node.total))
+    return max(needs, key=lambda node: (node.total - node.available, node.total))
 
 
 def offloaded_by_ranks(job: Job) -> list[int]:

@@ -119,13 +119,13 @@ def _lookahead(job: Job) -> Sequence[Changes]:
 
 def _shorter(job: Job) -> Sequence[Changes]:
     """Halves the sequences; as many more microbatches keep the tokens of a step."""
-    found = []
+    changes = []
     for factor in (2**power for power in range(1, _MOST_HALVINGS + 1)):
         if job.data.seq_len % factor or job.data.seq_len // factor < _SHORTEST:
             break
         more = job.pipeline.microbatches * factor
-        found.append({"data.seq_len": job.data.seq_len // factor, "pipeline.microbatches": more})
-    return found
+        changes.append({"data.seq_len": job.data.seq_len // factor, "pipeline.microbatches": more})
+    return changes
 
 
 def _adapters(job: Job) -> Sequence[Changes]:

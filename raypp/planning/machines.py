@@ -187,20 +187,20 @@ def read_machines(path: Path) -> Machines:
         JobError: The file cannot be read, or `links` names a node that `nodes` does not contain.
     """
     fix = "write it with: raypp doctor --out FILE"
-    found = parse_as(
+    document = parse_as(
         _File, read_file(path, _BOUNDS.size, JobError, fix=fix), str(path), _BOUNDS, JobError, fix, unknown="ignore"
     )
-    names = [node if isinstance(node, str) else node["node"] for node in found["nodes"]]
+    names = [node if isinstance(node, str) else node["node"] for node in document["nodes"]]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise JobError(f"{path} names {visible(twice)!r} twice in nodes", fix)
     speeds: dict[str, list[float]] = {}
-    for device in found.get("devices", []):
+    for device in document.get("devices", []):
         speeds.setdefault(device["node"], []).append(device.get("flops_rel") or 1.0)
-    memory = found.get("memory", {})
+    memory = document.get("memory", {})
     nodes = tuple(_node(name, speeds.get(name, []), memory.get(name, 0)) for name in names)
     links: dict[frozenset[str], Link] = {}
-    for entry in found.get("links", []):
+    for entry in document.get("links", []):
         pair = frozenset((entry["from"], entry["to"]))
         link = Link(entry["gbps"], entry.get("latency_ms", 0.0) / 1e3)
         links[pair] = min(link, links.get(pair, link), key=lambda one: one.gbps)
@@ -211,7 +211,7 @@ def read_machines(path: Path) -> Machines:
     slow = [pair for pair, link in links.items() if link.gbps <= 0]
     if slow:
         raise JobError(f"{path}: the link between {visible(' and '.join(sorted(slow[0])))} has no rate", fix)
-    source = f"links measured {visible(found.get('measured', ''))} ({path})".replace("  ", " ")
+    source = f"links measured {visible(document.get('measured', ''))} ({path})".replace("  ", " ")
     return Machines(nodes, links=links, measured=True, source=source)
 
 
@@ -253,8 +253,8 @@ def message_bytes(job: Job) -> int:
 
 def boundaries(job: Job, pipeline: ResolvedPipeline) -> list[Boundary]:
     """All borders of a pipeline, from the first stage to the last."""
-    found = []
+    crossings = []
     for stage, (upper, lower) in enumerate(pairwise(pipeline.rank_of_stage)):
         size = message_bytes(job) if upper != lower else 0
-        found.append(Boundary(stage, upper, lower, upper != lower, size, 2 * size * pipeline.microbatches))
-    return found
+        crossings.append(Boundary(stage, upper, lower, upper != lower, size, 2 * size * pipeline.microbatches))
+    return crossings

@@ -488,11 +488,11 @@ def _sends(job: Job) -> Waiting:
 
 def _most_in_flight(actions: Sequence[Action]) -> int:
     """Returns the largest number of forwards whose backwards are still to come."""
-    found = open_ones = 0
+    most = open_ones = 0
     for action in actions:
         open_ones += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-        found = max(found, open_ones)
-    return found
+        most = max(most, open_ones)
+    return most
 
 
 def _runtime(job: Job, stages: Sequence[int], cut: Sequence[int], tensors: int, buffers: int, kind: Kind) -> int:

@@ -88,13 +88,13 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Fore
     Raises:
         ResourcesError: The given machines have fewer devices than the job has ranks.
     """
-    devices, found = grounds.devices_for(job), []
+    devices, forecasts = grounds.devices_for(job), []
     last = job.for_device(kind_of(devices[-1]))
     for device in devices:
         own = job.for_device(kind_of(device))
         cut = pipeline if own.train.precision == last.train.precision else resolve_pipeline(own)
-        found.append(_predict(own, cut, grounds, device))
-    return found
+        forecasts.append(_predict(own, cut, grounds, device))
+    return forecasts
 
 
 def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
@@ -116,10 +116,10 @@ def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
     choices, device = job.outer_intervals(), grounds.devices_for(job)[-1]
     own = job.for_device(kind_of(device)).with_every_steps(choices[-1])
     costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
-    found = forecast(own, machines, costs, device.memory, resolve_pipeline(own), kind_of(device))
-    sums = found.replica_sums
+    cast = forecast(own, machines, costs, device.memory, resolve_pipeline(own), kind_of(device))
+    sums = cast.replica_sums
     assert sums is not None
-    waits, rest = sums.exposed_s * choices[-1], found.step_s - sums.exposed_s
+    waits, rest = sums.exposed_s * choices[-1], cast.step_s - sums.exposed_s
     enough = [steps for steps in choices if steps >= _FEWEST and waits <= _LONGER * rest * steps]
     decided = min(enough, default=choices[-1])
     remark = f"train.sync.every_steps: auto is {decided}"
@@ -144,10 +144,10 @@ def _is_small(job: Job, pipeline: ResolvedPipeline) -> bool:
 def _predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds, device: Device) -> Forecast:
     costs, machines = grounds.costs or computed_costs(job, device), grounds.machines_for(job)
     kind = kind_of(device)
-    found = forecast(job, machines, costs, device.memory, pipeline, kind)
+    cast = forecast(job, machines, costs, device.memory, pipeline, kind)
     return replace(
-        found,
+        cast,
         device="measured" if costs.measured else device.name,
-        advice=tuple(advice(job, machines, costs, found, device.memory, kind)) if _is_small(job, pipeline) else (),
-        assumptions=(*found.assumptions, "every row is data.seq_len tokens long"),
+        advice=tuple(advice(job, machines, costs, cast, device.memory, kind)) if _is_small(job, pipeline) else (),
+        assumptions=(*cast.assumptions, "every row is data.seq_len tokens long"),
     )

@@ -56,7 +56,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -83,7 +83,7 @@ def search(
     kind: Kind | None = None,
     keep: int = 10,
     patience_s: float = 60.0,
-) -> Found:
+) -> SearchResult:
     """Ranks the jobs that do the same training on these machines.
 
     Args:
@@ -99,7 +99,7 @@ def search(
         ResourcesError: No candidate can run.
     """
     end = time.monotonic() + patience_s
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     tried = refused = too_large = 0
     out_of_time = False
     for changes in _candidates(job, machines.devices):
@@ -119,16 +119,16 @@ def search(
         if device_memory and cast.peak_memory > device_memory:
             too_large += 1
             continue
-        found.append(Candidate(_difference(job, one, cast), one, cast))
-    if not found:
+        candidates.append(Candidate(_difference(job, one, cast), one, cast))
+    if not candidates:
         what = f"none of {tried + refused} ways to split this job over {machines.devices} devices can run"
         why = f": {too_large} need more memory than a device has" if too_large else ""
         fix = "use more devices, activation_checkpointing full, or a smaller micro_batch_size"
         raise ResourcesError(what + why, fix)
-    found.sort(key=lambda one: (one.forecast.step_s, one.forecast.peak_memory, len(one.changes)))
-    improved = [_better_cut(one, job, machines, costs, device_memory, kind, end) for one in found[:3]]
-    best = sorted([*improved, *found[3:]], key=lambda one: one.forecast.step_s)
-    return Found(tuple(best[:keep]), tried, refused, too_large, out_of_time)
+    candidates.sort(key=lambda one: (one.forecast.step_s, one.forecast.peak_memory, len(one.changes)))
+    improved = [_better_cut(one, job, machines, costs, device_memory, kind, end) for one in candidates[:3]]
+    best = sorted([*improved, *candidates[3:]], key=lambda one: one.forecast.step_s)
+    return SearchResult(tuple(best[:keep]), tried, refused, too_large, out_of_time)
 
 
 def advice(
@@ -285,14 +285,14 @@ def changed_job(job: Job, changes: Mapping[str, Any]) -> Job | None:
 def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
     """Returns the keys in which another job differs, with its values."""
     ours, theirs = job_document(job), job_document(other)
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for section in ("mesh", "pipeline", "train"):
         for name, value in theirs[section].items():
             if value != ours[section][name]:
-                found[f"{section}.{name}"] = value
+                changes[f"{section}.{name}"] = value
     if job.pipeline.lookahead == "auto" and cast.lookahead:
-        found["pipeline.lookahead"] = cast.lookahead
-    return found
+        changes["pipeline.lookahead"] = cast.lookahead
+    return changes
 
 
 def _plain(value: Any) -> str:

@@ -261,7 +261,7 @@ def link_uses(
     for pair, share in busy.items():
         for node in pair:
             on_card[node] = on_card.get(node, 0.0) + share
-    found = []
+    uses = []
     for pair in nsmallest(MOST_LISTED, busy, key=lambda pair: -max(on_card[node] for node in pair)):
         own = crossed[pair]
         gained = 0.0
@@ -272,5 +272,5 @@ def link_uses(
         one, other = sorted(pair)
         message = max(borders[s].seconds for s in own)
         most = max(on_card[node] for node in pair)
-        found.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, most, gained))
-    return found, len(busy)
+        uses.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, most, gained))
+    return uses, len(busy)

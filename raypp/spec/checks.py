@@ -368,8 +368,8 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
         (source is not None and source.ids == "model", f"data of kind {data.kind} have no tokenizer"),
     ]
     for cases, more in ((refused, ", and use `raypp generate` on a checkpoint"), (never, "")):
-        for found, what in cases:
-            if found:
+        for wrong, what in cases:
+            if wrong:
                 yield Problem("train.sample", f"cannot sample here: {what}", f"leave train.sample out{more}")
     if data.tokenizer == "bytes":
         for index, prompt in enumerate(sample.prompts):

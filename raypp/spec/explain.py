@@ -41,13 +41,13 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
             of_file.model_fields[name].description = words
     if not section:
         head = "A job file is YAML. Every key except `name` has a default. Unknown keys are errors."
-        parts = [_section(key, found, width) for key, found in type_names.all_sections()]
+        parts = [_section(key, place, width) for key, place in type_names.all_sections()]
         return "\n\n".join([head, *parts]) + "\n"
     path = undotted(section.strip())
-    found = type_names.section_at(path, {})
-    if found is not None and path:
+    place = type_names.section_at(path, {})
+    if place is not None and path:
         inner = [(key, other) for key, other in type_names.all_sections() if key.startswith(f"{dotted(path)}.")]
-        parts = [_section(dotted(path), found, width), *(_section(key, other, width) for key, other in inner)]
+        parts = [_section(dotted(path), place, width), *(_section(key, other, width) for key, other in inner)]
         return "\n\n".join(parts) + "\n"
     kinds = [kinds_with(options)[0] for options in reversed(family_options())]
     fields = (type_names.field_at(path, {"model": {"kind": kind}}) for kind in kinds)
@@ -97,7 +97,7 @@ def _descriptions(section: type[Section]) -> dict[str, str]:
     Pydantic can do this too (`use_attribute_docstrings`), but in every process that imports a job:
     it took half of that import.
     """
-    found = {}
+    texts = {}
     for base in reversed(section.__mro__):
         if issubclass(base, Section):
             (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -105,14 +105,14 @@ def _descriptions(section: type[Section]) -> dict[str, str]:
             for field, below in pairwise(definition.body):
                 match field, below:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                        found[name] = inspect.cleandoc(words)
-    return found
+                        texts[name] = inspect.cleandoc(words)
+    return texts
 
 
 def _property(definitions: dict[str, Any], section: str, name: str) -> dict[str, Any]:
-    found = definitions[section]["properties"][name]
-    assert isinstance(found, dict)
-    return found
+    schema = definitions[section]["properties"][name]
+    assert isinstance(schema, dict)
+    return schema
 
 
 def _section(key: str, section: type[Section], width: int) -> str:
@@ -188,7 +188,9 @@ def _words(key: str) -> list[str]:
 
 def _no_such_place(section: str) -> Problem:
     places = [key for key, _ in type_names.all_sections() if key]
-    keys = [f"{key}.{name}" if key else name for key, found in type_names.all_sections() for name in found.model_fields]
+    keys = [
+        f"{key}.{name}" if key else name for key, fields in type_names.all_sections() for name in fields.model_fields
+    ]
     name = section.rpartition(".")[2]
     homes = [key for key in keys if key.rpartition(".")[2] == name]
     close = homes[:1] or difflib.get_close_matches(section, [*places, *keys], n=1)

@@ -177,17 +177,17 @@ class Family:
             last: The stage holds the final norm and the output projection. With tied embeddings,
                 the latter is the embedding.
         """
-        found: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
         if first or (last and options.tie_embeddings):
-            found |= _named(embedding(options))
+            weights |= _named(embedding(options))
         for index in layers:
             prefix = f"model.layers.{index}."
-            found |= {prefix + weight.name: weight for weight in self.weights(options, index)}
+            weights |= {prefix + weight.name: weight for weight in self.weights(options, index)}
         if last:
-            found |= {weight.name: weight for weight in final_norm(options)}
+            weights |= {weight.name: weight for weight in final_norm(options)}
         if last and not options.tie_embeddings:
-            found |= _named(projection(options))
-        return found
+            weights |= _named(projection(options))
+        return weights
 
     def model_weights(self, options: DecoderOptions) -> dict[str, Weight]:
         """Returns the parameters of the whole model in order. Tied embeddings appear once."""
@@ -201,8 +201,8 @@ def embedding(options: DecoderOptions) -> Weight:
 def final_norm(options: DecoderOptions) -> list[Weight]:
     """Returns the gain of the norm before the projection, and its bias if it has one."""
     ends, shape = options.stage_ends(), (options.hidden_size,)
-    found = [Weight("model.norm.weight", shape, "norm", initial=0.0 if ends.gain_from_zero else None)]
-    return [*found, Weight("model.norm.bias", shape, "norm")] if ends.layer_norm else found
+    weights = [Weight("model.norm.weight", shape, "norm", initial=0.0 if ends.gain_from_zero else None)]
+    return [*weights, Weight("model.norm.bias", shape, "norm")] if ends.layer_norm else weights
 
 
 def projection(options: DecoderOptions) -> Weight:

@@ -134,8 +134,8 @@ def _parse(document: Document) -> Job:
         # neither `true` for a number nor 2.0 or "2" for a whole number.
         job = Job.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        found = {problem.key for problem in problems}
-        problems += [problem for problem in problems_of(error, value) if problem.key not in found]
+        reported = {problem.key for problem in problems}
+        problems += [problem for problem in problems_of(error, value) if problem.key not in reported]
     if problems or job is None:
         raise JobError(in_order(_locate(problem, document.where) for problem in problems))
     return job

@@ -53,7 +53,7 @@ def layer_adapters(options: DecoderOptions, index: int) -> list[Adapter]:
     family, lora = family_of(options), options.lora
     if family is None or lora is None:
         return []
-    found, targets = [], frozenset(lora.targets)
+    adapters, targets = [], frozenset(lora.targets)
     for weight in family.weights(options, index):
         module = _module(weight)
         if module is None or targets.isdisjoint(_targets_of(_global(index, module))):
@@ -66,8 +66,8 @@ def layer_adapters(options: DecoderOptions, index: int) -> list[Adapter]:
             Weight(f"{inside}.{part}.{name}", (*experts, *shape), weight.part)
             for part, shape in (("lora_A", (lora.rank, columns)), ("lora_B", (rows, lora.rank)))
         )
-        found.append(Adapter(module, a, b, weight.transposed))
-    return found
+        adapters.append(Adapter(module, a, b, weight.transposed))
+    return adapters
 
 
 def model_adapters(options: DecoderOptions) -> dict[str, Adapter]:
@@ -81,8 +81,8 @@ def model_adapters(options: DecoderOptions) -> dict[str, Adapter]:
 
 def adapted_stacks(options: DecoderOptions) -> set[str]:
     """Returns the ends of the names of experts' matrices that get adapters."""
-    found = model_adapters(options).values()
-    return {in_files(adapter.module).rpartition(".")[2] for adapter in found if adapter.stacked}
+    adapters = model_adapters(options).values()
+    return {in_files(adapter.module).rpartition(".")[2] for adapter in adapters if adapter.stacked}
 
 
 def adapter_names(matrix: str, adapter: Adapter) -> tuple[str, str]:

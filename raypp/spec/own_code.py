@@ -34,13 +34,13 @@ def own_files(job: Job) -> list[tuple[str, bytes]]:
     """
     words = [value for _, choice, value in named_kinds(job) if choice.is_own(value)]
     tops = {word.partition(":")[0].partition(".")[0] for word in words if ":" in word}
-    found, size = [], 0
+    files, size = [], 0
     for top in sorted(tops):
         for name, path in _files(top):
             content = read_file(path, MOST_BYTES - size, JobError, place=f"module {top}", fix=_FIX)
             size += len(content)
-            found.append((name, content))
-    return found
+            files.append((name, content))
+    return files
 
 
 def _files(top: str) -> Iterator[tuple[str, Path]]:

@@ -124,7 +124,7 @@ def ids_of_model(folder: Path, role: str) -> tuple[int, ...]:
         DataError: A file cannot be read, or is not a JSON object.
     """
     files = (read_config(folder, name) for name in _OF_MODEL)
-    return next((ids for found in files if (ids := _ids(found.get(f"{role}_id")))), ())
+    return next((ids for config in files if (ids := _ids(config.get(f"{role}_id")))), ())
 
 
 def read_config(folder: Path, name: str = _CONFIG) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def _text(token: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _ids(found: Any) -> tuple[int, ...]:
-    ids = found if isinstance(found, list) else [found]
+def _ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value]
     return tuple(one for one in ids[:_MOST_IDS] if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
 
 
@@ -162,5 +162,5 @@ def vocabulary(content: bytes, path: Path) -> dict[str, int]:
         whats = [f"{path} is not a tokenizer.json: {problem.what}" for problem in error.problems]
         raise DataError(Problem(_KEY, what, _FIX) for what in whats) from None
     words = document["model"].get("vocab", {})
-    found = words if isinstance(words, dict) else {word: index for index, (word, _) in enumerate(words)}
-    return found | {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
+    ids = words if isinstance(words, dict) else {word: index for index, (word, _) in enumerate(words)}
+    return ids | {token["content"]: token["id"] for token in document.get("added_tokens") or ()}

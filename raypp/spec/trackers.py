@@ -58,7 +58,9 @@ def missing_for_trackers(job: Job, environment: Mapping[str, str], *, here: bool
         if kind.checks:
             assert isinstance(kind.builder, str)
             check = load_object(f"{kind.builder.partition(':')[0]}:check")
-            problems += [replace(found, key=f"{key}.{found.key}".rstrip(".")) for found in check(options, environment)]
+            problems += [
+                replace(problem, key=f"{key}.{problem.key}".rstrip(".")) for problem in check(options, environment)
+            ]
     return problems
 
 
@@ -66,9 +68,9 @@ def tracker_variables(job: Job, environment: Mapping[str, str]) -> tuple[dict[st
     """Returns the variables for the job's trackers that are set: those that are no secrets, and the
     secrets."""
     names = {name for _, kind, _ in _known(job) for name in kind.variables}
-    found = {name: environment[name] for name in sorted(names) if environment.get(name)}
-    secrets = {name: value for name, value in found.items() if is_secret(name, value)}
-    return {name: value for name, value in found.items() if name not in secrets}, secrets
+    values = {name: environment[name] for name in sorted(names) if environment.get(name)}
+    secrets = {name: value for name, value in values.items() if is_secret(name, value)}
+    return {name: value for name, value in values.items() if name not in secrets}, secrets
 
 
 def environment_of(job: Job) -> dict[str, str]:

@@ -64,14 +64,14 @@ def _section_of(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation if issubclass(annotation, Section) else None
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
-        return next((found for member in get_args(annotation) if (found := section_of(member))), None)
+        return next((section for member in get_args(annotation) if (section := section_of(member))), None)
     return None
 
 
 def item_section_of(annotation: Any) -> type[Section] | None:
     """Returns the section class of the items of a list; None for other values."""
     lists = (member for member in _members(annotation) if get_origin(member) is list)
-    return next((found for member in lists if (found := section_of(get_args(member)[0]))), None)
+    return next((section for member in lists if (section := section_of(get_args(member)[0]))), None)
 
 
 def section_at(path: KeyPath, document: Any) -> type[Section] | None:
@@ -153,13 +153,13 @@ def _flat(metadata: tuple[Any, ...]) -> Iterator[Any]:
 
 def _bounds(metadata: tuple[Any, ...]) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [
+    bounds = [
         f"{sign} {bound:g}"
         for constraint in _flat(metadata)
         for name, sign in signs.items()
         if (bound := getattr(constraint, name, None)) is not None and not (name == "le" and is_limit(bound))
     ]
-    return " " + " and ".join(found) if found else ""
+    return " " + " and ".join(bounds) if bounds else ""
 
 
 def is_limit(bound: float) -> bool:

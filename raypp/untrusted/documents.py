@@ -113,9 +113,9 @@ def parse_as(
         adapter: TypeAdapter[T] = _adapter(cast(Any, shape))
         return adapter.validate_json(data, strict=True, extra=unknown)
     except ValidationError as cause:
-        found = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
+        errors = cause.errors(include_url=False, include_context=False)[:_SHOWN_PROBLEMS]
         start = f"is not {kind}: " if kind else ""
-        raise error([Problem(place, start + described(details), fix) for details in found]) from None
+        raise error([Problem(place, start + described(details), fix) for details in errors]) from None
 
 
 def parse_object(

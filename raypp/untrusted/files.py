@@ -135,12 +135,12 @@ def read_file_or_pipe(path: Path, most_bytes: int, error: type[RayppError] = Dat
 
 def _until_closed(pipe: FileIO, most_bytes: int, failure: Callable[[str], RayppError]) -> bytes:
     """Reads until the last writer closes the pipe, or until there are more bytes than wanted."""
-    found = bytearray()
+    content = bytearray()
     end = time.monotonic() + PIPE_TOTAL_S
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     silent_since = time.monotonic()
-    while len(found) <= most_bytes:
+    while len(content) <= most_bytes:
         now = time.monotonic()
         if now > end:
             raise failure(f"is a pipe that does not end: read for {PIPE_TOTAL_S:.0f} s")
@@ -148,13 +148,13 @@ def _until_closed(pipe: FileIO, most_bytes: int, failure: Callable[[str], RayppE
             raise failure(f"is a pipe to which nothing was written for {PIPE_S:.0f} s")
         if not poll.poll(100):
             continue  # no data, and either a writer or none yet
-        part = pipe.read(most_bytes + 1 - len(found))
+        part = pipe.read(most_bytes + 1 - len(content))
         if part == b"":
             break
         if part:
-            found += part
+            content += part
             silent_since = time.monotonic()
-    return bytes(found)
+    return bytes(content)
 
 
 _ANY_DEPTH = re.compile(r"(|.*?/)\*\*(|/.*)")

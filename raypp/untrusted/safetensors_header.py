@@ -107,17 +107,17 @@ def parse_header(text: bytes, data_bytes: int | None, place: str, fix: str = "")
     def convert(pairs: list[tuple[str, Any]]) -> Any:
         """Makes a tensor of an object at once, because a dict takes several times the memory."""
         nonlocal others
-        found = dict(pairs)
-        if len(pairs) == len(_KEYS) and found.keys() == _KEYS:
-            return _tensor(**found)
+        entries = dict(pairs)
+        if len(pairs) == len(_KEYS) and entries.keys() == _KEYS:
+            return _tensor(**entries)
         others += 1
         if others > _MOST_OTHERS:
             raise ValueError("it has too many objects that are not tensors")
-        if len(found) < len(pairs):
+        if len(entries) < len(pairs):
             names = sorted(key for key, _ in pairs)
             twice = next(one for one, other in pairwise(names) if one == other)
             raise ValueError(f"it has {shown(twice)} twice")
-        return found
+        return entries
 
     def fail(why: str) -> NoReturn:
         raise CheckpointError(Problem(place, f"is not a safetensors file: {why}", fix))

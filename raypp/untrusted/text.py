@@ -39,8 +39,8 @@ class VisibleFormatter(logging.Formatter):
         return visible_lines(super().format(record)).replace("\n", "\n    ")
 
 
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
     short = {0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r"}
     return short.get(code) or (
         f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

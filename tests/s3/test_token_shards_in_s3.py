@@ -42,7 +42,7 @@ def test_a_run_reads_shards_by_ranges_and_keeps_only_what_it_read(tmp_path: Path
     manifest = write_shards(read, request, store, Options(1, 4 << 20))
     store.delete(["tokens.json", *(f"shard-{n:06d}.{end}" for n in (2, 3) for end in ("ids", "index", "json"))])
     kept: list[int] = []
-    assert write_shards(read, request, store, Options(1, 4 << 20, found=kept.append)) == manifest
+    assert write_shards(read, request, store, Options(1, 4 << 20, stored=kept.append)) == manifest
     assert kept == [2] and len(manifest.shards) > 3
     assert rows(kind="tokens", path=OUT) == rows(**text)
     blocks = sum(path.stat().st_size for path in (tmp_path / "cache" / "blocks").rglob("*") if path.is_file())

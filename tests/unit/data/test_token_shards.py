@@ -105,7 +105,7 @@ def test_it_goes_on_wherever_it_ended(kind: str, request: Any, tmp_path: Path, w
         with pytest.raises(DataError, match=r"has no tokens\.json: the shards are not finished|no file"):
             data_identity(job(kind="tokens", path=str(tmp_path / "out")))
     kept: list[int] = []
-    assert written(text, tmp_path / "out", found=kept.append) == whole
+    assert written(text, tmp_path / "out", stored=kept.append) == whole
     assert kept == [max(0, (writes - 1) // objects)]
     files = sorted(path.name for path in (tmp_path / "whole").iterdir() if path.is_file())
     for name in files:
