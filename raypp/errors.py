@@ -52,13 +52,13 @@ class Problem:
     Attributes:
         key: Dotted key of the job file (`mesh.pp`), or another short name of the place (an object's
             key, an option); empty if there is none.
-        what: What is wrong, with the offending value.
+        fault: What is wrong, with the offending value.
         fix: What the user can do about it; empty if there is nothing more useful to say.
         where: `file:line` if the problem is in a file; filled in by the code that knows the file.
     """
 
     key: str
-    what: str
+    fault: str
     fix: str = ""
     where: str = ""
 
@@ -68,7 +68,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = " ".join(part for part in (self.where, self.key) if part)
-        head = f"{place}: {self.what}" if place else self.what
+        head = f"{place}: {self.fault}" if place else self.fault
         return f"{head}\n  fix: {self.fix}" if self.fix else head
 
 

@@ -202,4 +202,4 @@ def count_own_model(job: Job) -> None:
     try:
         count(job.model, ask("raypp.measure.built_sizes", {"job": job_document(job)}, "building the model"))
     except RunFailedError as error:
-        not_counted(job.model, "; ".join(problem.what for problem in error.problems))
+        not_counted(job.model, "; ".join(problem.fault for problem in error.problems))

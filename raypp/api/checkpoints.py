@@ -71,7 +71,7 @@ def open_checkpoint(argument: str, say: Say) -> tuple[ObjectStore, Commit, Saved
     store, name, step = open_run(argument)
     commit, tensors, unusable = newest_checkpoint(store, name, step)
     if unusable:
-        skipped = "\n".join(f"  {visible(f'{problem.key}: {problem.what}')}" for problem in unusable[:_SHOWN])
+        skipped = "\n".join(f"  {visible(f'{problem.key}: {problem.fault}')}" for problem in unusable[:_SHOWN])
         say(f"step {commit.step} is used, because newer checkpoints cannot be read:\n{skipped}")
     return store, commit, tensors
 

@@ -84,7 +84,7 @@ def follow(
         except StoreError as error:
             if ends or (over is None and time.monotonic() - heard > _STORE_PATIENCE_S):
                 raise
-            trouble = f"cannot read the run's records at the moment: {error.problems[0].what}"
+            trouble = f"cannot read the run's records at the moment: {error.problems[0].fault}"
             last = last and replace(last, trouble=trouble)
         if last is not None:
             yield last

@@ -140,7 +140,7 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
     except KeyboardInterrupt as interrupt:
         if asked:
             perhaps = _perhaps_accepted(job)
-            interrupt.add_note(f"{perhaps.what}: {perhaps.fix}")
+            interrupt.add_note(f"{perhaps.fault}: {perhaps.fix}")
         raise
     except RayppError:
         if asked and not prepared.resume:
@@ -150,7 +150,7 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
     try:
         known_runs.remember_run(place)
     except JobError as error:  # the run has been accepted
-        fault = error.problems[0].what
+        fault = error.problems[0].fault
         say(f"warning: this machine does not remember the run: {fault}; name it as {place.url}/{place.name}")
     return place
 

@@ -215,7 +215,7 @@ def _get_checked(source: ObjectStore, key: str, begin: int, end: int, check: Cal
         except CheckpointError as error:
             if not left:
                 raise
-            log.warning("%s; reading bytes %d to %d again", error.problems[0].what, begin, end)
+            log.warning("%s; reading bytes %d to %d again", error.problems[0].fault, begin, end)
     raise AssertionError("unreachable")
 
 

@@ -212,7 +212,7 @@ def look_after_store(store: ObjectStore, run: str, seat: Seat, reporter: Reporte
     def look() -> None:
         try:
             for limit in store.limitations():
-                reporter.event(seat.event("store_limited", f"{limit.key}: {limit.what}", fix=limit.fix))
+                reporter.event(seat.event("store_limited", f"{limit.key}: {limit.fault}", fix=limit.fix))
             leftovers = find_leftovers(store, run, seat.attempt, just_begun=True)
             if leftovers:
                 remove_leftovers(store, run, leftovers)

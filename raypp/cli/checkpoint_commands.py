@@ -77,13 +77,13 @@ def verify_command(run: str, as_json: bool) -> None:
                 "step": step,
                 "checkpoint": f"{store.url}/{step_folder(name, step)}",
                 "ok": not problems,
-                "problems": [{"object": problem.key, "problem": problem.what} for problem in problems],
+                "problems": [{"object": problem.key, "problem": problem.fault} for problem in problems],
             }
         )
         if not as_json and problems:
             echo(f"step {step}: unusable", err=True)
             for problem in problems:
-                echo(f"  {store.url}/{problem.key}: {problem.what}", err=True)
+                echo(f"  {store.url}/{problem.key}: {problem.fault}", err=True)
         elif not as_json:
             echo(f"step {step}: intact, {size / 1e6:.1f} MB read in {time.monotonic() - started:.1f} s")
     if as_json:
@@ -154,7 +154,7 @@ def _row(store: ObjectStore, name: str, step: int) -> dict[str, Any]:
     try:
         commit = read_commit(store, name, step)
     except CheckpointError as error:
-        return {**place, "error": error.problems[0].what}
+        return {**place, "error": error.problems[0].fault}
     return {
         **place,
         "attempt": commit.attempt,

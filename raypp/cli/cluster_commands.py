@@ -143,7 +143,7 @@ def _check_size(job: Job, allocation: Allocation) -> None:
     except ResourcesError as error:
         where = f"Slurm job {allocation.job_id}"
         raise ResourcesError(
-            Problem(f"{where}, {problem.key}" if problem.key else where, problem.what, problem.fix)
+            Problem(f"{where}, {problem.key}" if problem.key else where, problem.fault, problem.fix)
             for problem in error.problems
         ) from None
 

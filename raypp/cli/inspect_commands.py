@@ -204,7 +204,7 @@ def _status_or_error(place: RunPlace) -> dict[str, Any]:
     try:
         return present_status(place, open_reader(place))
     except RayppError as error:
-        unknown = RunStatus(place.name, RunState.PENDING, error=f"cannot read its records: {error.problems[0].what}")
+        unknown = RunStatus(place.name, RunState.PENDING, error=f"cannot read its records: {error.problems[0].fault}")
         return {**unknown.as_dict(), "state": None}
 
 

@@ -121,7 +121,7 @@ def problem_parts(problem: Problem) -> list[str | Styled]:
     """
     key = "" if problem.where.startswith(f"--set {problem.key}=") else problem.key
     place = _indented(" ".join(part for part in (problem.where, key) if part))
-    fault, fix = _indented(problem.what), _indented(problem.fix)
+    fault, fix = _indented(problem.fault), _indented(problem.fix)
     parts: list[str | Styled] = [styled(place, bold=True), f": {fault}"] if place else [styled(fault, bold=True)]
     return [*parts, "\n  ", styled("fix:", fg="green"), f" {fix}"] if fix else parts
 

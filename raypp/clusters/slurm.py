@@ -99,7 +99,7 @@ class Allocation:
         try:
             _run("scontrol", "requeue", self.job_id)
         except UnreachableError as error:
-            return error.problems[0].what
+            return error.problems[0].fault
         return None
 
 

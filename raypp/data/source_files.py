@@ -231,7 +231,7 @@ def _named(place: str) -> Iterator[None]:
         yield
     except StoreError as error:
         raise type(error)(
-            [replace(p, key=place, what=f"{p.key}: {p.what}" if p.key else p.what) for p in error.problems]
+            [replace(p, key=place, fault=f"{p.key}: {p.fault}" if p.key else p.fault) for p in error.problems]
         ) from error
 
 

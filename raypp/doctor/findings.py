@@ -47,7 +47,7 @@ class Finding:
     def as_dict(self) -> dict[str, str]:
         """Returns the finding as `raypp doctor --json` prints it."""
         problem = self.problem
-        return {"severity": str(self.severity), "key": problem.key, "what": problem.what, "fix": problem.fix}
+        return {"severity": str(self.severity), "key": problem.key, "what": problem.fault, "fix": problem.fix}
 
 
 def findings(report: dict[str, Any]) -> list[Finding]:
@@ -74,8 +74,8 @@ def _working(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [node for node in report["nodes"] if "error" not in node]
 
 
-def _found(severity: Severity, what: str, fix: str) -> Finding:
-    return Finding(severity, Problem("", what, fix))
+def _found(severity: Severity, fault: str, fix: str) -> Finding:
+    return Finding(severity, Problem("", fault, fix))
 
 
 def _silent_nodes(report: dict[str, Any]) -> Iterator[Finding]:

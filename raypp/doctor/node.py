@@ -153,7 +153,7 @@ class NodeProbe:
             problems = check_data(Job.model_validate(job), stores=True)
         except RayppError as error:
             problems = list(error.problems)
-        return [[one.key, one.what, one.fix] for one in problems if not one.key.endswith(".kind")]
+        return [[one.key, one.fault, one.fix] for one in problems if not one.key.endswith(".kind")]
 
     # Links ----------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class NodeProbe:
         try:
             store = open_store(url)
             store.probe()
-            limitations = [[one.what, one.fix] for one in store.limitations()]
+            limitations = [[one.fault, one.fix] for one in store.limitations()]
             store.put(mark, b"here")
             key = f"{mark}-large"
             start = time.perf_counter()
@@ -265,7 +265,7 @@ class NodeProbe:
             read = time.perf_counter()
             store.delete([key])
         except RayppError as error:
-            return {"error": error.problems[0].what, "fix": error.problems[0].fix}
+            return {"error": error.problems[0].fault, "fix": error.problems[0].fix}
         except Exception as error:  # noqa: BLE001  a store's library may raise anything: report it
             return {"error": in_words(error), "fix": ""}
         if size != _STORE_BYTES:

@@ -85,7 +85,7 @@ def options_from_config(
     widths = {rotary.width for index in range(options.num_layers) if (rotary := layer_rotary(options, index))}
     if options.rope is not None and (problems := [*rope_problems(options.rope, min(widths), "")]):
         fix = "use a model without it"
-        whats = [f"{refused} is not supported: {problem.key[1:]} {problem.what}" for problem in problems]
+        whats = [f"{refused} is not supported: {problem.key[1:]} {problem.fault}" for problem in problems]
         raise JobError(Problem(KEY, fault, fix) for fault in whats)
     return options
 

@@ -84,7 +84,7 @@ def import_hf(
     try:
         write_spec(store, run, job)
     except AlreadyExists as error:
-        raise AlreadyExists(Problem("name", error.problems[0].what, "import under another name")) from None
+        raise AlreadyExists(Problem("name", error.problems[0].fault, "import under another name")) from None
     attempt = claim_next_attempt(store, run)
     records = []
     for number, part in enumerate(_objects(shapes, there, object_bytes)):

@@ -61,7 +61,7 @@ class HfFiles:
         try:
             self.store: ObjectStore = open_store(url)
         except JobError as error:
-            raise JobError(Problem(KEY, error.problems[0].what, error.problems[0].fix)) from error
+            raise JobError(Problem(KEY, error.problems[0].fault, error.problems[0].fix)) from error
         self.bytes_read = 0
         """Bytes of tensors read so far."""
         self._means: dict[str, bytes] = {}
@@ -196,7 +196,7 @@ class HfFiles:
                 try:
                     check_key(key)
                 except JobError as error:
-                    raise CheckpointError(Problem(place, error.problems[0].what[:_SHOWN], _FIX)) from None
+                    raise CheckpointError(Problem(place, error.problems[0].fault[:_SHOWN], _FIX)) from None
             return {_full(name): key for name, key in where.items()}
         if self.store.head(_SINGLE) is not None:
             return [_SINGLE]

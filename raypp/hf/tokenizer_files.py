@@ -90,8 +90,8 @@ def tokenizer_files(
         ids = vocabulary(content, path)
     except DataError as error:
         if asked:
-            raise DataError(Problem(OPTION, problem.what, problem.fix) for problem in error.problems) from error
-        why = "; ".join(problem.what for problem in error.problems)
+            raise DataError(Problem(OPTION, problem.fault, problem.fix) for problem in error.problems) from error
+        why = "; ".join(problem.fault for problem in error.problems)
         return TokenizerFiles(
             alone, remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
         )

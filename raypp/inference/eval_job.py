@@ -73,7 +73,7 @@ def as_asked(problems: Iterable[Problem], data: str | None) -> list[Problem]:
             problem = replace(problem, key=DATA)
         if problem.key == "model.vocab_size":  # that of a trained model cannot be changed
             fix = "use the tokenizer that the model was trained with"
-            problem = replace(problem, key="data.tokenizer", what=f"does not fit the model: {problem.what}", fix=fix)
+            problem = replace(problem, key="data.tokenizer", fault=f"does not fit the model: {problem.fault}", fix=fix)
         checked.append(problem)
     return checked
 

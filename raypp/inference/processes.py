@@ -162,7 +162,7 @@ def error_document(error: BaseException, *, peer: bool) -> dict[str, Any]:
         error.problems if isinstance(error, RayppError) else [Problem("", "".join(traceback.format_exception(error)))]
     )
     return {
-        "problems": [[problem.key, problem.what, problem.fix] for problem in problems],
+        "problems": [[problem.key, problem.fault, problem.fix] for problem in problems],
         "exit_code": error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED,
         "peer": not known and peer,
     }

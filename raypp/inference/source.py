@@ -110,7 +110,7 @@ class Source:
         tokenizer = opened(self.tokenizer, self.add_bos)
         if problems := check_fits(tokenizer, int(self.model["vocab_size"])):
             fix = "use the tokenizer that the model was trained with"
-            raise JobError(Problem(KEY, f"{self.place}: {problem.what}", fix) for problem in problems)
+            raise JobError(Problem(KEY, f"{self.place}: {problem.fault}", fix) for problem in problems)
         return tokenizer
 
     def open_template(self) -> ChatTemplate:
@@ -250,7 +250,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Sourc
     options = saved_options(store, commit)
     data, train = section_of(document, "data"), section_of(document, "train")
     tokenizer = data.get("tokenizer")
-    remarks = [f"step {commit.step} is used: {problem.key}: {problem.what}" for problem in skipped[:_SHOWN]]
+    remarks = [f"step {commit.step} is used: {problem.key}: {problem.fault}" for problem in skipped[:_SHOWN]]
     return Source(
         place=place,
         model=options.model_dump(mode="json"),

@@ -105,7 +105,7 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  whatever it is, the report says it
         known = explained(error) or error
         problem = known.problems[0] if isinstance(known, RayppError) else None
-        fault, fix = (problem.what, problem.fix) if problem else (in_words(error).strip().splitlines()[-1], "")
+        fault, fix = (problem.fault, problem.fix) if problem else (in_words(error).strip().splitlines()[-1], "")
         print(json.dumps({"error": fault, "fix": fix, "peer": lost_peer(error)}), flush=True)  # noqa: T201
         os._exit(1)  # leaving the group would wait for the others
     return 0

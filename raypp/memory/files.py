@@ -226,7 +226,7 @@ def decode_control(text: bytes) -> dict[str, Any]:
         bounds = Bounds(CONTROL_BYTES)
         return dict(parse_as(Control, text, "", bounds, kind="a control block", unknown="allow"))
     except CheckpointError as error:
-        raise ValueError(error.problems[0].what) from None
+        raise ValueError(error.problems[0].fault) from None
 
 
 def read_control(descriptor: int) -> dict[str, Any] | None:

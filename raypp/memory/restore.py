@@ -505,4 +505,4 @@ def _bytes(data: bytes | memoryview) -> Tensor:
 
 def _words(error: CheckpointError) -> str:
     problem = error.problems[0]
-    return f"{problem.key} {problem.what}".strip()
+    return f"{problem.key} {problem.fault}".strip()

@@ -42,9 +42,9 @@ def check_plan(job: Job) -> list[Problem]:
         problems += _selective(job)
     reduce, compute = job.train.dtypes.reduce, job.train.dtypes.compute
     if reduce.bytes < compute.bytes:
-        what = f"{reduce.name} sums would lose the precision of {compute.name} gradients"
+        fault = f"{reduce.name} sums would lose the precision of {compute.name} gradients"
         fix = f"use train.precision {reduce.name}, or leave train.reduce_dtype at {compute.name}"
-        problems.append(Problem("train.reduce_dtype", what, fix))
+        problems.append(Problem("train.reduce_dtype", fault, fix))
     return problems
 
 
@@ -98,8 +98,8 @@ def _own_cut(job: Job, cut: list[int]) -> Iterator[Problem]:
     if sum(cut) != layers:
         more = "more" if sum(cut) > layers else "fewer"
         terms = " + ".join(map(str, cut)) if len(cut) <= _LISTED else f"{len(cut)} stages"
-        what = f"{terms} = {sum(cut)} layers, {abs(sum(cut) - layers)} {more} than model.num_layers"
-        yield Problem(key, f"{what} ({layers})", f"make them sum to {layers}, {example}")
+        fault = f"{terms} = {sum(cut)} layers, {abs(sum(cut) - layers)} {more} than model.num_layers"
+        yield Problem(key, f"{fault} ({layers})", f"make them sum to {layers}, {example}")
 
 
 def _example(job: Job) -> str:
@@ -117,8 +117,8 @@ def _axes(job: Job) -> Iterator[Problem]:
     shard = mesh.shards
     if shard % mesh.ep:
         near = _near(mesh.ep, divisors(shard))
-        what = f"{mesh.ep} does not divide mesh.fsdp · mesh.cp = {shard}"
-        yield Problem("mesh.ep", what, f"use {near}, or make mesh.fsdp · mesh.cp a multiple of {mesh.ep}")
+        fault = f"{mesh.ep} does not divide mesh.fsdp · mesh.cp = {shard}"
+        yield Problem("mesh.ep", fault, f"use {near}, or make mesh.fsdp · mesh.cp a multiple of {mesh.ep}")
     elif mesh.ep > 1 and not isinstance(model, MoeOptions):
         yield Problem("mesh.ep", f"{model.kind} has no experts to split over {mesh.ep} ranks", "use mesh.ep 1")
     elif isinstance(model, MoeOptions):
@@ -130,8 +130,8 @@ def _axes(job: Job) -> Iterator[Problem]:
 def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
     """Finds problems of splitting experts over `ep` of the `shard` ranks that share the weights."""
     if model.experts_per_token > model.num_experts:
-        what = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
-        yield Problem("model.experts_per_token", what, f"use at most {model.num_experts}")
+        fault = f"{model.experts_per_token} is more than model.num_experts = {model.num_experts}"
+        yield Problem("model.experts_per_token", fault, f"use at most {model.num_experts}")
 
     stacks = _stacks(model)
 
@@ -144,12 +144,14 @@ def _experts(model: MoeOptions, ep: int, shard: int) -> Iterator[Problem]:
         yield Problem("mesh.ep", f"{ep} does not divide model.num_experts = {model.num_experts}", f"use {near}")
     elif ep > 1 and (stack := uncut(shard // ep)) is not None:
         rest = shard // ep
-        what = f"{ep} leaves {rest} ranks of mesh.fsdp · mesh.cp to split each expert over, but {stack.name} cannot be "
-        what += f"cut into {rest} equal parts"
+        fault = (
+            f"{ep} leaves {rest} ranks of mesh.fsdp · mesh.cp to split each expert over, but {stack.name} cannot be "
+        )
+        fault += f"cut into {rest} equal parts"
         base = quantised_base(model)
-        what += f": matrices in {base} are cut between rows" if base is not None and not stack.trained else ""
+        fault += f": matrices in {base} are cut between rows" if base is not None and not stack.trained else ""
         fix = f"use {near}, or make one of its widths a multiple of {rest}"
-        yield Problem("mesh.ep", f"{what} ({_widths(model)})", fix)
+        yield Problem("mesh.ep", f"{fault} ({_widths(model)})", fix)
 
 
 @dataclass(frozen=True)
@@ -201,20 +203,22 @@ def _blocks(job: Job) -> Iterator[Problem]:
         # FSDP cuts experts by rows where it can, else by columns. A bias has columns only.
         by_rows, columns = len(stack.shape) > 1 and stack.shape[0] % rest == 0, stack.shape[-1]
         if stack.trained and not by_rows and columns % (rest * BLOCK):
-            what = f"8bit needs whole blocks of {BLOCK} values on each rank, but the {rest} ranks that share an expert "
-            what += f"would cut {stack.name} into parts of {columns} columns, not whole blocks ({_widths(model)})"
-            yield Problem("train.optimizer.state", what, f"use mesh.ep {job.mesh.shards}, or state: fp32")
+            fault = (
+                f"8bit needs whole blocks of {BLOCK} values on each rank, but the {rest} ranks that share an expert "
+            )
+            fault += f"would cut {stack.name} into parts of {columns} columns, not whole blocks ({_widths(model)})"
+            yield Problem("train.optimizer.state", fault, f"use mesh.ep {job.mesh.shards}, or state: fp32")
             return
 
 
 def _context(job: Job) -> Iterator[Problem]:
     mesh, heads, multiple = job.mesh, job.model.num_heads, job.pipeline.pad_to_multiple_of
     if mesh.cp_style == "ulysses" and heads % mesh.cp:
-        what = f"{heads} query heads cannot be split over {mesh.cp} ranks (ulysses)"
-        yield Problem("mesh.cp", what, f"use {_near(mesh.cp, divisors(heads))}, or mesh.cp_style ring")
+        fault = f"{heads} query heads cannot be split over {mesh.cp} ranks (ulysses)"
+        yield Problem("mesh.cp", fault, f"use {_near(mesh.cp, divisors(heads))}, or mesh.cp_style ring")
     if mesh.cp_style == "ring" and multiple % 2:
-        what = f"{multiple} is odd, but each rank's part of a row has two chunks of equal length (mesh.cp_style ring)"
-        yield Problem("pipeline.pad_to_multiple_of", what, f"use {multiple + 1}, or mesh.cp_style ulysses")
+        fault = f"{multiple} is odd, but each rank's part of a row has two chunks of equal length (mesh.cp_style ring)"
+        yield Problem("pipeline.pad_to_multiple_of", fault, f"use {multiple + 1}, or mesh.cp_style ulysses")
 
 
 def _selective(job: Job) -> Iterator[Problem]:
@@ -225,10 +229,10 @@ def _selective(job: Job) -> Iterator[Problem]:
     except JobError:
         return  # reported by _schedule
     if splits_backward(program):
-        what = "selective checkpointing allows one backward per block, but"
-        what += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights separately"
+        fault = "selective checkpointing allows one backward per block, but"
+        fault += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights separately"
         fix = "use full or none, or a schedule with whole backwards, for example 1f1b"
-        yield Problem("train.activation_checkpointing", what, fix)
+        yield Problem("train.activation_checkpointing", fault, fix)
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:
@@ -244,15 +248,15 @@ def wire_problems(job: Job) -> Iterator[Problem]:
     wire, compute = job.pipeline.wire, job.train.dtypes.compute
     asked = {wire.of("activations"), wire.of("gradients")}
     if DTYPES.get(wire.dtype, compute).bytes > compute.bytes:
-        what = f"{wire.dtype} would double the size of messages that are computed in {compute.name}, "
-        what += "without gaining precision"
-        yield Problem("pipeline.wire.dtype", what, "use auto")
+        fault = f"{wire.dtype} would double the size of messages that are computed in {compute.name}, "
+        fault += "without gaining precision"
+        yield Problem("pipeline.wire.dtype", fault, "use auto")
     if wire.dtype != "auto" and "none" not in asked:
-        what = f"{wire.dtype} applies to messages that are not compressed, but all are ({' and '.join(sorted(asked))})"
-        yield Problem("pipeline.wire.dtype", what, "use auto, or pipeline.wire.compression none")
+        fault = f"{wire.dtype} applies to messages that are not compressed, but all are ({' and '.join(sorted(asked))})"
+        yield Problem("pipeline.wire.dtype", fault, "use auto, or pipeline.wire.compression none")
     if compute.name in asked:
-        what = f"messages already travel in {compute.name}, because they are computed in it (train.precision)"
-        yield Problem("pipeline.wire.compression", what, "use none or int8")
+        fault = f"messages already travel in {compute.name}, because they are computed in it (train.precision)"
+        yield Problem("pipeline.wire.compression", fault, "use none or int8")
     if "bf16" in asked and wire.dtype == "fp32":
-        what = "bf16 contradicts pipeline.wire.dtype fp32"
-        yield Problem("pipeline.wire.compression", what, "keep one of the two and remove the other")
+        fault = "bf16 contradicts pipeline.wire.dtype fp32"
+        yield Problem("pipeline.wire.compression", fault, "keep one of the two and remove the other")

@@ -168,7 +168,7 @@ def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Pro
     if max(each) <= largest and needed <= together:
         return []
     key = "train.optimizer.offload" if job.train.optimizer.offload else "train.activation_checkpointing"
-    what = f"offloading needs {size_text(needed)} of host memory, up to {size_text(max(each))} for a rank; "
+    fault = f"offloading needs {size_text(needed)} of host memory, up to {size_text(max(each))} for a rank; "
     have = f"{len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} {size_text(together)} free"
     have += f", {size_text(largest)} the largest" if len(nodes) > 1 else ""
-    return [Problem(key, what + have, _LESS)]
+    return [Problem(key, fault + have, _LESS)]

@@ -154,8 +154,8 @@ class Machines:
         if (mesh, apart) in self._seats:
             return self._seats[mesh, apart]
         if mesh.world > self.devices:
-            what = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
-            raise ResourcesError(what, "use a smaller mesh, or add nodes")
+            fault = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
+            raise ResourcesError(fault, "use a smaller mesh, or add nodes")
         homes: list[Node] = []
         positions: list[range] = []
         for node in self.nodes:
@@ -206,8 +206,8 @@ def read_machines(path: Path) -> Machines:
         links[pair] = min(link, links.get(pair, link), key=lambda one: one.gbps)
     unknown = sorted({name for pair in links for name in pair} - set(names))
     if not nodes or unknown:
-        what = f"names {visible(unknown[0])!r} in links, but not in nodes" if unknown else "has no nodes"
-        raise JobError(f"{path} {what}", fix)
+        fault = f"names {visible(unknown[0])!r} in links, but not in nodes" if unknown else "has no nodes"
+        raise JobError(f"{path} {fault}", fix)
     slow = [pair for pair, link in links.items() if link.gbps <= 0]
     if slow:
         raise JobError(f"{path}: the link between {visible(' and '.join(sorted(slow[0])))} has no rate", fix)

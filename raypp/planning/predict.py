@@ -110,9 +110,9 @@ def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
     if job.outer is None or job.outer.every_steps != "auto" or job.mesh.dp_replicate == 1:
         return job, ""
     if job.outer.link_gbps is None and grounds.machines is None and grounds.link_gbps is None:
-        what = "auto needs the rate of the link between replicas"
+        fault = "auto needs the rate of the link between replicas"
         fix = "set train.sync.link_gbps, or a number; `raypp plan` takes --links and --link-gbps, and proposes one"
-        raise JobError(Problem("train.sync.every_steps", what, fix))
+        raise JobError(Problem("train.sync.every_steps", fault, fix))
     choices, device = job.outer_intervals(), grounds.devices_for(job)[-1]
     own = job.for_device(kind_of(device)).with_every_steps(choices[-1])
     costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)

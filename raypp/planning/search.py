@@ -121,10 +121,10 @@ def search(
             continue
         candidates.append(Candidate(_difference(job, one, cast), one, cast))
     if not candidates:
-        what = f"none of {tried + refused} ways to split this job over {machines.devices} devices can run"
+        fault = f"none of {tried + refused} ways to split this job over {machines.devices} devices can run"
         why = f": {too_large} need more memory than a device has" if too_large else ""
         fix = "use more devices, activation_checkpointing full, or a smaller micro_batch_size"
-        raise ResourcesError(what + why, fix)
+        raise ResourcesError(fault + why, fix)
     candidates.sort(key=lambda one: (one.forecast.step_s, one.forecast.peak_memory, len(one.changes)))
     improved = [_better_cut(one, job, machines, costs, device_memory, kind, end) for one in candidates[:3]]
     best = sorted([*improved, *candidates[3:]], key=lambda one: one.forecast.step_s)

@@ -140,17 +140,17 @@ def _elastic(job: Job) -> Iterator[Problem]:
     if job.recovery.site_timeout_s is not None:
         key = "recovery.site_timeout_s"
         if job.recovery.elastic:
-            what = "recovery.elastic decides already when the run goes on without lost nodes, and on which mesh"
-            yield Problem(key, what, "remove one of the two")
+            fault = "recovery.elastic decides already when the run goes on without lost nodes, and on which mesh"
+            yield Problem(key, fault, "remove one of the two")
         if job.outer is None or job.mesh.dp_replicate == 1:
-            what = "has no effect without replicas that train apart, of which some can go on without the others"
+            fault = "has no effect without replicas that train apart, of which some can go on without the others"
             fix = "use train.sync.kind: outer and mesh.dp_replicate of 2 or more, or recovery.elastic"
-            yield Problem(key, what, fix)
+            yield Problem(key, fault, fix)
     most = world if options.max_ranks is None else min(options.max_ranks, world)
     if options.min_ranks > most:
-        what = f"{options.min_ranks} is more than the {most} ranks that the run may use"
+        fault = f"{options.min_ranks} is more than the {most} ranks that the run may use"
         yield Problem(
-            "recovery.elastic.min_ranks", what, f"use at most {most} (the mesh, or recovery.elastic.max_ranks)"
+            "recovery.elastic.min_ranks", fault, f"use at most {most} (the mesh, or recovery.elastic.max_ranks)"
         )
 
 
@@ -168,65 +168,69 @@ def _sync(job: Job) -> Iterator[Problem]:
         yield from _outer(job)
         return
     if replicas == 1:
-        what = "int8 has no effect: mesh.dp_replicate is 1, so no gradients are summed over replicas"
-        yield Problem(key, what, "use exact, or mesh.dp_replicate of 2 or more")
+        fault = "int8 has no effect: mesh.dp_replicate is 1, so no gradients are summed over replicas"
+        yield Problem(key, fault, "use exact, or mesh.dp_replicate of 2 or more")
     elif replicas > MOST_INT8_REPLICAS:
-        what = f"int8 saves nothing with {replicas} replicas: each sends its gradients to the {replicas - 1} others"
-        yield Problem(key, what, f"use exact, or mesh.dp_replicate of 2 to {MOST_INT8_REPLICAS} and more mesh.fsdp")
+        fault = f"int8 saves nothing with {replicas} replicas: each sends its gradients to the {replicas - 1} others"
+        yield Problem(key, fault, f"use exact, or mesh.dp_replicate of 2 to {MOST_INT8_REPLICAS} and more mesh.fsdp")
     if train.dtypes.narrow_weights:
-        what = (
+        fault = (
             f"int8 needs fp32 gradients, but train.precision: {train.precision} has them in {train.dtypes.weights.name}"
         )
-        yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
+        yield Problem(key, fault, "use train.precision: bf16, which keeps fp32 weights, or exact")
     elif train.reduce_dtype != "fp32":
-        what = f"int8 needs gradients that are summed in fp32, but train.reduce_dtype is {train.reduce_dtype}"
-        yield Problem(key, what, "use train.reduce_dtype: fp32 (the messages are int8 in any case), or exact")
+        fault = f"int8 needs gradients that are summed in fp32, but train.reduce_dtype is {train.reduce_dtype}"
+        yield Problem(key, fault, "use train.reduce_dtype: fp32 (the messages are int8 in any case), or exact")
     if job.mesh.ep > 1:
-        what = f"int8 is not available with mesh.ep {job.mesh.ep}: experts are cut along other dims than their first"
-        yield Problem(key, what, "use exact, or mesh.ep: 1")
+        fault = f"int8 is not available with mesh.ep {job.mesh.ep}: experts are cut along other dims than their first"
+        yield Problem(key, fault, "use exact, or mesh.ep: 1")
 
 
 def _outer(job: Job) -> Iterator[Problem]:
     """Checks whether replicas can train apart."""
     key, train, every = "train.sync.kind", job.train, job.train.sync.every
     if job.mesh.dp_replicate == 1:
-        what = "outer has no effect: mesh.dp_replicate is 1, so there are no replicas that could train apart"
-        yield Problem(key, what, "use exact, or mesh.dp_replicate of 2 or more")
+        fault = "outer has no effect: mesh.dp_replicate is 1, so there are no replicas that could train apart"
+        yield Problem(key, fault, "use exact, or mesh.dp_replicate of 2 or more")
     most = {"int8": MOST_INT8_REPLICAS, "int4": MOST_INT4_REPLICAS}.get(train.sync.compression)
     if most is not None and job.mesh.dp_replicate > most:
-        what = f"{train.sync.compression} saves nothing with {job.mesh.dp_replicate} replicas: each sends to all others"
-        yield Problem("train.sync.compression", what, f"use none, or mesh.dp_replicate of 2 to {most}")
+        fault = (
+            f"{train.sync.compression} saves nothing with {job.mesh.dp_replicate} replicas: each sends to all others"
+        )
+        yield Problem("train.sync.compression", fault, f"use none, or mesh.dp_replicate of 2 to {most}")
     if train.dtypes.narrow_weights:
-        what = "outer needs fp32 weights: the changes of bf16 ones in few steps are lost in their rounding"
-        yield Problem(key, what, "use train.precision: bf16, which keeps fp32 weights, or exact")
+        fault = "outer needs fp32 weights: the changes of bf16 ones in few steps are lost in their rounding"
+        yield Problem(key, fault, "use train.precision: bf16, which keeps fp32 weights, or exact")
     layers, parts = job.model.num_layers, train.sync.fragments
     if parts > layers and (job.model.from_hf is None or "num_layers" in job.model.model_fields_set):
-        what = f"{parts} is more than the {layers} layers of the model: they are what takes turns"
-        yield Problem("train.sync.fragments", what, f"use at most {layers}")
+        fault = f"{parts} is more than the {layers} layers of the model: they are what takes turns"
+        yield Problem("train.sync.fragments", fault, f"use at most {layers}")
     if train.sync.every_steps == "auto":
         if not job.outer_intervals():
             whole = " and ".join(f"{name}: {steps}" for name, steps in job.at_outer_steps.items() if steps)
-            what = f"no number of steps up to 500 fits {parts} fragments, {train.sync.overlap_steps} overlap_steps and "
-            what += f"train.steps: {train.steps}" + (f", and divides {whole}" if whole else "")
-            yield Problem("train.sync.every_steps", what, "use fewer fragments and overlap_steps, or longer intervals")
+            fault = (
+                f"no number of steps up to 500 fits {parts} fragments, {train.sync.overlap_steps} overlap_steps and "
+            )
+            fault += f"train.steps: {train.steps}" + (f", and divides {whole}" if whole else "")
+            yield Problem("train.sync.every_steps", fault, "use fewer fragments and overlap_steps, or longer intervals")
         return
     if every % parts:
-        what = f"{every} steps cannot be divided among {parts} train.sync.fragments: each has its turn after as many"
+        fault = f"{every} steps cannot be divided among {parts} train.sync.fragments: each has its turn after as many"
         nearest = min(job.outer_intervals(), key=lambda steps: abs(steps - every), default=None)
         fix = f"use {f'{nearest}, or ' if nearest else ''}train.sync.fragments: {math.gcd(every, parts)}"
-        yield Problem("train.sync.every_steps", what, fix)
+        yield Problem("train.sync.every_steps", fault, fix)
     elif train.sync.overlap_steps >= every // parts:
-        what = f"{train.sync.overlap_steps} steps are more than lie between two exchanges, {every // parts}"
+        fault = f"{train.sync.overlap_steps} steps are more than lie between two exchanges, {every // parts}"
         fix = f"use at most {every // parts - 1}, or a higher train.sync.every_steps"
-        yield Problem("train.sync.overlap_steps", what, fix)
+        yield Problem("train.sync.overlap_steps", fault, fix)
     for name, steps in job.at_outer_steps.items():
         if steps % every:
-            what = f"{steps} is no multiple of train.sync.every_steps, {every}: in between, replicas differ"
+            fault = f"{steps} is no multiple of train.sync.every_steps, {every}: in between, replicas differ"
             fix = f"use {-(-steps // every) * every}, or train.sync.every_steps: {math.gcd(steps, every)}"
-            yield Problem(name, what, fix)
+            yield Problem(name, fault, fix)
     if every > train.steps:
-        what = f"{every} is more than the {train.steps} steps of the run: replicas would agree only at its end"
-        yield Problem("train.sync.every_steps", what, "use fewer, a tenth of train.steps or less")
+        fault = f"{every} is more than the {train.steps} steps of the run: replicas would agree only at its end"
+        yield Problem("train.sync.every_steps", fault, "use fewer, a tenth of train.steps or less")
 
 
 def _optimizer(job: Job) -> Iterator[Problem]:
@@ -236,9 +240,9 @@ def _optimizer(job: Job) -> Iterator[Problem]:
         fix = f"use state: fp32, or kind: {_one_of([one.name for one in OPTIMIZERS.usable() if one.states_in_8bit])}"
         yield Problem("train.optimizer.state", f"{name} cannot keep its state in 8 bits", fix)
     if job.train.dtypes.narrow_weights and not kind.bf16_weights:
-        what = f"{name} does not say that it updates weights that exist in bf16 only (OptimizerKind.bf16_weights)"
+        fault = f"{name} does not say that it updates weights that exist in bf16 only (OptimizerKind.bf16_weights)"
         usable = _one_of([one.name for one in OPTIMIZERS.usable() if one.bf16_weights])
-        yield Problem("train.precision", what, f"use bf16, or train.optimizer.kind {usable}")
+        yield Problem("train.precision", fault, f"use bf16, or train.optimizer.kind {usable}")
 
 
 def _model(job: Job) -> Iterator[Problem]:
@@ -268,8 +272,8 @@ def _model(job: Job) -> Iterator[Problem]:
     source = _source(job)
     bytes_used = job.data.tokenizer == "bytes" and source is not None and source.ids == "text"
     if bytes_used and model.vocab_size < BYTE_IDS:
-        what = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
-        yield Problem("model.vocab_size", what, f"use at least {BYTE_IDS}, for example 320")
+        fault = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
+        yield Problem("model.vocab_size", fault, f"use at least {BYTE_IDS}, for example 320")
 
 
 def _lora(job: Job) -> Iterator[Problem]:
@@ -279,35 +283,35 @@ def _lora(job: Job) -> Iterator[Problem]:
     if job.model.kind in FAMILIES:
         yield from check_targets(job.model)
     elif ":" in job.model.kind:
-        what = f"{job.model.kind} is your own code: raypp does not know which of its matrices get adapters"
+        fault = f"{job.model.kind} is your own code: raypp does not know which of its matrices get adapters"
         fix = "add adapters in your factory and freeze the rest (requires_grad_(False)), or use a family"
-        yield Problem("model.lora", what, f"{fix}: {_one_of(list(FAMILIES))}")
+        yield Problem("model.lora", fault, f"{fix}: {_one_of(list(FAMILIES))}")
     if lora.dropout and (stacks := sorted(adapted_stacks(job.model))):
-        what = f"{lora.dropout} is not available for matrices of experts; targets match {', '.join(stacks)}"
-        yield Problem("model.lora.dropout", what, "use 0, or targets without them, as [q_proj, v_proj]")
+        fault = f"{lora.dropout} is not available for matrices of experts; targets match {', '.join(stacks)}"
+        yield Problem("model.lora.dropout", fault, "use 0, or targets without them, as [q_proj, v_proj]")
     if "num_layers" in job.model.model_fields_set or job.model.from_hf is None:  # else the sizes are unknown
         yield from width_problems(job.model)
     base, dtypes = DTYPES.get(lora.base), job.train.dtypes
     if base is not None and base.bytes < dtypes.compute.bytes:
-        what = f"{base.name} weights cannot be used with train.precision: {dtypes.name}"
-        yield Problem("model.lora.base", what, f"use train.precision: {base.name}, or base: {dtypes.compute.name}")
+        fault = f"{base.name} weights cannot be used with train.precision: {dtypes.name}"
+        yield Problem("model.lora.base", fault, f"use train.precision: {base.name}, or base: {dtypes.compute.name}")
     if base is not None and base.bytes > dtypes.weights.bytes:
         kept = dtypes.weights.name
-        what = (
+        fault = (
             f"{base.name} weights cannot be used with train.precision: {dtypes.name}, which keeps all weights in {kept}"
         )
-        yield Problem("model.lora.base", what, f"use base: {kept}, int8 or nf4, or train.precision: {kept}")
+        yield Problem("model.lora.base", fault, f"use base: {kept}, int8 or nf4, or train.precision: {kept}")
 
 
 def _rope(model: DecoderOptions) -> Iterator[Problem]:
     rotary = next(filter(None, (layer_rotary(model, index) for index in range(model.num_layers))), None)
     if rotary is not None and rotary.width % 2 and model.dim_per_head % 2 == 0:
-        what = f"{rotary.width} of the {model.dim_per_head} dims of a head would be rotated: not an even number"
+        fault = f"{rotary.width} of the {model.dim_per_head} dims of a head would be rotated: not an even number"
         share = math.ceil((rotary.width + 1) / model.dim_per_head * 1e4) / 1e4
-        yield Problem("model.rotary_share", what, f"use {share:g}")
+        yield Problem("model.rotary_share", fault, f"use {share:g}")
     if model.rope is not None and model.rope.kind in CONTEXT_FIXING and model.max_context is not None:
-        what = f"transformers computes the frequencies of {model.rope.kind} from the context that an export declares"
-        yield Problem("model.max_context", what, "remove the key, or set model.rope.factor")
+        fault = f"transformers computes the frequencies of {model.rope.kind} from the context that an export declares"
+        yield Problem("model.max_context", fault, "remove the key, or set model.rope.factor")
     if model.rope is not None and rotary is not None:
         yield from rope_problems(model.rope, rotary.width, "model.rope")
 
@@ -317,8 +321,8 @@ def _of_other_families(model: DecoderOptions) -> Iterator[Problem]:
     family = family_of(model)
     own_width = model.head_dim is not None and model.head_dim * model.num_heads != model.hidden_size
     if family is not None and own_width and "head_dim" not in family.hf.settings:
-        what = f"{model.head_dim} is not hidden_size / num_heads, which kind {model.kind} requires"
-        yield Problem("model.head_dim", what, "remove the key")
+        fault = f"{model.head_dim} is not hidden_size / num_heads, which kind {model.kind} requires"
+        yield Problem("model.head_dim", fault, "remove the key")
     for name in ("attention_bias", "mlp_bias", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"):
         info = type(model).model_fields.get(name)
         if family is None or info is None or name in family.hf.settings or getattr(model, name) == info.default:
@@ -339,8 +343,8 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
             yield Problem("data.parts", f"kind {data.kind} has no parts", "use `kind: mixture`, or remove the key")
     sources = [known_source(part.kind) for part in data.parts or ()] or [source]
     if data.loss != "assistant" and all(one is not None and _plain_text(one) for one in sources):
-        what = f"has no effect: kind {data.kind} reads plain text, all of which carries loss"
-        yield Problem("data.loss", what, "use `kind: chat` or `kind: hf`, or remove the key")
+        fault = f"has no effect: kind {data.kind} reads plain text, all of which carries loss"
+        yield Problem("data.loss", fault, "use `kind: chat` or `kind: hf`, or remove the key")
     if source is not None and source.ids == "text" and data.tokenizer != "bytes":
         yield from _tokenizer(job, directory)
     if source is not None and "chat_template" in source.keys and data.chat_template is not None:
@@ -368,16 +372,16 @@ def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
         (source is not None and source.ids == "model", f"data of kind {data.kind} have no tokenizer"),
     ]
     for cases, more in ((refused, ", and use `raypp generate` on a checkpoint"), (never, "")):
-        for wrong, what in cases:
+        for wrong, fault in cases:
             if wrong:
-                yield Problem("train.sample", f"cannot sample here: {what}", f"leave train.sample out{more}")
+                yield Problem("train.sample", f"cannot sample here: {fault}", f"leave train.sample out{more}")
     if data.tokenizer == "bytes":
         for index, prompt in enumerate(sample.prompts):
             tokens, new = len(prompt.encode(errors="replace")), sample.max_new_tokens
             if tokens + new > data.seq_len:
-                what = f"has {tokens} tokens: with {new} new ones it exceeds data.seq_len, {data.seq_len}"
+                fault = f"has {tokens} tokens: with {new} new ones it exceeds data.seq_len, {data.seq_len}"
                 fix = "shorten it, or lower train.sample.max_new_tokens"
-                yield Problem(f"train.sample.prompts[{index}]", what, fix)
+                yield Problem(f"train.sample.prompts[{index}]", fault, fix)
 
 
 def _plain_text(source: SourceKind) -> bool:
@@ -397,8 +401,8 @@ def _options(options: SourceOptions, key: str, directory: Path | None) -> Iterat
         yield from _file(f"{key}.path", options.path, directory)
     for name in ("columns", "roles"):
         if getattr(options, name) and _plain_text(source):
-            what = f"has no effect: kind {options.kind} reads plain text"
-            yield Problem(f"{key}.{name}", what, "use `kind: chat` or `kind: hf`, or remove the key")
+            fault = f"has no effect: kind {options.kind} reads plain text"
+            yield Problem(f"{key}.{name}", fault, "use `kind: chat` or `kind: hf`, or remove the key")
     if "document_len" in source.keys and options.document_len[0] > options.document_len[1]:
         shortest, longest = options.document_len
         fix = f"write [{longest}, {shortest}]"
@@ -442,9 +446,9 @@ def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
     if missing := list(_local_file("data.tokenizer", path, directory)):
         folder = Path(path).parent
         if Path(path).name == TOKENIZER and not is_remote(path) and folder.is_dir():
-            what = f"the folder {visible(folder)} has no {TOKENIZER}"
+            fault = f"the folder {visible(folder)} has no {TOKENIZER}"
             fix = "write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            missing = [Problem("data.tokenizer", what, fix)]
+            missing = [Problem("data.tokenizer", fault, fix)]
         yield from missing
         return
     try:

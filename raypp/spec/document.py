@@ -163,8 +163,8 @@ class _Reading:
             return self.source
         return f"{self.source}:{mark.line + 1 if mark is not None else 1}"
 
-    def problem(self, node: yaml.Node, path: KeyPath, what: str, fix: str) -> None:
-        self.document.problems.append(Problem(dotted(path), what, fix, self.place(node.start_mark)))
+    def problem(self, node: yaml.Node, path: KeyPath, fault: str, fix: str) -> None:
+        self.document.problems.append(Problem(dotted(path), fault, fix, self.place(node.start_mark)))
 
     def syntax_problem(self, error: yaml.YAMLError, text: str) -> Problem:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -176,12 +176,12 @@ class _Reading:
         if isinstance(error, _DepthError):
             fix = "write fewer levels, or quote text that begins with [ or {"
             return Problem("", str(error.problem), fix, where)
-        what = getattr(error, "problem", None) or str(error)
+        fault = getattr(error, "problem", None) or str(error)
         for sign, words, fix in _SYNTAX:
-            if sign in what:
-                return Problem("", f"not valid YAML: {words or what}", fix, where)
+            if sign in fault:
+                return Problem("", f"not valid YAML: {words or fault}", fix, where)
         fix = "write `key: value` with a space after the colon, and indent all keys of a section equally"
-        return Problem("", f"not valid YAML: {what}", fix, where)
+        return Problem("", f"not valid YAML: {fault}", fix, where)
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
         if not self._opened(node, path):
@@ -232,8 +232,8 @@ class _Reading:
                 self.problem(key_node, path, f"a key {wrong}", "remove it")
                 continue
             if key in lines:
-                what = f"is given twice, first in line {lines[key]}" if self.numbered else "is given twice"
-                self.problem(key_node, here, what, "keep one of the two")
+                fault = f"is given twice, first in line {lines[key]}" if self.numbered else "is given twice"
+                self.problem(key_node, here, fault, "keep one of the two")
                 continue
             lines[key] = key_node.start_mark.line + 1
             if key in into:

@@ -121,8 +121,8 @@ def _read(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        what = f"is not UTF-8 text (byte 0x{data[error.start]:02x})"
-        raise JobError(Problem("", what, "save the file as UTF-8", f"{path}:{line}")) from None
+        fault = f"is not UTF-8 text (byte 0x{data[error.start]:02x})"
+        raise JobError(Problem("", fault, "save the file as UTF-8", f"{path}:{line}")) from None
 
 
 def _parse(document: Document) -> Job:

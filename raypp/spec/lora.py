@@ -125,8 +125,8 @@ def check_targets(options: DecoderOptions) -> Iterator[Problem]:
             continue
         close = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
         fix = f"did you mean {close[0]}?" if close else f"use {ALL_LINEAR}, or some of these names"
-        what = f"{target!r} matches no matrix of {options.kind}'s layers; there are: {', '.join(known)}"
-        yield Problem("model.lora.targets", what, fix)
+        fault = f"{target!r} matches no matrix of {options.kind}'s layers; there are: {', '.join(known)}"
+        yield Problem("model.lora.targets", fault, fix)
 
 
 def _module(weight: Weight) -> str | None:

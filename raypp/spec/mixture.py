@@ -22,23 +22,23 @@ def check_mixture(job: Job) -> Iterator[Problem]:
         yield Problem("data.parts", "is empty" if parts is not None else "is missing: a mixture has parts", example)
         return
     if len(parts) > _MOST_PARTS:
-        what = f"has {len(parts):,} parts; at most {_MOST_PARTS:,} are mixed"
-        yield Problem("data.parts", what, "join files of the same kind by a glob or a directory")
+        fault = f"has {len(parts):,} parts; at most {_MOST_PARTS:,} are mixed"
+        yield Problem("data.parts", fault, "join files of the same kind by a glob or a directory")
     if data.path is not None:
         yield Problem("data.path", "a mixture has no path of its own", "give each of data.parts its path")
     for name in ("columns", "roles"):
         if getattr(data, name):
             yield Problem(f"data.{name}", "a mixture has none of its own", f"give each of data.parts its {name}")
     if data.eval is not None and data.eval.path is not None:
-        what = "a mixture holds out a fraction of each of its parts"
-        yield Problem("data.eval.path", what, "use `eval: {fraction: 0.02}`")
+        fault = "a mixture holds out a fraction of each of its parts"
+        yield Problem("data.eval.path", fault, "use `eval: {fraction: 0.02}`")
     names = [part.name for part in parts if part.name is not None]
     for index, part in enumerate(parts):
         key = f"data.parts[{index}]"
         source = known_source(part.kind)
         if source is not None and source.mixes:
-            what = "a mixture cannot be a part of a mixture"
-            yield Problem(f"{key}.kind", what, "list its parts here, with their weights multiplied by its weight")
+            fault = "a mixture cannot be a part of a mixture"
+            yield Problem(f"{key}.kind", fault, "list its parts here, with their weights multiplied by its weight")
         if part.epochs is not None and part.tokens is not None:
             yield Problem(f"{key}.tokens", "epochs are given, too", "leave out one of the two")
         if part.name is not None and names.count(part.name) > 1:
@@ -62,9 +62,9 @@ def spent_problem(job: Job, rows: int) -> Problem:
     """Returns the problem of parts whose budgets together give only `rows` rows."""
     per_step, needed = rows_of_run(job)
     full = rows // per_step
-    what = (
+    fault = (
         f"the budgets of all parts are spent in step {full + 1:,} of {job.train.steps:,}: "
         f"they give {rows:,} rows, and the run takes {needed:,}"
     )
     fewer = f", or set train.steps to {full:,}" if full else ""
-    return Problem("data.parts", what, f"raise a budget, or leave one part without any{fewer}")
+    return Problem("data.parts", fault, f"raise a budget, or leave one part without any{fewer}")

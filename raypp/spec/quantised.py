@@ -105,5 +105,5 @@ def width_problems(options: DecoderOptions) -> Iterator[Problem]:
             width = weight.shape[-1]
             if width % BLOCK and width not in seen:
                 seen.add(width)
-                what = f"nf4 has blocks of {BLOCK} weights, but model.layers.{index}.{weight.name} has rows of {width}"
-                yield Problem("model.lora.base", what, "use int8, which takes any width")
+                fault = f"nf4 has blocks of {BLOCK} weights, but model.layers.{index}.{weight.name} has rows of {width}"
+                yield Problem("model.lora.base", fault, "use int8, which takes any width")

@@ -100,16 +100,16 @@ def rope_problems(scaling: RopeOptions, width: int, key: str) -> Iterator[Proble
             yield Problem(f"{key}.{name}", f"kind {scaling.kind} does not use it", "remove the key")
     if scaling.kind == "longrope":
         if scaling.factor is None and scaling.attention_factor is None:
-            what = "is missing: kind longrope needs it or attention_factor"
-            yield Problem(f"{key}.factor", what, "set it to the extended context / original_context")
+            fault = "is missing: kind longrope needs it or attention_factor"
+            yield Problem(f"{key}.factor", fault, "set it to the extended context / original_context")
         for name in ("short_factor", "long_factor"):
             given = getattr(scaling, name)
             if given is not None and len(given) != width // 2:
-                what = f"has {len(given)} numbers, but {width} rotated dims of a head have {width // 2} frequencies"
-                yield Problem(f"{key}.{name}", what, f"give {width // 2} numbers")
+                fault = f"has {len(given)} numbers, but {width} rotated dims of a head have {width // 2} frequencies"
+                yield Problem(f"{key}.{name}", fault, f"give {width // 2} numbers")
     if scaling.kind == "dynamic" and width < 4:
         yield Problem(f"{key}.kind", f"dynamic needs at least 4 rotated dims, a head has {width}", "use another kind")
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if scaling.kind == "llama3" and low is not None and high is not None and high <= low:
-        what = f"{high:g} is not more than low_freq_factor {low:g}"
-        yield Problem(f"{key}.high_freq_factor", what, "use a larger one, for example 4 with low_freq_factor 1")
+        fault = f"{high:g} is not more than low_freq_factor {low:g}"
+        yield Problem(f"{key}.high_freq_factor", fault, "use a larger one, for example 4 with low_freq_factor 1")

@@ -159,8 +159,8 @@ def vocabulary(content: bytes, path: Path) -> dict[str, int]:
     try:
         document = parse_as(_File, content, "", BOUNDS, DataError, _FIX, unknown="ignore")
     except DataError as error:
-        whats = [f"{path} is not a tokenizer.json: {problem.what}" for problem in error.problems]
-        raise DataError(Problem(_KEY, what, _FIX) for what in whats) from None
+        whats = [f"{path} is not a tokenizer.json: {problem.fault}" for problem in error.problems]
+        raise DataError(Problem(_KEY, fault, _FIX) for fault in whats) from None
     words = document["model"].get("vocab", {})
     ids = words if isinstance(words, dict) else {word: index for index, (word, _) in enumerate(words)}
     return ids | {token["content"]: token["id"] for token in document.get("added_tokens") or ()}

@@ -30,11 +30,11 @@ def check_trackers(job: Job) -> Iterator[Problem]:
                 known = ", ".join(kind.settings)
                 yield Problem(where, "unknown option", f"did you mean {close[0]}?" if close else f"there are: {known}")
             elif is_secret(name, value):
-                what = "looks like a secret, and jobs are stored in clear"
-                yield Problem(where, what, f"set it in the environment: {', '.join(kind.variables) or 'of the nodes'}")
+                fault = "looks like a secret, and jobs are stored in clear"
+                yield Problem(where, fault, f"set it in the environment: {', '.join(kind.variables) or 'of the nodes'}")
             elif name == "dir" and not Path(value).is_absolute():
-                what = f"{visible(value)} is relative, and the run may be led on another machine"
-                yield Problem(where, what, f"write an absolute path, such as {visible(Path.cwd() / value)}")
+                fault = f"{visible(value)} is relative, and the run may be led on another machine"
+                yield Problem(where, fault, f"write an absolute path, such as {visible(Path.cwd() / value)}")
 
 
 def missing_for_trackers(job: Job, environment: Mapping[str, str], *, here: bool) -> list[Problem]:
@@ -50,11 +50,11 @@ def missing_for_trackers(job: Job, environment: Mapping[str, str], *, here: bool
     environment = {**environment, **job.resources.env}
     for key, kind, options in _known(job):
         if here and kind.library and not is_module(kind.library):
-            what = f"{kind.name} needs the library {kind.library}, which is not installed"
-            problems.append(Problem(key, what, f"pip install '{kind.install}', or remove it from the list"))
+            fault = f"{kind.name} needs the library {kind.library}, which is not installed"
+            problems.append(Problem(key, fault, f"pip install '{kind.install}', or remove it from the list"))
         if here and "dir" in options and not _writable(Path(options["dir"])):
-            what = f"cannot write to {visible(options['dir'])}"
-            problems.append(Problem(f"{key}.options.dir", what, "name a folder that you may write to"))
+            fault = f"cannot write to {visible(options['dir'])}"
+            problems.append(Problem(f"{key}.options.dir", fault, "name a folder that you may write to"))
         if kind.checks:
             assert isinstance(kind.builder, str)
             check = load_object(f"{kind.builder.partition(':')[0]}:check")

@@ -418,7 +418,7 @@ def translated(error: Exception, store: S3Store, key: str, tried: str = "") -> E
         return answer
     (problem,) = answer.problems
     fix = f"{FIX}, or check the proxy; otherwise {problem.fix}" if problem.fix else FIX
-    return type(answer)(replace(problem, what=f"through {store.proxy}: {problem.what}", fix=fix))
+    return type(answer)(replace(problem, fault=f"through {store.proxy}: {problem.fault}", fix=fix))
 
 
 def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Exception:

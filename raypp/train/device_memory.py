@@ -147,7 +147,7 @@ def device_memory_error(
     try:
         lines += planned(job, seat.coordinates.pp, stats)
     except RayppError as problem:  # the plan is extra information
-        lines.append(f"no plan of its memory: {problem.problems[0].what}")
+        lines.append(f"no plan of its memory: {problem.problems[0].fault}")
     if taken(stats, job, seat.coordinates.pp) < _TAKEN:
         return DeviceMemoryError("\n".join(lines))
     lines[0] += f"; other processes have memory of this device, {holders(card_uuid(seat.device_index))}"

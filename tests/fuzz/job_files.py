@@ -60,7 +60,7 @@ def planned(data: bytes, settings: Sequence[str] = ()) -> None:
         except RayppError as error:
             for problem in error.problems:
                 assert (problem.where or problem.key) and problem.fix, str(problem)
-                assert len(problem.what) < 20_000 and len(problem.where) < 300
+                assert len(problem.fault) < 20_000 and len(problem.where) < 300
             raise
 
 

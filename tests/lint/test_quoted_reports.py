@@ -54,4 +54,4 @@ def test_changes_that_a_resume_refuses_are_refused_as_the_page_says() -> None:
     old = job_document(load_job(REPOSITORY / "jobs" / "quickstart.yaml").job)
     for section, key, value in (("pipeline", "microbatches", 16), ("train", "seed", 1)):
         problems = check_resume(old, {**old, section: {**old[section], key: value}})
-        assert [f"--set {one.key}={value}: {one.what}" in RESUMED for one in problems] == [True]
+        assert [f"--set {one.key}={value}: {one.fault}" in RESUMED for one in problems] == [True]

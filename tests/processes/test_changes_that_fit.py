@@ -26,8 +26,8 @@ SEAT = local_seat(0, 2, 1, LARGE, device="cuda")
 
 def test_a_job_that_does_not_fit_is_refused_with_changes_that_do() -> None:
     (problem,) = device_problems(LARGE, SEAT, 2, SMALL, needs=memory_of_ranks(LARGE))
-    assert problem.what.startswith("rank 0 on localhost, NVIDIA RTX 3080: a device has 8 GiB; ranks are planned")
-    assert "pp0 " in problem.what and problem.fix.startswith("fits by plan: --set ")
+    assert problem.fault.startswith("rank 0 on localhost, NVIDIA RTX 3080: a device has 8 GiB; ranks are planned")
+    assert "pp0 " in problem.fault and problem.fix.startswith("fits by plan: --set ")
 
 
 def test_who_holds_a_card_is_named_with_what_would_fit() -> None:
@@ -35,7 +35,7 @@ def test_who_holds_a_card_is_named_with_what_would_fit() -> None:
     problem = memory_taken(LARGE, SEAT, SMALL, 6 * GIB, 4 * GIB, lambda: "held by X (pid 7) 4 GiB")
     assert problem is not None and "; fits by plan: --set" in problem.fix
     needs = "6 GiB are needed, 4 GiB of 8 GiB are free; held by X (pid 7) 4 GiB"
-    assert problem.what == f"rank 0 on localhost, NVIDIA RTX 3080: {needs}"
+    assert problem.fault == f"rank 0 on localhost, NVIDIA RTX 3080: {needs}"
 
 
 def test_a_rank_that_ran_out_says_its_plan_and_changes_that_fit() -> None:

@@ -67,7 +67,7 @@ def test_too_few_free_devices_say_how_many_are_free_where_and_what_would_fit(clu
     with pytest.raises(ResourcesError) as caught:
         client.check_resources(job, cluster)
     problem = caught.value.problems[0]
-    assert "32 ranks need 32" in problem.what and "16 are free" in problem.what and "127.0.0" in problem.what
+    assert "32 ranks need 32" in problem.fault and "16 are free" in problem.fault and "127.0.0" in problem.fault
     assert "--set mesh.fsdp=4" in problem.fix
     with pytest.raises(ResourcesError, match="0 are free"):
         client.check_resources(parse_job({"name": "gpu", "resources": {"device": "cuda"}}), cluster)

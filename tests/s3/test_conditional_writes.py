@@ -68,7 +68,7 @@ def test_a_server_that_ignores_the_condition_is_found_out_and_told_once(
         store.probe()
         store.put("again", b"", if_absent=True)
     (limitation,) = store.limitations()
-    assert limitation.key == store.url and "ignores If-None-Match" in limitation.what and "bids" in limitation.what
+    assert limitation.key == store.url and "ignores If-None-Match" in limitation.fault and "bids" in limitation.fault
     assert sum("ignores If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -80,7 +80,7 @@ def test_a_server_that_refuses_the_header_gets_bids_too(
     proxy.add(lambda request: "if-none-match" in request.headers, times=None, status=501, code="NotImplemented")
     keys = {"access_key": seaweed_server.access_key, "secret_key": seaweed_server.secret_key}
     store = S3Store(BUCKET, run, endpoint=proxy.endpoint, **keys)
-    assert "bids" in store.limitations()[0].what
+    assert "bids" in store.limitations()[0].fault
     store.put("a/COMMIT", b"first", if_absent=True)
     with pytest.raises(AlreadyExists):
         store.put("a/COMMIT", b"second", if_absent=True)

@@ -110,7 +110,7 @@ def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     assert check_data(job) == []
     problems = check_data(job, stores=True)
     assert [problem.key for problem in problems] == ["data.parts[1].path", "data.parts[2].path"]
-    assert "no object at" in problems[0].what and "no-such-bucket" in problems[1].what
+    assert "no object at" in problems[0].fault and "no-such-bucket" in problems[1].fault
 
 
 @pytest.mark.slow

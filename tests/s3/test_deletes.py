@@ -56,7 +56,7 @@ def test_objects_are_deleted_one_by_one_where_a_server_takes_no_delete_objects(
     store.delete([f"d/{number}" for number in range(19)] + ["never/was"])
     assert [info.key for info in store.list()] == ["d/19"]
     assert together.hits == 1  # found out once
-    assert ["DeleteObjects" in limit.what for limit in store.limitations()] == [True]
+    assert ["DeleteObjects" in limit.fault for limit in store.limitations()] == [True]
 
 
 def test_a_server_that_takes_delete_objects_gets_them(
@@ -122,5 +122,5 @@ def test_the_doctor_says_how_objects_are_deleted(
     assert "error" not in answer
     nodes = [{"ip": ip, "hidden_from_it": [], **answer} for ip in ("10.0.0.1", "10.0.0.2")]
     report = findings({"nodes": [{"ip": "10.0.0.1", "error": ""}], "links": [], "store": {"url": url, "nodes": nodes}})
-    (problem,) = [one.problem for one in report if "DeleteObjects" in one.problem.what]
-    assert problem.what.startswith(url)
+    (problem,) = [one.problem for one in report if "DeleteObjects" in one.problem.fault]
+    assert problem.fault.startswith(url)

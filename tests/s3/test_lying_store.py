@@ -89,7 +89,7 @@ def command(name: str, out: Path) -> int:
             store.limitations()
             store.head("model/spec.json")
         except RayppError as error:
-            assert error.problems[0].key and error.problems[0].what
+            assert error.problems[0].key and error.problems[0].fault
             return error.exit_code
     return 0
 

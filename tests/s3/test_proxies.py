@@ -97,7 +97,7 @@ def test_a_proxy_that_refuses_is_named_first(
         monkeypatch.setenv("http_proxy", proxy.replace("//", "//me:secret@"))
         error = refusal_of(store_elsewhere())
     (problem,) = error.problems
-    assert problem.what.startswith(f"through the proxy {proxy} (http_proxy): ")
+    assert problem.fault.startswith(f"through the proxy {proxy} (http_proxy): ")
     assert problem.fix.startswith("name its host in NO_PROXY")
     assert "secret" not in str(error)
 
@@ -108,7 +108,7 @@ def test_a_proxy_that_is_down_is_named_first(scheme: str, squid: FaultProxy, mon
     squid.down()
     endpoint = ELSEWHERE.replace("http", scheme)
     error = refusal_of(S3Store(BUCKET, "runs", endpoint=endpoint, access_key="K", secret_key="S"))
-    assert error.problems[0].what.startswith(f"through the proxy {squid.endpoint} ({scheme}_proxy): no answer")
+    assert error.problems[0].fault.startswith(f"through the proxy {squid.endpoint} ({scheme}_proxy): no answer")
 
 
 def test_a_store_elsewhere_is_reached_through_the_proxy(

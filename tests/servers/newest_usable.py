@@ -19,7 +19,7 @@ class Rejected:
     problems: tuple[Problem, ...]
 
     def __str__(self) -> str:
-        return f"step {self.step}: " + "; ".join(f"{problem.key}: {problem.what}" for problem in self.problems)
+        return f"step {self.step}: " + "; ".join(f"{problem.key}: {problem.fault}" for problem in self.problems)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_another_model_data_or_batch_names_the_field_and_both_values(
     problems = check_resume(OLD, changed(**sections))
     assert key in [problem.key for problem in problems]
     problem = next(one for one in problems if one.key == key)
-    assert all(value in problem.what for value in values)
+    assert all(value in problem.fault for value in values)
     assert problem.fix
 
 
@@ -113,7 +113,7 @@ def test_moments_of_another_kind_are_refused_also_for_runs_from_before_there_was
         del before["train"]["optimizer"]["state"]
     (problem,) = check_resume(before, changed(train={"optimizer": {"state": new}}))
     assert problem.key == "train.optimizer.state"
-    assert repr(new) in problem.what and repr(old or "fp32") in problem.what and repr(old or "fp32") in problem.fix
+    assert repr(new) in problem.fault and repr(old or "fp32") in problem.fault and repr(old or "fp32") in problem.fix
 
 
 def test_a_run_from_before_there_was_a_choice_goes_on_with_moments_in_fp32() -> None:

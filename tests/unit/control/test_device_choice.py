@@ -27,11 +27,11 @@ def job(**sections: Any) -> Job:
 def test_gpus_that_are_missing_are_told_node_by_node() -> None:
     with pytest.raises(ResourcesError) as refused:
         device_for(job(), [node("10.0.0.1"), node("10.0.0.2", 8, 1)])
-    fault = refused.value.problems[0].what
+    fault = refused.value.problems[0].fault
     assert fault == "2 ranks need 2 GPUs; 1 are free (10.0.0.1 has no GPU, 10.0.0.2 1 of 8)"
     with pytest.raises(ResourcesError) as refused:
         device_for(job(), [node("10.0.0.1")])
-    assert "10.0.0.1 has no GPU" in refused.value.problems[0].what and "device cpu" in refused.value.problems[0].fix
+    assert "10.0.0.1 has no GPU" in refused.value.problems[0].fault and "device cpu" in refused.value.problems[0].fix
 
 
 def test_cpus_that_are_missing_beside_free_gpus_are_told() -> None:
@@ -39,11 +39,11 @@ def test_cpus_that_are_missing_beside_free_gpus_are_told() -> None:
     with pytest.raises(ResourcesError) as refused:
         device_for(four, [node("10.0.0.1", 4, 4)])
     problem = refused.value.problems[0]
-    assert problem.what == "4 ranks need 4 GPUs with 8 CPUs each; 2 are free (10.0.0.1 2 of 4 with 16 CPUs free)"
+    assert problem.fault == "4 ranks need 4 GPUs with 8 CPUs each; 2 are free (10.0.0.1 2 of 4 with 16 CPUs free)"
     assert "lower resources.cpus_per_rank" in problem.fix and "add nodes" not in problem.fix
     with pytest.raises(ResourcesError) as refused:
         device_for(four, [replace(node("10.0.0.1", 4, 4), free_cpus=0)])
-    assert "10.0.0.1 0 of 4 with 0 CPUs free" in refused.value.problems[0].what
+    assert "10.0.0.1 0 of 4 with 0 CPUs free" in refused.value.problems[0].fault
     assert "lower resources.cpus_per_rank" in refused.value.problems[0].fix
 
 
@@ -74,8 +74,8 @@ def test_an_elastic_job_starts_on_fewer_gpus_only_if_it_fits_there() -> None:
     with pytest.raises(ResourcesError) as refused:
         device_for(elastic(True, pp=4), three_of_four(20))
     (problem,) = refused.value.problems
-    assert "4 ranks need 4 GPUs; 3 are free" in problem.what and problem.fix == "end another run, or add nodes"
-    assert problem.what.endswith("; on fewer, ranks are planned to need more memory than a GPU has (20 GiB)")
+    assert "4 ranks need 4 GPUs; 3 are free" in problem.fault and problem.fix == "end another run, or add nodes"
+    assert problem.fault.endswith("; on fewer, ranks are planned to need more memory than a GPU has (20 GiB)")
     free = [node("10.0.0.1", 4, 4, 20 * GIB)]
     assert device_for(elastic(True, pp=4), free) == "cuda"
     with pytest.raises(ResourcesError, match=r"a device has 20 GiB; ranks are planned to need more: pp0 "):

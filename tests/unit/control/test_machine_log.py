@@ -86,5 +86,5 @@ def test_a_machine_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path, 
     with pytest.raises(MachineError) as refused:
         _log(store, "b")
     (problem,) = refused.value.problems
-    assert problem.key.endswith("r/machine/1-000001.json") and words in problem.what
+    assert problem.key.endswith("r/machine/1-000001.json") and words in problem.fault
     assert "raypp submit JOB --resume" in problem.fix

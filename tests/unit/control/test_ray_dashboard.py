@@ -45,7 +45,7 @@ def test_a_proxy_that_refuses_is_named_first(status: int, monkeypatch: pytest.Mo
         with pytest.raises(UnreachableError) as caught:
             Dashboard("http://head.example:8265").ray_version()
     (problem,) = caught.value.problems
-    assert problem.what.startswith(f"through the proxy {proxy} (http_proxy): ")
+    assert problem.fault.startswith(f"through the proxy {proxy} (http_proxy): ")
     assert problem.fix.startswith("name its host in NO_PROXY")
     assert "secret" not in str(caught.value)
 
@@ -72,7 +72,7 @@ def test_the_port_of_ray_s_gcs_is_told_apart_from_the_dashboard_s() -> None:
     finally:
         server.stop(0)
     (problem,) = caught.value.problems
-    assert "Ray's GCS" in problem.what and problem.what.isprintable()
+    assert "Ray's GCS" in problem.fault and problem.fault.isprintable()
     assert problem.fix == "use the dashboard's address, usually http://127.0.0.1:8265"
 
 

@@ -140,7 +140,7 @@ def test_a_setting_is_data_or_an_error_for_people(setting: str) -> None:
     document = read_document("name: fine\n", "job.yaml")
     apply_overrides(document, [setting])
     json.dumps(document.value, default=str)
-    assert all(problem.what for problem in document.problems)
+    assert all(problem.fault for problem in document.problems)
 
 
 # Secrets

@@ -144,22 +144,22 @@ def test_bad_rows_are_named_with_their_lines_and_the_rest_counted(chats: Path) -
     for problems in (list(refused(chat_job(chats)).problems), check_data(chat_job(chats))):
         assert len(problems) == 4 and all(problem.key == "data.path" and problem.fix for problem in problems)
         for line, words in ((2, "is not JSON"), (3, "is not a JSON object"), (4, "is empty")):
-            assert f"chats.jsonl:{line}: " in problems[line - 2].what and words in problems[line - 2].what
-        assert problems[3].what == "31 more rows cannot be used"
+            assert f"chats.jsonl:{line}: " in problems[line - 2].fault and words in problems[line - 2].fault
+        assert problems[3].fault == "31 more rows cannot be used"
         assert len(str(DataError(problems)).splitlines()) == 8
 
 
 def test_a_check_at_submit_finds_what_is_wrong_with_the_template(chats: Path) -> None:
     (chats.parent / "chatml.jinja").write_text("{% for m in messages %}\n{{ m.nothing.more }}{% endfor %}")
     problems = check_data(chat_job(chats))
-    assert "chats.jsonl:1: line 2 of the chat template" in problems[0].what
+    assert "chats.jsonl:1: line 2 of the chat template" in problems[0].fault
     (chats.parent / "chatml.jinja").write_text("a\nb\n{% for %}")
     (problem,) = check_data(chat_job(chats))
-    assert problem.key == "data.chat_template" and problem.what.startswith("line 3 of the chat template")
+    assert problem.key == "data.chat_template" and problem.fault.startswith("line 3 of the chat template")
     (chats.parent / "chatml.jinja").unlink()
-    assert "does not exist" in check_data(chat_job(chats))[0].what
+    assert "does not exist" in check_data(chat_job(chats))[0].fault
     (problem,) = check_data(chat_job(chats, chat_template=None))
-    assert problem.what == "is missing: the bytes tokenizer has no chat template"
+    assert problem.fault == "is missing: the bytes tokenizer has no chat template"
     (chats.parent / "chatml.jinja").write_text(CHATML)
     assert check_data(chat_job(chats)) == []
     assert check_data(chat_job(chats, template_date="2026-13-01"))[0].key == "data.template_date"
@@ -169,8 +169,8 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_named(tmp_path: Path) -> Non
     write(tmp_path / "c.jsonl", [{"messages": turns("a", "b")}])
     tokenizer = write_tokenizer(tmp_path / "model", CHATML)
     (problem,) = check_data(chat_job(tmp_path / "c.jsonl", tokenizer=str(tokenizer), vocab_size=100))
-    assert problem.key == "data.path" and "c.jsonl:1: has the token" in problem.what
-    assert "but model.vocab_size is 100" in problem.what
+    assert problem.key == "data.path" and "c.jsonl:1: has the token" in problem.fault
+    assert "but model.vocab_size is 100" in problem.fault
     rows = FileTokenizer(tokenizer).vocab_size
     assert problem.fix == f"set model.vocab_size to at least {rows}, or use the model's own tokenizer"
 

@@ -83,7 +83,7 @@ def refused(**data: Any) -> str:
         open_documents(job(**data))
     (problem,) = caught.value.problems
     assert problem.fix
-    return f"{problem.key}: {problem.what}"
+    return f"{problem.key}: {problem.fault}"
 
 
 @pytest.mark.parametrize("name", FILE_KINDS)

@@ -181,7 +181,7 @@ def test_a_run_from_before_the_key_keeps_its_rows_or_is_refused_by_name(tmp_path
         made = job(kind="text", path=f"{tmp_path}/a.txt", tokenizer=tokenizer, vocab_size=800, **data)
         old = job_document(made)
         del old["data"]["add_bos"]
-        return [f"{problem.key}: {problem.what} | {problem.fix}" for problem in check_resume(old, made)], made
+        return [f"{problem.key}: {problem.fault} | {problem.fix}" for problem in check_resume(old, made)], made
 
     (problem,), made = resumed("llama2")
     assert problem.startswith("data.add_bos: is 'auto': the tokenizer adds <s> to each text, and the run began without")
@@ -210,7 +210,7 @@ def test_shards_say_what_is_around_their_texts(tmp_path: Path) -> None:
         said = (
             "<s> around each text" if name == "with" else "nothing around each text, but the job's tokenizer adds <s>"
         )
-        assert problem.key == "data.add_bos" and said in problem.what
+        assert problem.key == "data.add_bos" and said in problem.fault
     assert "around" not in json.loads((tmp_path / "old" / "tokens.json").read_text())["plan"], "as older versions wrote"
 
 

@@ -284,7 +284,7 @@ def test_the_first_rows_are_read_before_a_run(tmp_path: Path, monkeypatch: pytes
     """So that wrong columns and rows are found before a cluster is asked for anything."""
 
     def found(name: str, **data: Any) -> list[str]:
-        return [f"{one.key}: {one.what}" for one in check_data(job(kind="hf", path=str(tmp_path / name), **data))]
+        return [f"{one.key}: {one.fault}" for one in check_data(job(kind="hf", path=str(tmp_path / name), **data))]
 
     turns = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
     parquet(tmp_path / "texts.parquet", "a", "b")

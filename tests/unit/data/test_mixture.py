@@ -132,7 +132,7 @@ def test_a_changed_part_is_named(parts: list[dict[str, Any]], tmp_path: Path) ->
     def said(changed: list[dict[str, Any]], **data: Any) -> str:
         with loading(mixed(changed, **data)) as other, pytest.raises(JobError, match="other data") as caught:
             other.seek(position)
-        return caught.value.problems[0].what
+        return caught.value.problems[0].fault
 
     (tmp_path / "c.txt").write_text("ccc\n\ncc")
     assert "(data.parts[1] (c): other documents)" in said([parts[0], {**parts[1], "path": f"{tmp_path}/c.txt"}])
@@ -157,7 +157,7 @@ def test_a_fraction_of_every_part_is_held_out(parts: list[dict[str, Any]]) -> No
 
 
 def problems(**data: Any) -> list[str]:
-    return [f"{problem.key}: {problem.what}" for problem in check_spec(job(**data))]
+    return [f"{problem.key}: {problem.fault}" for problem in check_spec(job(**data))]
 
 
 def test_what_cannot_be_mixed_is_refused(parts: list[dict[str, Any]]) -> None:
@@ -186,7 +186,7 @@ def test_an_empty_part_is_named(parts: list[dict[str, Any]], tmp_path: Path) -> 
     with pytest.raises(DataError, match=r"data\.parts\[1\]\.path: .*blank.txt contains no documents"):
         open_documents(mixed([parts[0], {"path": f"{tmp_path}/blank.txt"}]))
     (found,) = check_data(mixed([parts[0], {"path": f"{tmp_path}/none.txt"}]))
-    assert found.key == "data.parts[1].path" and found.what.endswith("is empty")
+    assert found.key == "data.parts[1].path" and found.fault.endswith("is empty")
 
 
 def test_texts_and_synthetic_documents_share_the_tokenizer(parts: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ def refused(**data: Any) -> str:
         open_documents(job(**data))
     (problem,) = caught.value.problems
     assert problem.fix
-    return f"{problem.key}: {problem.what}"
+    return f"{problem.key}: {problem.fault}"
 
 
 def test_a_paragraph_is_a_document(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_each_harm_is_found_by_itself_named_and_has_a_fix(harm: Any, severity: S
     (found,) = findings(deepcopy(report))
     assert found.severity is severity
     assert told in str(found.problem)
-    assert found.problem.what and found.problem.fix
+    assert found.problem.fault and found.problem.fix
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_different_cards_in_one_node_are_named() -> None:
     node = report["nodes"][1]
     node["gpus"], node["torch"]["devices"] = 2, [{"kind": kind, "flops": 7e14} for kind in ("H", "L")]
     slow = next(found for found in findings(report) if found.severity is Severity.SLOWS)
-    assert slow.problem.what == "node 10.0.0.2 has different cards: H, L; the ranks of a stage share a node"
+    assert slow.problem.fault == "node 10.0.0.2 has different cards: H, L; the ranks of a stage share a node"
 
 
 def test_the_worst_is_told_first() -> None:

@@ -100,7 +100,7 @@ def test_any_config_is_refused_by_name_or_has_valid_options(base: Any, kind: str
     try:
         options = options_from_config({**base, "model_type": kind, **changed}, DecoderOptions(from_hf="there"), "there")
     except JobError as error:
-        assert all(problem.key.startswith("model.") and "there" in problem.what for problem in error.problems)
+        assert all(problem.key.startswith("model.") and "there" in problem.fault for problem in error.problems)
     else:
         assert options.num_layers >= 1
 

@@ -103,7 +103,7 @@ def problems(text: str, *overrides: str) -> list[str]:
     Path("job.yaml").write_text(text)
     with pytest.raises(JobError) as caught:
         load_checked_job("job.yaml", overrides)
-    return [f"{problem.where} {problem.key}: {problem.what}" for problem in caught.value.problems]
+    return [f"{problem.where} {problem.key}: {problem.fault}" for problem in caught.value.problems]
 
 
 def test_limits_are_told_with_their_lines() -> None:

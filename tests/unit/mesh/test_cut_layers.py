@@ -43,7 +43,7 @@ def test_a_stage_without_a_layer_is_a_problem_that_names_the_largest_pp_that_wor
         cut_layers(layers, stages)
     (problem,) = caught.value.problems
     assert problem.key == "mesh.pp"
-    assert f"{stages} stages for {layers} layers leave stage" in problem.what
+    assert f"{stages} stages for {layers} layers leave stage" in problem.fault
     assert f"mesh.pp ≤ {most}" in problem.fix
     cut_layers(layers, most)
     assert most_stages(layers) == most

@@ -152,5 +152,5 @@ def test_complete_scalings_have_no_problems(name: str) -> None:
 )
 def test_incomplete_scalings_are_refused(given: dict[str, Any], said: str) -> None:
     found = rope_problems(RopeOptions(**given), WIDTH, "model.rope")
-    problems = [f"{problem.key}: {problem.what}" for problem in found]
+    problems = [f"{problem.key}: {problem.fault}" for problem in found]
     assert any(problem.startswith(said) for problem in problems), problems

@@ -120,4 +120,4 @@ def test_what_contradicts_itself_is_refused(
     compression: object, dtype: str, precision: str, key: str, told: str
 ) -> None:
     (problem,) = wire_problems(job(compression, dtype, precision))
-    assert problem.key == key and told in problem.what
+    assert problem.key == key and told in problem.fault

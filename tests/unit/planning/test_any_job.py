@@ -43,7 +43,7 @@ def test_a_job_has_problems_with_fixes_or_a_plan(
 ) -> None:
     job = job_with(mesh=mesh, pipeline=pipeline, train=train, model={"num_layers": layers, "kind": kind})
     problems = check_plan(job)
-    assert all(problem.key and problem.what and problem.fix for problem in problems)
+    assert all(problem.key and problem.fault and problem.fix for problem in problems)
     if problems:
         return
     plan = make_plan(job, Grounds(link_gbps=1.0))

@@ -15,7 +15,7 @@ MOE = {"kind": "qwen3_moe", "num_experts": 8}
 def problem(**sections: Any) -> tuple[str, str, str]:
     found = check_plan(job_with(**sections))
     assert len(found) == 1, found
-    return found[0].key, found[0].what, found[0].fix
+    return found[0].key, found[0].fault, found[0].fix
 
 
 def test_a_good_job_has_no_problem() -> None:

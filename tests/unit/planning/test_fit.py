@@ -45,7 +45,7 @@ def test_a_job_that_cannot_fit_is_refused_per_rank_with_changes_that_fit() -> No
     assert small < capacity, "one rank fits"
     (problem,) = memory_problems(job, capacity)
     rank = needs(job).index(big)
-    assert f"pp{rank} {big / 2**30:.1f} GiB" in problem.what and f"pp{1 - rank} " not in problem.what
+    assert f"pp{rank} {big / 2**30:.1f} GiB" in problem.fault and f"pp{1 - rank} " not in problem.fault
     assert problem.fix.startswith("fits by plan: --set ") and offered(problem.fix)
     for words in offered(problem.fix):
         assert check_plan(typed(job, words)) == []

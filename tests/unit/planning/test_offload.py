@@ -96,7 +96,7 @@ def test_it_is_refused_where_host_memory_is_too_small(tmp_path: Path) -> None:
     assert make_plan(job, grounds=Grounds(machines(64 * GIB), device="rtx4090")).host.offloaded == max(needed)
     assert offload_problems(job, {"a": max(needed) - 1, "b": 100 * max(needed)}, "cuda") == []
     (problem,) = offload_problems(job, {"a": sum(needed) - 1}, "cuda")
-    assert "1 node has" in problem.what and "fewer" not in problem.what
+    assert "1 node has" in problem.fault and "fewer" not in problem.fault
     assert offload_problems(job, {"a": 0, "b": 1}, "cuda") == [], "unknown"
     assert offload_problems(job, {"a": 1}, "cpu") == [], "nothing moves to other memory"
     assert offload_problems(large(), {"a": 1}, "cuda") == []

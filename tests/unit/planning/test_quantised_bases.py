@@ -77,7 +77,7 @@ def test_each_forward_and_backward_dequantises(device: str) -> None:
 def test_experts_of_a_quantised_base_are_cut_between_rows() -> None:
     def problems(base: str, width: int) -> list[str]:
         job = job_of(base, "qwen3_moe", {"expert_ffn_size": width}, mesh={"fsdp": 4, "ep": 2})
-        return [problem.what for problem in check_plan(job) if problem.key == "mesh.ep"]
+        return [problem.fault for problem in check_plan(job) if problem.key == "mesh.ep"]
 
     assert problems("int8", 192) == []
     assert problems("fp32", 193) == []

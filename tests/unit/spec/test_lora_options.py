@@ -16,7 +16,7 @@ def found(lora: dict[str, Any], model: dict[str, Any] | None = None, **sections:
     document = {"name": "a", "data": {"kind": "synthetic"}, "model": {"lora": lora, **(model or {})}, **sections}
     problems = check_spec(parse_job(document))
     assert all(problem.fix for problem in problems)
-    return {problem.key: f"{problem.what} | {problem.fix}" for problem in problems}
+    return {problem.key: f"{problem.fault} | {problem.fix}" for problem in problems}
 
 
 BF16 = {"train": {"precision": "bf16"}}

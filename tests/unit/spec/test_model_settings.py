@@ -13,7 +13,7 @@ from raypp.spec.load import parse_job
 
 def found(**model: Any) -> list[str]:
     job = parse_job({"name": "a", "model": model, "data": {"kind": "synthetic"}})
-    return [f"{problem.key}: {problem.what}" for problem in check_spec(job)]
+    return [f"{problem.key}: {problem.fault}" for problem in check_spec(job)]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

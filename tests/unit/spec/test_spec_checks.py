@@ -16,7 +16,7 @@ def found(directory: Path | None = None, **sections: Any) -> dict[str, str]:
     job = parse_job({"name": "a", "data": {"kind": "synthetic"}, **sections})
     problems = check_spec(job, directory)
     assert all(problem.fix for problem in problems), "every problem has a fix"
-    return {problem.key: f"{problem.what} | {problem.fix}" for problem in problems}
+    return {problem.key: f"{problem.fault} | {problem.fix}" for problem in problems}
 
 
 def test_a_job_of_defaults_has_no_problem() -> None:

@@ -26,7 +26,7 @@ def job(*trackers: Any, **sections: Any) -> Job:
 
 
 def shown(problems: list[Problem]) -> dict[str, str]:
-    return {problem.key: f"{problem.what} | {problem.fix}" for problem in problems}
+    return {problem.key: f"{problem.fault} | {problem.fix}" for problem in problems}
 
 
 def test_a_tracker_is_a_word_or_a_kind_with_options() -> None:
@@ -109,7 +109,7 @@ def test_a_missing_library_is_told_where_it_would_be_used(own: str) -> None:
     assert check_spec(job(own)) == []
     assert missing_for_trackers(job(own), {}, here=False) == []
     [problem] = missing_for_trackers(job(own), {}, here=True)
-    assert "needs the library no_such_library" in problem.what and "pip install 'my-extra'" in problem.fix
+    assert "needs the library no_such_library" in problem.fault and "pip install 'my-extra'" in problem.fix
     assert [name for name, _ in own_files(job(own))] == ["my_tracker.py"]
 
 

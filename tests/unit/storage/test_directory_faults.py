@@ -84,7 +84,7 @@ def test_without_hard_links_still_one_writer_wins_and_people_are_told(
     assert store.limitations() == ()
     monkeypatch.setattr(os, "link", refuse)
     other = DirectoryStore(store.root)
-    assert "no hard links" in other.limitations()[0].what
+    assert "no hard links" in other.limitations()[0].fault
     assert_one_of_eight_writers_wins(other)
 
 

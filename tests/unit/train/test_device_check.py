@@ -49,7 +49,7 @@ def test_a_card_too_old_for_bf16_is_named_with_its_capability() -> None:
     bf16 = job(train={"precision": "bf16"})
     (problem,) = device_problems(bf16, local_seat(1, 2, 1, bf16, device="cuda"), 2, T4)
     assert problem.key == "train.precision" and "fp32" in problem.fix
-    assert problem.what == ("rank 1 on localhost: Tesla T4 has compute capability 7.5; bf16 needs 8.0 or newer")
+    assert problem.fault == ("rank 1 on localhost: Tesla T4 has compute capability 7.5; bf16 needs 8.0 or newer")
 
 
 def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> None:
@@ -57,14 +57,16 @@ def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> 
     offloading = job(model=large, train={"precision": "bf16", "optimizer": {"offload": True}})
     seat = local_seat(0, 2, 1, offloading, device="cuda")
     (problem,) = host_problems(offloading, seat, 8 * GIB)
-    assert "localhost has 8 GiB of host memory free; 2 of its ranks offload" in problem.what
+    assert "localhost has 8 GiB of host memory free; 2 of its ranks offload" in problem.fault
     assert host_problems(offloading, seat, 64 * GIB) == []
     assert host_problems(job(model=large), seat, 1) == []
 
 
 def test_a_device_that_torch_does_not_see_is_named() -> None:
     (problem,) = device_problems(job(), local_seat(1, 2, 1, job(), device="cuda"), 1, None)
-    assert "rank 1 on localhost needs cuda:1, but torch" in problem.what and "sees 1 CUDA device there" in problem.what
+    assert (
+        "rank 1 on localhost needs cuda:1, but torch" in problem.fault and "sees 1 CUDA device there" in problem.fault
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -75,7 +77,7 @@ def test_without_any_device_the_rank_refuses_before_it_joins() -> None:
 
 def test_why_torch_sees_no_card_is_told() -> None:
     (problem,) = device_problems(job(), local_seat(0, 2, 1, job(), device="cuda"), 0, None, "The driver is too old")
-    assert "sees no CUDA devices there (The driver is too old)" in problem.what and "nvidia-smi" in problem.fix
+    assert "sees no CUDA devices there (The driver is too old)" in problem.fault and "nvidia-smi" in problem.fix
 
 
 def test_a_job_that_compiles_needs_a_compiler_on_its_node() -> None:
@@ -83,7 +85,7 @@ def test_a_job_that_compiles_needs_a_compiler_on_its_node() -> None:
     seat = local_seat(0, 2, 1, compiled, device="cuda")
     (problem,) = device_problems(compiled, seat, 2, H100, compiler=None)
     assert problem.key == "train.compile" and "gcc" in problem.fix
-    assert "rank 0 on localhost: torch.compile needs a C compiler" in problem.what
+    assert "rank 0 on localhost: torch.compile needs a C compiler" in problem.fault
     assert device_problems(compiled, seat, 2, H100) == []
     assert device_problems(job(), seat, 2, H100, compiler=None) == []
 
@@ -115,7 +117,7 @@ def test_a_card_runs_what_was_compiled_for_it(capability: tuple[int, int], built
     assert has_kernels_for(capability, built_for) is runs
     seat = local_seat(0, 2, 1, job(), device="cuda")
     problems = device_problems(job(), seat, 2, Card("Card", capability, 80 * GIB), built_for=built_for)
-    assert [f"has kernels for {', '.join(built_for)} only" in one.what for one in problems] == [True] * (not runs)
+    assert [f"has kernels for {', '.join(built_for)} only" in one.fault for one in problems] == [True] * (not runs)
 
 
 class Freeing:
@@ -144,7 +146,7 @@ def test_memory_of_a_process_that_was_killed_is_waited_for(after_s: float, waite
 def test_two_ranks_on_one_card_are_named() -> None:
     labels = ["pp0", "pp1", "pp2"]
     (problem,) = shared_cards(["a 0:41:0", "b 0:41:0", "a 0:41:0"], labels)
-    assert problem.what == "pp0, pp2 have the same card, a at PCI bus 0:41:0" and "MIG" in problem.fix
+    assert problem.fault == "pp0, pp2 have the same card, a at PCI bus 0:41:0" and "MIG" in problem.fix
     assert shared_cards(["", "", ""], labels) == []
 
 

@@ -165,9 +165,9 @@ def test_an_interface_on_which_nobody_answers_is_named_with_the_pair_and_what_to
     first, _ = _together(seats, patience_s=1.0)
     assert isinstance(first, UnreachableError)
     problem = first.problems[0]
-    assert "127.0.0.1 (interface lo" in problem.what
-    assert "cannot exchange data with 127.0.0.2 at 127.0.0.2" in problem.what
-    assert "another process answers" in problem.what
+    assert "127.0.0.1 (interface lo" in problem.fault
+    assert "cannot exchange data with 127.0.0.2 at 127.0.0.2" in problem.fault
+    assert "another process answers" in problem.fault
     assert "GLOO_SOCKET_IFNAME" in problem.fix
 
 

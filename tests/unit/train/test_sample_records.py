@@ -53,7 +53,7 @@ def test_runs_on_tokens_sample_with_the_tokenizer_that_encoded_them() -> None:
 )
 def test_what_cannot_sample_is_refused_by_name(sections: dict[str, Any], told: str) -> None:
     found = [problem for problem in check_spec(job(**sections)) if problem.key == "train.sample"]
-    assert [told in problem.what for problem in found] == [True]
+    assert [told in problem.fault for problem in found] == [True]
     assert ("raypp generate" in found[0].fix) == ("tokenizer" not in told), "it needs a tokenizer, too"
     assert check_training(job(**sections)) == found, "plan proposes no such job"
 
@@ -61,7 +61,7 @@ def test_what_cannot_sample_is_refused_by_name(sections: dict[str, Any], told: s
 def test_prompts_must_fit_with_their_answers() -> None:
     (problem,) = check_spec(job(train={"sample": {**SAMPLE, "prompts": ["ok", "x" * 25]}}))
     assert problem.key == "train.sample.prompts[1]"
-    assert problem.what == "has 25 tokens: with 8 new ones it exceeds data.seq_len, 32"
+    assert problem.fault == "has 25 tokens: with 8 new ones it exceeds data.seq_len, 32"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def problems(schedule: str, **train: Any) -> list[str]:
         "pipeline": {"schedule": schedule, "stages_per_rank": SCHEDULES.get(schedule).nearest_stages(1)},
         "train": {"activation_checkpointing": "selective", **train},
     }  # fmt: skip
-    return [f"{problem.key}: {problem.what}" for problem in check_plan(parse_job(job))]
+    return [f"{problem.key}: {problem.fault}" for problem in check_plan(parse_job(job))]
 
 
 @pytest.mark.parametrize("schedule", [kind.name for kind in SCHEDULES if kind.splits_backward])
