@@ -148,9 +148,6 @@ class _Ranges(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         end = min(self._at + len(buffer), self._file.size)
         if end <= self._at:

@@ -114,21 +114,18 @@ class SourceFile:
                 ) from error
 
     def _raw_lines(self) -> Iterator[bytes]:
-        begun: list[bytes] = []
-        size, number = 0, 1
+        begun, number = bytearray(), 1
         for chunk in self.contents():
             first, *others = chunk.split(b"\n")
-            begun.append(first)
-            size += len(first)
-            if size > MOST_TEXT_BYTES:
+            begun += first
+            if len(begun) > MOST_TEXT_BYTES:
                 raise too_long(self.place, f"{self.name}:{number}", "line")
             if others:
-                size, number = len(others[-1]), number + len(others)
-                yield b"".join(begun)
+                yield bytes(begun)
                 yield from others[:-1]
-                begun = [others[-1]]
-        if any(begun):
-            yield b"".join(begun)
+                begun, number = bytearray(others[-1]), number + len(others)
+        if begun:
+            yield bytes(begun)
 
 
 @contextmanager

@@ -189,9 +189,6 @@ class FileTokenizer:
         add_bos: What belongs before and after a text. auto: what the file's post-processor adds;
             True: also the beginning, if that does not add it; False: nothing.
 
-    Attributes:
-        pad_id: The id that its files name for padding; None: none.
-
     Raises:
         DataError: A file is missing or invalid, there is no end-of-text token, or no beginning to
             add.
@@ -205,10 +202,11 @@ class FileTokenizer:
         template = self._backend.post_processor
         self._backend.post_processor = None  # it would take blanks out of the offsets
         made += _add_special(self._backend, named)
-        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.identity = hashlib.sha256(content + "".join(made).encode()).hexdigest()[:16]
-        self.bos_id, self.pad_id = (self._named(named, role) for role in ("bos_token", "pad_token"))
-        end, guessed = self._end(named, path), ""
+        self.bos_id = self._named(named, "bos_token")
+        end, guessed = self._named(named, "eos_token"), ""
+        if end is None:
+            end = next(iter(ids_of_model(path.parent, "eos_token")), None)
         if end is None:
             guessed = next((name for name in END_NAMES if self._backend.token_to_id(name) is not None), "")
             end = self._backend.token_to_id(guessed) if guessed else None
@@ -224,7 +222,8 @@ class FileTokenizer:
                 fix = 'leave data.add_bos out, or write {"bos_token": "…"} into tokenizer_config.json beside it'
                 raise DataError(Problem("data.add_bos", f"no file beside {path} names a beginning of texts", fix))
             self.before = first
-        self.vocab_size = 1 + max(self.vocab_size - 1, self.eos_id, *self.before, *self.after)
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = 1 + max(*ids, self.eos_id, *self.before, *self.after)
         remarks = []
         if guessed:
             remarks.append(f"no file beside {visible(path)} names its end of text: {guessed} is taken")
@@ -236,11 +235,6 @@ class FileTokenizer:
     def _named(self, named: SpecialTokens, role: str) -> int | None:
         name = named.names.get(role)
         return None if name is None else self._backend.token_to_id(name)
-
-    def _end(self, named: SpecialTokens, path: Path) -> int | None:
-        """Returns the end that the files name: the tokenizer's, else the first of the model's."""
-        end = self._named(named, "eos_token")
-        return end if end is not None else next(iter(ids_of_model(path.parent, "eos_token")), None)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return self.encode_batch([text])[0]

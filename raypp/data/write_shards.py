@@ -14,7 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -267,9 +267,6 @@ def _stored(store: ObjectStore, key: str) -> bytes | None:
     except NotFound:
         return None
 
-
-if TYPE_CHECKING:  # needs jinja2
-    from raypp.data.rows import RowEncoder
 
 _AHEAD = 2  # batches in work per process
 Contents = tuple[list[tuple[bytes, bytes]], Faults]

@@ -18,13 +18,13 @@ from raypp.errors import DataError, JobError, Problem
 from raypp.hf.model_files import GENERATION
 from raypp.hf.original import default_generation, original_ends, original_generation
 from raypp.spec.models import DecoderOptions
-from raypp.spec.tokenizer_file import BOUNDS, read_tokenizer, tokenizer_path, vocabulary
+from raypp.spec.tokenizer_file import BOUNDS, TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.untrusted.documents import Bounds, parse_object
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
 
 OPTION = "--tokenizer"
-TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+CONFIG = "tokenizer_config.json"
 _TEMPLATE, _TEMPLATE_BYTES = "chat_template.jinja", 1 << 20
 _BESIDE = (
     CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE, "vocab.json", "merges.txt",

@@ -157,15 +157,12 @@ def error_document(error: BaseException, *, peer: bool) -> dict[str, Any]:
         error: The error.
         peer: Whether it only means that another rank is gone.
     """
-    known = isinstance(error, RayppError)
-    problems = (
-        error.problems if isinstance(error, RayppError) else [Problem("", "".join(traceback.format_exception(error)))]
-    )
-    return {
-        "problems": [[problem.key, problem.fault, problem.fix] for problem in problems],
-        "exit_code": error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED,
-        "peer": not known and peer,
-    }
+    if isinstance(error, RayppError):
+        peer = False
+    else:
+        error = RunFailedError("".join(traceback.format_exception(error)))
+    problems = [[problem.key, problem.fault, problem.fix] for problem in error.problems]
+    return {"problems": problems, "exit_code": error.exit_code, "peer": peer}
 
 
 def died(rank: int, why: str) -> dict[str, Any]:

@@ -30,12 +30,11 @@ from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.spec.precision import DTYPES, FP32, PRECISIONS
-from raypp.spec.tokenizer_file import BESIDE, BOUNDS
+from raypp.spec.tokenizer_file import BESIDE, BOUNDS, TOKENIZER
 from raypp.storage import NotFound, ObjectStore, open_store
 from raypp.untrusted.files import expand_home
 
 KEY = "RUN"
-_TOKENIZER = "tokenizer.json"
 _SHOWN = 5
 
 
@@ -272,14 +271,14 @@ def _of_folder(argument: str) -> Source:
     files = HfFiles(url)
     config = files.config()
     options = hf_options(DecoderOptions(from_hf=url))
-    there = files.store.head(_TOKENIZER) is not None
+    there = files.store.head(TOKENIZER) is not None
     dtype = config.get("dtype") or config.get("torch_dtype")
     return Source(
         place=url,
         model=options.model_dump(mode="json"),
         context=model_context(options),
         precision=next((known.name for known in DTYPES.values() if known.torch == dtype), FP32.name),
-        tokenizer=files.place(_TOKENIZER) if there else None,
+        tokenizer=files.place(TOKENIZER) if there else None,
         eos_ids=original_ends(options) or end_ids(None, config),
     )
 
@@ -287,7 +286,7 @@ def _of_folder(argument: str) -> Source:
 def _ids_beside(tokenizer: str) -> tuple[int, ...]:
     """Returns the ids of generation_config.json beside a tokenizer.json, as in an export."""
     folder = expand_home(tokenizer).parent
-    if is_remote(tokenizer) or Path(tokenizer).name != _TOKENIZER or not (folder / GENERATION).is_file():
+    if is_remote(tokenizer) or Path(tokenizer).name != TOKENIZER or not (folder / GENERATION).is_file():
         return ()
     return end_ids(HfFiles(str(folder)).generation_config(), {})
 
