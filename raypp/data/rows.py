@@ -61,8 +61,9 @@ class _Text:
     """Text to tokenise, what of it carries loss, and whether beginning and end are added."""
 
     text: str
-    spans: Sequence[tuple[int, int]]
+    spans: Sequence[_Span]
     framed: bool = False
+    remarks: frozenset[str] = frozenset()
 
 
 class RowEncoder:
@@ -93,7 +94,6 @@ class RowEncoder:
     ) -> None:
         self._tokenizer, self._template, self._loss = tokenizer, template, loss
         self._names = names or Names()
-        self._remarks = set[str]()
         self._vocab_size = vocab_size if vocab_size is not None else tokenizer.vocab_size
 
     @property
@@ -113,25 +113,15 @@ class RowEncoder:
         Args:
             rows: Plain values of JSON. A fault is returned as it is.
         """
-        texts: list[_Text | RowFault] = []
-        remarks = []
-        for row in rows:
-            self._remarks = set()
-            texts.append(self._text(row))
-            remarks.append(frozenset(self._remarks))
+        texts = [self._text(row) for row in rows]
         tokens = iter(self._tokens([one.text for one in texts if not isinstance(one, RowFault)]))
-        encoded = [one if isinstance(one, RowFault) else self._encoded(one, next(tokens)) for one in texts]
-        return [
-            one if isinstance(one, RowFault) else replace(one, remarks=notes)
-            for one, notes in zip(encoded, remarks, strict=True)
-        ]
+        return [one if isinstance(one, RowFault) else self._encoded(one, next(tokens)) for one in texts]
 
     def _text(self, row: Mapping[str, Any] | RowFault) -> _Text | RowFault:
         if isinstance(row, RowFault):
             return row
         try:
             parsed = parse_row(row, self._names, chat=self._template is not None)
-            self._remarks |= {f"column {key} is not used" for key in parsed.unused}
             text = self._parsed(parsed.content)
             text.text.encode()
         except RowFault as fault:
@@ -140,7 +130,7 @@ class RowEncoder:
             return RowFault(str(fault), "repair the row, or the template")
         except UnicodeEncodeError as error:
             return RowFault(f"the text is not valid Unicode: {visible(error.reason)}", "repair the row")
-        return text
+        return replace(text, remarks=text.remarks | {f"column {key} is not used" for key in parsed.unused})
 
     def _parsed(self, content: Content) -> _Text:
         if isinstance(content, str):
@@ -154,123 +144,8 @@ class RowEncoder:
             return _Text("".join(text for text, _ in content.texts), spans)
         if self._template is None:
             raise RowFault("is a conversation, and there is no chat template", "set data.chat_template")
-        self._until = deadline()
-        self._remark_unread(content)
-        rendered = self._render(content, len(content.messages))
-        return _Text(rendered.text, self._learnt(content, rendered))
-
-    def _remark_unread(self, conversation: Conversation) -> None:
-        """Remarks what the template does not write, because it does not know the name."""
-        assert self._template is not None
-        keys = {key for turn in conversation.messages for key, value in turn.items() if value is not None} - _NO_TEXT
-        unread = sorted(key for key in keys if not self._template.reads(key, conversation.tools))
-        self._remarks |= {
-            f"key {visible(key)} of turns is not used: the chat template does not read it" for key in unread
-        }
-        if conversation.tools and not self._template.reads("tools", conversation.tools):
-            self._remarks.add("column tools is not used: the chat template does not read it")
-
-    def _render(self, conversation: Conversation, turns: int, *, header: bool = False) -> Rendered:
-        """Renders the first turns, and the header of the assistant's next one."""
-        assert self._template is not None
-        return self._template.render(
-            conversation.messages[:turns], conversation.tools, add_generation_prompt=header, until=self._until
-        )
-
-    def _learnt(self, conversation: Conversation, rendered: Rendered) -> list[_Span]:
-        """Returns the parts of a rendered conversation that carry loss."""
-        refused = {index for index, mark in enumerate(conversation.marks) if mark is False}
-        if self._loss == "all":
-            return _without((0, len(rendered.text)), self._turns(conversation, rendered, sorted(refused)))
-        turns = [
-            i for i, turn in enumerate(conversation.messages) if turn["role"] == "assistant" and i >= conversation.begin
-        ]
-        if not turns:
-            raise RowFault("has no assistant turn: nothing carries loss", "remove the row, or set data.loss to all")
-        wanted = [index for index in (turns[-1:] if self._loss == "last" else turns) if index not in refused]
-        if not wanted:
-            which = "its last assistant turn is" if self._loss == "last" else "all its assistant turns are"
-            raise RowFault(f"{which} marked as not to be learnt: nothing carries loss", "remove the row")
-        return self._turns(conversation, rendered, wanted)
-
-    def _turns(self, conversation: Conversation, rendered: Rendered, wanted: Sequence[int]) -> list[_Span]:
-        """Returns the parts of a rendered conversation that are some of its turns."""
-        assert self._template is not None
-        if not wanted:
-            return []
-        if not self._template.marks_turns(conversation.tools):
-            return [self._turn(conversation, rendered, index) for index in wanted]
-        if not any(end > start for start, end in rendered.spans):
-            raise RowFault("the template's {% generation %} marks nothing", "repair the template")
-        marked = self._marked(conversation, rendered, wanted)
-        return [
-            span
-            for index in wanted
-            for span in (marked[index] if index in marked else [self._turn(conversation, rendered, index)])
-        ]
-
-    def _marked(self, conversation: Conversation, rendered: Rendered, wanted: Sequence[int]) -> dict[int, list[_Span]]:
-        """Returns the parts that the template marks, by the assistant's turn that they belong to.
-
-        A turn has the marks that are there with it and not without it.
-        """
-        turns = [index for index, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
-        if wanted == turns:
-            return {turns[0]: list(rendered.spans)} | {index: [] for index in turns[1:]}
-        if wanted == turns[-1:] and len(rendered.spans) == len(turns):
-            return {turns[-1]: list(rendered.spans[-1:])}
-        counts = [0]
-        for index in turns:
-            last = index + 1 == len(conversation.messages)
-            counts.append(len((rendered if last else self._render(conversation, index + 1)).spans))
-        if counts != sorted(counts) or counts[-1] != len(rendered.spans):
-            raise RowFault("the template's {% generation %} does not mark turn by turn", "repair the template")
-        return {
-            index: list(rendered.spans[begin:end]) for index, (begin, end) in zip(turns, pairwise(counts), strict=True)
-        }
-
-    def _turn(self, conversation: Conversation, rendered: Rendered, index: int) -> _Span:
-        """Finds a turn by the text that is there with it and not without it.
-
-        A template that writes a turn otherwise when others follow has no such text. There the turn
-        is what its iteration of the template's loop wrote.
-        """
-        try:
-            return self._turn_by_prefix(conversation, rendered.text, index)
-        except RowFault:
-            if (turn := rendered.turns.get(index)) is None:
-                raise
-            self._remarks.add(_BY_LOOP)
-            start, end = turn
-            last = len(conversation.messages) - 1
-            if conversation.messages[index]["role"] == "assistant":
-                whole = self._render(conversation, last + 1, header=True)
-                header = whole.text[whole.turns[last][1] :] if last in whole.turns else ""
-                start += _header_size(header, rendered.text[start:end])
-            return start, len(rendered.text) if index == last else end
-
-    def _turn_by_prefix(self, conversation: Conversation, whole: str, index: int) -> _Span:
-        """Finds a turn by rendering the conversation up to it, without it and with it."""
-        last = index + 1 == len(conversation.messages)
-        until = whole if last else self._render(conversation, index + 1).text
-        try:
-            opened, before = (self._render(conversation, index, header=header).text for header in (True, False))
-        except TemplateFault as fault:
-            raise RowFault(
-                f"the template does not render what is before messages[{index}]: {fault}", _MARK_IT
-            ) from None
-        start = None
-        if until.startswith(before):
-            start = len(before)
-        if conversation.messages[index]["role"] == "assistant":
-            if until.startswith(opened):
-                start = len(opened)
-            elif start is not None and opened.startswith(before):
-                start += _header_size(opened[start:], until[start:])
-        if start is None or not whole.startswith(until):
-            problem = f"the template cannot mark turns: messages[:{index + (start is not None)}] alone is not rendered "
-            raise RowFault(problem + "as the whole conversation begins", _MARK_IT)
-        return start, len(until)
+        turns = _Turns(self._template, content)
+        return _Text(turns.rendered.text, turns.learnt(self._loss), remarks=frozenset(turns.remarks))
 
     def _tokens(self, texts: Sequence[str]) -> list[Tokens | RowFault]:
         try:
@@ -293,7 +168,124 @@ class RowEncoder:
         if fault := lacking(self._tokenizer, ids, self._vocab_size):
             fix = f"set model.vocab_size to at least {self._tokenizer.vocab_size}, or use the model's own tokenizer"
             return RowFault(f"has {fault}", fix)
-        return Encoded(ids, loss, text.text) if loss.any() else RowFault("no token carries loss", _MARK_IT)
+        if not loss.any():
+            return RowFault("no token carries loss", _MARK_IT)
+        return Encoded(ids, loss, text.text, text.remarks)
+
+
+class _Turns:
+    """A rendered conversation, and where its turns are in the text.
+
+    Attributes:
+        rendered: The whole of it.
+        remarks: What the template does not write of it, and which turns its loop had to tell.
+    """
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
+        self._template, self._conversation, self._until = template, conversation, deadline()
+        self._messages, self._tools = conversation.messages, conversation.tools
+        self._assistant = [index for index, turn in enumerate(self._messages) if turn["role"] == "assistant"]
+        self.remarks = self._unread()
+        self.rendered = self._render(len(self._messages))
+
+    def learnt(self, loss: Loss) -> list[_Span]:
+        """Returns the parts that carry loss."""
+        refused = {index for index, mark in enumerate(self._conversation.marks) if mark is False}
+        if loss == "all":
+            return _without((0, len(self.rendered.text)), self._parts(sorted(refused)))
+        turns = [index for index in self._assistant if index >= self._conversation.begin]
+        if not turns:
+            raise RowFault("has no assistant turn: nothing carries loss", "remove the row, or set data.loss to all")
+        wanted = [index for index in (turns[-1:] if loss == "last" else turns) if index not in refused]
+        if not wanted:
+            which = "its last assistant turn is" if loss == "last" else "all its assistant turns are"
+            raise RowFault(f"{which} marked as not to be learnt: nothing carries loss", "remove the row")
+        return self._parts(wanted)
+
+    def _unread(self) -> set[str]:
+        """Remarks what the template does not write, because it does not know the name."""
+        keys = {key for turn in self._messages for key, value in turn.items() if value is not None} - _NO_TEXT
+        unread = {f"key {visible(key)} of turns" for key in keys if not self._template.reads(key, self._tools)}
+        if self._tools and not self._template.reads("tools", self._tools):
+            unread.add("column tools")
+        return {f"{one} is not used: the chat template does not read it" for one in unread}
+
+    def _render(self, turns: int, *, header: bool = False) -> Rendered:
+        """Renders the first turns, and the header of the assistant's next one."""
+        messages = self._messages[:turns]
+        return self._template.render(messages, self._tools, add_generation_prompt=header, until=self._until)
+
+    def _parts(self, wanted: Sequence[int]) -> list[_Span]:
+        """Returns the parts of the text that are some of the turns."""
+        if not wanted:
+            return []
+        if not self._template.marks_turns(self._tools):
+            return [self._part(index) for index in wanted]
+        if not any(end > start for start, end in self.rendered.spans):
+            raise RowFault("the template's {% generation %} marks nothing", "repair the template")
+        marked = self._marked(wanted)
+        return [span for index in wanted for span in (marked[index] if index in marked else [self._part(index)])]
+
+    def _marked(self, wanted: Sequence[int]) -> dict[int, list[_Span]]:
+        """Returns the parts that the template marks, by the assistant's turn that they belong to.
+
+        A turn has the marks that are there with it and not without it.
+        """
+        turns, spans = self._assistant, list(self.rendered.spans)
+        if wanted == turns:
+            return {turns[0]: spans} | {index: [] for index in turns[1:]}
+        if wanted == turns[-1:] and len(spans) == len(turns):
+            return {turns[-1]: spans[-1:]}
+        counts = [0]
+        for index in turns:
+            last = index + 1 == len(self._messages)
+            counts.append(len((self.rendered if last else self._render(index + 1)).spans))
+        if counts != sorted(counts) or counts[-1] != len(spans):
+            raise RowFault("the template's {% generation %} does not mark turn by turn", "repair the template")
+        return {index: spans[begin:end] for index, (begin, end) in zip(turns, pairwise(counts), strict=True)}
+
+    def _part(self, index: int) -> _Span:
+        """Finds a turn by the text that is there with it and not without it.
+
+        A template that writes a turn otherwise when others follow has no such text. There the turn
+        is what its iteration of the template's loop wrote.
+        """
+        try:
+            return self._part_by_prefix(index)
+        except RowFault:
+            if (turn := self.rendered.turns.get(index)) is None:
+                raise
+            self.remarks.add(_BY_LOOP)
+            start, end = turn
+            last = len(self._messages) - 1
+            if index in self._assistant:
+                whole = self._render(last + 1, header=True)
+                header = whole.text[whole.turns[last][1] :] if last in whole.turns else ""
+                start += _header_size(header, self.rendered.text[start:end])
+            return start, len(self.rendered.text) if index == last else end
+
+    def _part_by_prefix(self, index: int) -> _Span:
+        """Finds a turn by rendering the conversation up to it, without it and with it."""
+        whole, last = self.rendered.text, index + 1 == len(self._messages)
+        until = whole if last else self._render(index + 1).text
+        try:
+            opened, before = (self._render(index, header=header).text for header in (True, False))
+        except TemplateFault as fault:
+            raise RowFault(
+                f"the template does not render what is before messages[{index}]: {fault}", _MARK_IT
+            ) from None
+        start = None
+        if until.startswith(before):
+            start = len(before)
+        if index in self._assistant:
+            if until.startswith(opened):
+                start = len(opened)
+            elif start is not None and opened.startswith(before):
+                start += _header_size(opened[start:], until[start:])
+        if start is None or not whole.startswith(until):
+            problem = f"the template cannot mark turns: messages[:{index + (start is not None)}] alone is not rendered "
+            raise RowFault(problem + "as the whole conversation begins", _MARK_IT)
+        return start, len(until)
 
 
 def _header_size(header: str, turn: str) -> int:
