@@ -59,16 +59,16 @@ class RowFault(Exception):
     """A row cannot be used.
 
     Attributes:
-        what: What is wrong with it.
+        reason: What is wrong with it.
         fix: What the user can do.
     """
 
-    def __init__(self, what: str, fix: str) -> None:
-        super().__init__(what, fix)  # both: it travels between processes
-        self.what, self.fix = what, fix
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason, fix)  # both: it travels between processes
+        self.reason, self.fix = reason, fix
 
     def __str__(self) -> str:
-        return self.what
+        return self.reason
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Faults:
 
     def add(self, place: str, fault: RowFault) -> None:
         if len(self._shown) < _SHOWN:
-            self._shown.append(Problem(self._key, f"{place}: {fault.what}", fault.fix))
+            self._shown.append(Problem(self._key, f"{place}: {fault.reason}", fault.fix))
         else:
             self._more += 1
 

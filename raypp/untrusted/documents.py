@@ -176,5 +176,5 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _fail(error: type[RayppError], place: str, what: str, fix: str, cause: BaseException | None = None) -> NoReturn:
-    raise error(Problem(place, what, fix)) from cause
+def _fail(error: type[RayppError], place: str, fault: str, fix: str, cause: BaseException | None = None) -> NoReturn:
+    raise error(Problem(place, fault, fix)) from cause

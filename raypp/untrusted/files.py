@@ -127,7 +127,7 @@ def read_file_or_pipe(path: Path, most_bytes: int, error: type[RayppError] = Dat
     except OSError as cause:
         raise error(Problem(str(path), f"cannot be opened: {cause.strerror}", "check its permissions")) from None
     with os.fdopen(descriptor, "rb", buffering=0) as pipe:
-        data = _until_closed(pipe, most_bytes, lambda what: error(Problem(str(path), what, _PIPE_FIX)))
+        data = _until_closed(pipe, most_bytes, lambda fault: error(Problem(str(path), fault, _PIPE_FIX)))
     if len(data) > most_bytes:
         raise error(Problem(str(path), f"has more than {most_bytes:,} bytes", "check what writes to the pipe"))
     return data

@@ -64,7 +64,7 @@ class Listener:
         serve: Called in a thread of its own with each proven connection, which blocks, and the
             number that the peer sent. The connection is closed afterwards. OSError, ValueError and
             RayppError end the connection only.
-        what: What the port is for, in messages and as part of the threads' names.
+        purpose: What the port is for, in messages and as part of the threads' names.
         tell: Called once, from another thread, with the address and the fault of the first
             connection that was refused.
 
@@ -78,7 +78,7 @@ class Listener:
         address: str,
         secret: bytes,
         serve: Callable[[socket.socket, int], None],
-        what: str,
+        purpose: str,
         tell: Callable[[str], None] = log.warning,
     ) -> None:
         if not secret:
@@ -88,7 +88,7 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._server = socket.create_server((address, 0), family=family, backlog=256)
         self._server.setblocking(False)
-        self._secret, self._serve, self._what, self._tell = secret, serve, what, tell
+        self._secret, self._serve, self._purpose, self._tell = secret, serve, purpose, tell
         self._closed = self._reported = False
         self._unproven: dict[socket.socket, _Unproven] = {}  # oldest first
         self._proven: set[socket.socket] = set()
@@ -117,7 +117,7 @@ class Listener:
                 thread.join(_JOIN_S)
 
     def _start(self, target: Callable[..., None], *arguments: object) -> None:
-        thread = threading.Thread(target=target, args=arguments, name=f"raypp-{self._what}", daemon=True)
+        thread = threading.Thread(target=target, args=arguments, name=f"raypp-{self._purpose}", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
 
@@ -140,7 +140,7 @@ class Listener:
             for one in list(self._unproven.values()):
                 self._forget(selector, one).close()
         if self.refused:
-            log.info("the port for %s refused %d connections", self._what, self.refused)
+            log.info("the port for %s refused %d connections", self._purpose, self.refused)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         oldest = next(iter(self._unproven.values()), None)
@@ -198,7 +198,7 @@ class Listener:
         self.refused += 1
         if why and not self._reported:
             self._reported = True
-            self._tell(f"a connection from {one.address} to the port for {self._what} was refused: {why}")
+            self._tell(f"a connection from {one.address} to the port for {self._purpose} was refused: {why}")
 
     def _forget(self, selector: selectors.BaseSelector, one: _Unproven) -> socket.socket:
         selector.unregister(one.connection)
@@ -216,7 +216,7 @@ class Listener:
                     self._serve(connection, number)
         except (OSError, ValueError, RayppError) as error:
             if not self._closed:
-                log.info("a connection for %s ended: %s", self._what, error)
+                log.info("a connection for %s ended: %s", self._purpose, error)
         finally:
             self._proven.discard(connection)
 

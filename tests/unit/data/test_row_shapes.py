@@ -226,7 +226,7 @@ def test_a_column_or_key_that_the_job_names_and_the_data_lack_is_named() -> None
         (found,) = RowEncoder(ByteTokenizer(), ChatTemplate(CHATML), names=Names(columns)).encode(
             [{"messages": turns("a", "b")}]
         )
-        assert isinstance(found, RowFault) and re.search(what, found.what)
+        assert isinstance(found, RowFault) and re.search(what, found.reason)
 
 
 def called(arguments: Any, **more: Any) -> dict[str, Any]:

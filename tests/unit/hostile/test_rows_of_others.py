@@ -135,7 +135,7 @@ def test_any_row_is_parsed_or_refused_with_a_fix(messages: Any, tools: Any, key:
     try:
         parse_row({key: messages, "completion": tools, "tools": tools})
     except RowFault as fault:
-        assert fault.what and fault.fix
+        assert fault.reason and fault.fix
 
 
 def documents(folder: Path, name: str, content: bytes, kind: str = "text") -> Any:
@@ -228,4 +228,4 @@ def test_a_row_has_one_deadline_for_all_its_renderings(monkeypatch: pytest.Monke
     slow = "{% for m in messages %}{{ m.content }}{% for i in range(300) %}{% endfor %}{% endfor %}"
     turns = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(400)]
     (found,) = RowEncoder(ByteTokenizer(), ChatTemplate(slow)).encode([{"messages": turns}])
-    assert isinstance(found, RowFault) and "s of computing" in found.what
+    assert isinstance(found, RowFault) and "s of computing" in found.reason
