@@ -158,7 +158,7 @@ class _Row:
         return self.names.key(key) or key
 
 
-def parse_row(row: Mapping[str, Any], names: Names | None = None, *, chat: bool = True) -> Parsed:
+def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> Parsed:
     """Returns what a row holds, by the first shape whose columns it has; see `shape_of`.
 
     Args:
@@ -169,7 +169,6 @@ def parse_row(row: Mapping[str, Any], names: Names | None = None, *, chat: bool 
     Raises:
         RowFault: It has none of these shapes, or is of a kind that raypp does not train on.
     """
-    names = names or Names()
     shape = shape_of(row, names) or shape_of(dict.fromkeys(row, True), names)
     mine = _Row(row, names)
     if shape == ("text",):
@@ -190,13 +189,12 @@ def parse_row(row: Mapping[str, Any], names: Names | None = None, *, chat: bool 
     return Parsed(content, frozenset(key for key in mine.unread if row[key] is not None))
 
 
-def shape_of(row: Mapping[str, Any], names: Names | None = None) -> tuple[str, ...] | None:
+def shape_of(row: Mapping[str, Any], names: Names = Names()) -> tuple[str, ...] | None:
     """Returns the columns that say what a row is: the first of these that have values.
 
     `messages`; `conversations`; `prompt` and `completion`; `instruction` and `output`; `segments`.
     Those that `data.columns` names come first, and so does its `text`.
     """
-    names = names or Names()
     shapes = [*_SHAPES, *([("text",)] if "text" in names.columns else [])]
     shapes.sort(key=lambda shape: not any(key in names.columns for key in shape))
     mine = _Row(row, names)

@@ -21,6 +21,7 @@ from raypp.data.row_order import Cursor, rows_from
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
+from raypp.spec.job import PartOptions
 
 KIND = SourceKind("mixture", "several sources by weights, from data.parts", position=6, keys=("parts",), mixes=True)
 
@@ -176,35 +177,26 @@ class MixtureOrder:
         return chosen
 
 
-def part_names(names: Sequence[str | None], sources: Sequence[str]) -> list[str]:
-    """Returns a name for every part, none twice.
-
-    Args:
-        names: Those that the user gave.
-        sources: For each part, the path or the kind.
-    """
-    taken, given = {name for name in names if name is not None}, []
-    for name, source in zip(names, sources, strict=True):
-        if name is None:
-            stem = source.rstrip("/").rpartition("/")[2].partition(".")[0].lower()
+def part_names(parts: Sequence[PartOptions]) -> list[str]:
+    """Returns a name for every part, none twice: its own, else from the path or the kind."""
+    taken, names = {part.name for part in parts}, []
+    for part in parts:
+        if (name := part.name) is None:
+            stem = (part.path or part.kind).rstrip("/").rpartition("/")[2].partition(".")[0].lower()
             stem = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem)[:30].strip("-")
             count, name = 1, stem or "part"
             while name in taken:
                 count += 1
                 name = f"{stem or 'part'}-{count}"
             taken.add(name)
-        given.append(name)
-    return given
-
-
-def mixture_digest(parts: Sequence[Part]) -> str:
-    """Returns a digest of the parts' documents, weights and budgets."""
-    return hashlib.sha256(repr([sorted(_facts(part).items()) for part in parts]).encode()).hexdigest()[:16]
+        names.append(name)
+    return names
 
 
 def training_corpus(parts: Sequence[Part]) -> Corpus:
-    """Returns the documents of all parts, in order, with `mixture_digest` as their digest."""
-    return replace(joined([part.corpus for part in parts]), digest=mixture_digest(parts))
+    """Returns the documents of all parts, in order. Their digest covers weights and budgets."""
+    facts = repr([sorted(_facts(part).items()) for part in parts])
+    return replace(joined([part.corpus for part in parts]), digest=hashlib.sha256(facts.encode()).hexdigest()[:16])
 
 
 def _facts(part: Part) -> dict[str, Any]:

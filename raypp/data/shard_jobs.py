@@ -78,8 +78,7 @@ def section_of_shards(job: Job, urls: Mapping[str, str]) -> dict[str, Any]:
 
 def names_of(job: Job) -> list[str]:
     """Returns the names of the parts of a mixture."""
-    parts = job.data.parts or []
-    return part_names([one.name for one in parts], [one.path or one.kind for one in parts])
+    return part_names(job.data.parts or [])
 
 
 def _output(job: Job, key: str, name: str, data: Any) -> Output:

@@ -104,8 +104,7 @@ def open_documents(job: Job) -> Documents:
         raise DataError(Problem("data.eval.path", fault, "use `eval: {fraction: 0.02}`"))
     trained, held, total, too_long = [], [], 0, 0
     options = job.data.parts or []
-    names = part_names([one.name for one in options], [one.path or one.kind for one in options])
-    for index, (one, name) in enumerate(zip(options, names, strict=True)):
+    for index, (one, name) in enumerate(zip(options, part_names(options), strict=True)):
         alone = job.model_copy(update={"data": job.data.part(index)})
         train, held_out, counts = _train_and_held_out(alone, tokenizer, f"data.parts[{index}]")
         held += [held_out] if held_out is not None else []
@@ -272,20 +271,17 @@ def source_request(job: Job, key: str = "data") -> tuple[Callable[[Request], Cor
     if source.mixes or source.ids != "text":
         fault = f"kind {job.data.kind} has no text to tokenise"
         raise DataError(Problem(f"{key}.kind", fault, "train on it as it is"))
-    if source.endings and not job.data.path:
-        raise _no_path(job.data.kind, f"{key}.path")
     return source.build(), _request(job, job_tokenizer(job), job.data.path or "", f"{key}.path")
 
 
 def _request(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Request:
+    if not path and _source(job).endings:
+        raise _no_path(job.data.kind, place)
     return Request(job.data, path, place, tokenizer, job.model.vocab_size, job.train.seed)
 
 
 def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
-    source = _source(job)
-    if source.endings and not path:
-        raise _no_path(job.data.kind, place)
-    corpus: Corpus = source.build()(_request(job, tokenizer, path, place))
+    corpus: Corpus = _source(job).build()(_request(job, tokenizer, path, place))
     return corpus
 
 
