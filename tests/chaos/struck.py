@@ -87,7 +87,7 @@ def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
     upload, commit, gradients = saving.upload_snapshot, saving.write_commit, GradientReducer.gradients
 
     def struck_upload(*arguments: Any, **more: Any) -> Any:
-        fate.at("save", arguments[4]["step"])
+        fate.at("save", arguments[3]["step"])
         return upload(*arguments, **more)
 
     def struck_commit(store: Any, what: Any) -> None:
