@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -32,9 +31,8 @@ from raypp.memory.files import (
     tail_offset,
     write_control,
 )
+from raypp.parallel.host_copies import lock_pages, unlock_pages
 from raypp.untrusted.documents import Bounds, parse_as
-
-log = logging.getLogger(__name__)
 
 FORMAT = 3
 
@@ -100,7 +98,7 @@ class Slot:
             mapped = mmap.mmap(self._descriptor, CONTROL_BYTES + room)
             self._data = torch.frombuffer(mapped, dtype=torch.uint8, count=room, offset=CONTROL_BYTES)
         if pinned and not self._registered:
-            self._register()
+            self._registered = self._data.data_ptr() if lock_pages(self._data) else -1
         return self._data[:size]
 
     def begin(self, name: SlotName, about: Mapping[str, Any]) -> None:
@@ -162,20 +160,9 @@ class Slot:
             self.path.rename(goal)
         self.path, self.name = goal, name
 
-    def _register(self) -> None:
-        """Page-locks the memory for CUDA. Best effort: on failure, copies are only slower."""
-        assert self._data is not None
-        address = self._data.data_ptr()
-        error = torch.cuda.cudart().cudaHostRegister(address, self._data.numel(), 0)  # type: ignore[no-untyped-call]
-        if int(error) == 0:
-            self._registered = address
-        else:
-            log.warning("cannot page-lock shared memory (CUDA error %d): snapshots take longer", int(error))
-            self._registered = -1
-
     def _unmap(self) -> None:
         if self._registered > 0:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)  # type: ignore[no-untyped-call]
+            unlock_pages(self._registered)
         self._registered = 0
         self._data = None  # the mapping is freed with its last tensor
 

@@ -81,6 +81,24 @@ def await_on_host(parameters: Iterable[Tensor]) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
+def lock_pages(data: Tensor) -> bool:
+    """Page-locks host memory `[size]` for CUDA, and returns whether it could. If not, copies take
+    longer."""
+    error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)  # type: ignore[no-untyped-call]
+    if int(error) == 0:
+        return True
+    log.warning("cannot page-lock %d bytes (CUDA error %d): copies take longer", data.nbytes, int(error))
+    # CUDA keeps this thread's error until it is asked for: the next kernel would raise it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def unlock_pages(address: int) -> None:
+    """Reverts `lock_pages` of memory that begins at an address."""
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
 class HostMemory:
     """Host memory for tensors that stay there as long as the run; page-locked where CUDA is.
 
@@ -110,18 +128,12 @@ class HostMemory:
             return torch.empty(size, dtype=torch.uint8)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         data = torch.frombuffer(memory, dtype=torch.uint8)
-        error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
-        if int(error) == 0:
+        if lock_pages(data):
             self._registered.append(data.data_ptr())
-        else:
-            log.warning("cannot page-lock %d bytes (CUDA error %d): copies take longer", size, int(error))
-            # CUDA keeps this thread's error until it is asked for: the next kernel would raise it.
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
         return data
 
     def close(self) -> None:
         """Unlocks the pages. The tensors stay usable."""
         for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+            unlock_pages(address)
         self._registered.clear()

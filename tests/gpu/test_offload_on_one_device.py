@@ -16,6 +16,7 @@ from ranks import DEVICE, run_in_turn_on_one_device
 from test_mesh_on_one_device import LLAMA, document
 from training import merged, seat_of, train_steps
 
+from raypp.parallel.host_copies import lock_pages, unlock_pages
 from raypp.planning import offload
 from raypp.records import Requests
 from raypp.spec.load import parse_job
@@ -78,3 +79,14 @@ def test_the_device_holds_less() -> None:
     assert before["between"] - state["between"] > 0.7 * 10 * parameters
     (inputs,) = run_ranks(1, held, offloaded(plain, INPUTS))
     assert inputs["peak"] < before["peak"]
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_locked_leaves_no_error_for_the_next_kernel() -> None:
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    assert lock_pages(memory)
+    try:
+        assert not lock_pages(memory), "locked twice"
+        assert int(torch.ones(3, device="cuda").sum()) == 3
+    finally:
+        unlock_pages(memory.data_ptr())
