@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypp.checkpoint.state import gather_state, residual_slices
+from raypp.checkpoint.state import OUTER_MOMENTUM, gather_state, residual_slices
+from raypp.parallel.outer_sync import OuterState
 from raypp.parallel.replica_sums import Residuals
 from raypp.records import Coordinates
 
@@ -88,3 +89,16 @@ def test_every_replica_writes_its_own() -> None:
         assert not state[f"optim/{WEIGHT}/residual.{replica}"].moving
     copy = gather_state([stage(1, 2, copy=True)], optimizer, Coordinates(1, 1))
     assert list(copy) == [f"optim/{WEIGHT}/residual_of_copy.1"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 2), (2, 4)])
+def test_a_replica_that_trains_apart_takes_those_of_the_one_it_goes_on_as_without_optimizer_state(
+    before: int, after: int
+) -> None:
+    saved = names(before)
+    for replica in range(after):
+        one = stage(replica, after)
+        one.outer_state = OuterState(replica, after, {WEIGHT: torch.zeros(2, 3)}, {})
+        plan = residual_slices([one], [f"optim/{WEIGHT}/{OUTER_MOMENTUM}", *saved])
+        assert set(plan.targets) == {f"optim/{WEIGHT}/{OUTER_MOMENTUM}", saved[replica % before]}
+        assert not plan.added and not plan.cleared
