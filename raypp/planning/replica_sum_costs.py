@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypp.planning.activations import Kind
-from raypp.planning.end_weights import sum_bytes
 from raypp.planning.machines import Link
 from raypp.planning.memory import stage_trained
 from raypp.planning.resolve import ResolvedPipeline
@@ -80,7 +79,7 @@ def sent_bytes(job: Job, numbers: float, kind: str) -> float:
         return 2 * (replicas - 1) / replicas * numbers * 4  # the mean of fp32 weights, as a ring
     if kind == "int8":
         return (replicas - 1) * numbers * _INT8_BYTES
-    return 2 * (replicas - 1) / replicas * numbers * sum_bytes(job)
+    return 2 * (replicas - 1) / replicas * numbers * job.train.dtypes.reduce.bytes
 
 
 def replica_sums(
@@ -130,7 +129,7 @@ def replica_sums(
         waits = sync.fragments * max(0.0, one - sync.overlap_steps * timeline.makespan)
     computing = 0.0
     if form == "int8":
-        quantise, add = _INT8_S["cpu" if kind == "cpu" else "cuda"]
+        quantise, add = _INT8_S[kind]
         computing = most * (quantise + job.mesh.dp_replicate * add)
     return ReplicaSums(
         kind=form,
@@ -172,8 +171,7 @@ def _ready(slots: Sequence[Slot], stage: int, pipeline: ResolvedPipeline, messag
 def _end(sums: Sequence[tuple[Sequence[float], float]]) -> float:
     """Returns when a rank's sums have left its cable, one block after the other.
 
-    Args:
-        sums: For each stage, when its blocks are ready, and the seconds of them all.
+    `sums`: for each stage, when its blocks are ready, and the seconds of them all.
     """
     now = 0.0
     for ready, seconds in sorted((at, seconds / len(blocks)) for blocks, seconds in sums for at in blocks):
