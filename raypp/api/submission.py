@@ -238,12 +238,7 @@ _RECORDS_PATIENCE_S = 15.0
 
 
 class JobWatch:
-    """The Ray job of a run, polled at intervals.
-
-    Args:
-        cluster: Where the run was submitted to.
-        place: The run.
-    """
+    """The Ray job of a run on the cluster that it was submitted to, polled at intervals."""
 
     def __init__(self, cluster: Cluster, place: RunPlace) -> None:
         self._dashboard = cluster.dashboard

@@ -93,12 +93,7 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
 class Meter:
     """Times the parts of a model; created by `open_meter`.
 
-    Args:
-        job: A job with two layers.
-        groups: The process groups of one rank.
-        device: The device that runs the parts.
-        batches: The microbatches to run.
-        steady: `optimizer_s`, `step_s` and the results of `copying_seconds`.
+    `steady`: `optimizer_s`, `step_s` and the results of `copying_seconds`.
     """
 
     def __init__(

@@ -125,13 +125,7 @@ def changes_that_fit(
 
 
 class _Search:
-    """Plans combinations of changes until a time is reached.
-
-    Args:
-        machines: The nodes.
-        device: The kind of device.
-        end: Time of the monotonic clock at which the search ends.
-        host: Free bytes of host memory by node; 0 if unknown.
+    """Plans combinations of changes until a time of the monotonic clock, `end`.
 
     Attributes:
         tried: Number of combinations whose memory was planned.
@@ -186,10 +180,12 @@ class _Search:
                 return []
         proposals: list[Proposal] = []
         smallest: list[Point] = []
-        for point in _by_size(strongest):
+        every = product(*(range(level + 1) for level in strongest))
+        for point in sorted(every, key=lambda point: (sum(map(bool, point)), sum(point))):  # of few levers first
             if self._late():
                 break
-            if any(_within(one, point) for one in smallest) or not fits(point):
+            contains_one = any(all(a <= b for a, b in zip(one, point, strict=True)) for one in smallest)
+            if contains_one or not fits(point):
                 continue
             changes = _changes(levels, point)
             one = changed_job(shaped, changes)
@@ -280,16 +276,6 @@ def _each_left_out(point: Point) -> list[Point]:
     """Returns the combinations in which one lever is left out, or one level weaker."""
     weaker = [(at, less) for at, level in enumerate(point) if level for less in {0, level - 1}]
     return [(*point[:at], less, *point[at + 1 :]) for at, less in weaker]
-
-
-def _by_size(strongest: Point) -> list[Point]:
-    """Returns all combinations of levels, those of few levers first."""
-    every = product(*(range(level + 1) for level in strongest))
-    return sorted(every, key=lambda point: (sum(map(bool, point)), sum(point)))
-
-
-def _within(one: Point, other: Point) -> bool:
-    return all(a <= b for a, b in zip(one, other, strict=True))
 
 
 _IN_WORDS = 3

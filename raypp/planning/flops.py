@@ -31,19 +31,16 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
 
     Averages over layers.
     """
-    keys = _keys_of_layers(model, seq_len)
+    keys = _keys(model, seq_len)
     return 2.0 * sizes.mean("multiplied") + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
 
 
 @lru_cache(maxsize=64)
-def _keys_of_layers(model: DecoderOptions, seq_len: int) -> float:
-    return sum(_keys(model.attention_rule(index).window, seq_len) for index in range(model.num_layers))
-
-
-def _keys(window: int | None, seq_len: int) -> float:
-    """Returns how many keys a query of a row of `seq_len` tokens reads on average."""
-    seen = seq_len if window is None else min(window, seq_len)
-    return seen * (1 - seen / (2 * seq_len))
+def _keys(model: DecoderOptions, seq_len: int) -> float:
+    """Returns how many keys a query of a row reads on average, in all layers together."""
+    windows = (model.attention_rule(index).window for index in range(model.num_layers))
+    seen = (seq_len if window is None else min(window, seq_len) for window in windows)
+    return sum(keys * (1 - keys / (2 * seq_len)) for keys in seen)
 
 
 def head_flops(model: DecoderOptions) -> float:

@@ -325,11 +325,8 @@ class _Step:
         return unshard, reduce, update + copying
 
     def _sharded(self, of_stage: Callable[[Job, int, Sequence[int]], tuple[int, int]]) -> list[_Sharded]:
-        """Returns what the ranks of each pipeline rank share.
-
-        Args:
-            of_stage: Returns a stage's count, and what of it belongs to experts.
-        """
+        """Returns what the ranks of each pipeline rank share of what `of_stage` counts: all of it,
+        and what belongs to experts."""
         job, shared = self._job, []
         for stages in self._pipeline.stages_of_rank:
             counts = [of_stage(job, stage, self._pipeline.cut) for stage in stages]
@@ -341,9 +338,8 @@ class _Step:
     def _copies(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
         """Returns the seconds of local copies for gathering weights once and reducing gradients.
 
-        They add to the time on the wire.
-
-        FSDP copies for replicas too, although nothing is sent if nothing is sharded.
+        They add to the time on the wire. FSDP copies for replicas too, although nothing is sent if
+        nothing is sharded.
         """
         job, costs, dtypes = self._job, self._costs, self._job.train.dtypes
         shards, copies = job.mesh.shards, job.summed_replicas
@@ -365,11 +361,9 @@ class _Step:
     def _layer_traffic(self) -> float:
         """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch.
 
-        A backward has twice as many.
-
-        Ring: keys and values circulate, (cp - 1) / cp of them past every rank. Ulysses: queries,
-        keys, values and the result are exchanged. Experts: the rows of tokens go out and come back,
-        to (ep - 1) / ep of the ranks.
+        A backward has twice as many. Ring: keys and values circulate, (cp - 1) / cp of them past
+        every rank. Ulysses: queries, keys, values and the result are exchanged. Experts: the rows
+        of tokens go out and come back, to (ep - 1) / ep of the ranks.
         """
         job, model, mesh = self._job, self._job.model, self._mesh
         number, cp = job.train.dtypes.compute.bytes, job.mesh.cp
@@ -390,15 +384,9 @@ class _Step:
     def _collectives(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
         """Returns the seconds of gathering weights once, and of summing gradients over shards.
 
-        Both for the slowest pipeline rank. The sums over replicas are in
-        `planning.replica_sum_costs`.
-
-        The parts that ranks on CPUs send each other take as long (`parallel.late_sums`; counted at
-        a network card).
-
-        Args:
-            gathered: Bytes of every pipeline rank's weights.
-            trained: Numbers of its gradients.
+        Both for the slowest pipeline rank, from bytes of every rank's weights and numbers of its
+        gradients. The parts that ranks on CPUs send each other take as long (`parallel.late_sums`;
+        counted at a network card).
         """
         if self._job.mesh.shards == 1:
             return 0.0, 0.0

@@ -18,10 +18,10 @@ from raypp.planning.memory import stage_trained
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.schedules.simulate import Slot, Timeline
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 
-_INT8_BLOCK = 256
-_INT8_BYTES = (_INT8_BLOCK + 4) / _INT8_BLOCK
-"""Bytes of a number in int8, with its part of the fp32 scale of each block."""
+_BLOCK = 256
+"""Numbers in int8 or int4 that share an fp32 scale."""
 _INT8_S = {"cpu": (2.8e-9, 0.65e-9), "cuda": (2.7e-11, 0.9e-11)}
 """Seconds to quantise a number, and to add up one of a replica's. On a CPU as measured
 (docs/design/0054); on a GPU 40 and 13 bytes at 1.5 TB/s, not measured."""
@@ -69,17 +69,14 @@ def hidden_exchanges(job: Job, now: ReplicaSums, compute_s: float) -> Iterator[J
 def sent_bytes(job: Job, numbers: float, kind: str) -> float:
     """Returns the bytes that a rank sends to sum `numbers` numbers over the replicas.
 
-    An exact sum is a ring: (n - 1) / n of the numbers go around twice. In int8, every replica sends
-    its numbers to every other.
+    An exact sum is a ring: (n - 1) / n of the numbers go around twice. In int8 or int4, every
+    replica sends its numbers to every other.
     """
     replicas = job.mesh.dp_replicate
-    if kind == "outer":
-        if bits := job.train.sync.bits:
-            return (replicas - 1) * numbers * (_INT8_BLOCK * bits / 8 + 4) / _INT8_BLOCK
-        return 2 * (replicas - 1) / replicas * numbers * 4  # the mean of fp32 weights, as a ring
-    if kind == "int8":
-        return (replicas - 1) * numbers * _INT8_BYTES
-    return 2 * (replicas - 1) / replicas * numbers * job.train.dtypes.reduce.bytes
+    if bits := {"int8": 8, "outer": job.train.sync.bits}.get(kind):
+        return (replicas - 1) * numbers * (_BLOCK * bits / 8 + 4) / _BLOCK
+    each = FP32.bytes if kind == "outer" else job.train.dtypes.reduce.bytes  # the mean of fp32 weights, or sums
+    return 2 * (replicas - 1) / replicas * numbers * each
 
 
 def replica_sums(

@@ -41,16 +41,14 @@ class Wire:
 def schedule_of(job: Job) -> str:
     """Returns the schedule's name.
 
-    auto is interleaved_1f1b with several stages per rank, 1f1b with one.
-
-    With fewer microbatches than pipeline ranks, 1F1B has no steady state; auto is then looped_bfs
-    or gpipe.
+    auto is interleaved_1f1b with several stages per rank, 1f1b with one. With fewer microbatches
+    than pipeline ranks, 1F1B has no steady state; auto is then looped_bfs or gpipe.
     """
     pipeline = job.pipeline
     if pipeline.schedule != "auto":
         return pipeline.schedule
-    several, enough = pipeline.stages_per_rank > 1, pipeline.microbatches >= job.mesh.pp
-    if several:
+    enough = pipeline.microbatches >= job.mesh.pp
+    if pipeline.stages_per_rank > 1:
         return "interleaved_1f1b" if enough else "looped_bfs"
     return "1f1b" if enough else "gpipe"
 

@@ -220,9 +220,8 @@ def _better_cut(
 ) -> Candidate:
     """Moves layers away from a candidate's busiest pipeline rank while the forecast improves.
 
-    Ends at the time `end` of the monotonic clock.
-
-    The default cut knows neither measured costs nor the speeds of different devices.
+    Ends at the time `end` of the monotonic clock. The default cut knows neither measured costs nor
+    the speeds of different devices.
     """
     if one.job.num_stages == 1:
         return one

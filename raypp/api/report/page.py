@@ -191,25 +191,11 @@ _NUMBERED = 1.6
 """Percent of the step above which a block has room for its microbatch's number."""
 
 _COLOURS_OF = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward",
-    "W": "weights",
-    "wait F": "wait",
-    "wait B": "wait",
-    "wait sends": "wait",
-    "wait gather": "wait",
-    "wait sums": "wait",
-    "gather": "collective",
-    "sum": "collective",
-    "negotiate": "collective",
-    "reduce": "collective",
-    "clocks": "collective",
-    "optimizer": "optimizer",
-    "save": "save",
-    "memory": "save",
-    "data": "data",
-}
+    "F": "forward", "B": "backward", "I": "backward", "W": "weights", "optimizer": "optimizer", "data": "data",
+    **dict.fromkeys(("wait F", "wait B", "wait sends", "wait gather", "wait sums"), "wait"),
+    **dict.fromkeys(("gather", "sum", "negotiate", "reduce", "clocks"), "collective"),
+    **dict.fromkeys(("save", "memory"), "save"),
+}  # fmt: skip
 _STEP_LEGEND = (
     ("forward", "forward"),
     ("backward", "backward"),
