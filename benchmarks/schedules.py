@@ -13,8 +13,8 @@ import statistics
 from benchmarks.sizes import MICROBATCHES, model_options
 from benchmarks.surroundings import announce
 from benchmarks.throughput import WARM, torchrun
-from raypp.planning.end_weights import end_weights
-from raypp.planning.predict import stage_times
+from raypp.planning.flops import end_weights
+from raypp.planning.plan import stage_times
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.simulate import simulate
 from raypp.spec.job import Job
@@ -41,7 +41,7 @@ def predicted(schedule: str, stages_per_rank: int, layer_s: float) -> tuple[floa
     """Returns makespan (s) and bubble of the simulation; a layer's forward takes `layer_s`."""
     job = job_of(schedule, stages_per_rank)
     pipeline = resolve_pipeline(job)
-    timeline = simulate(pipeline.program, stage_times(pipeline, layer_s, 2.0, 0.0))
+    timeline = simulate(pipeline.program, stage_times(pipeline, layer_s))
     return timeline.makespan, timeline.bubble
 
 

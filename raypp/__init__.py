@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from raypp.api.checked_job import plan
-    from raypp.api.python import load_job, run, submit
     from raypp.api.run import Run, list_runs
+    from raypp.api.submission import load_job, run, submit
     from raypp.errors import RayppError
     from raypp.spec.job import Job
 
@@ -21,10 +21,10 @@ _FROM = {
     "RayppError": "raypp.errors",
     "Run": "raypp.api.run",
     "list_runs": "raypp.api.run",
-    "load_job": "raypp.api.python",
+    "load_job": "raypp.api.submission",
     "plan": "raypp.api.checked_job",
-    "run": "raypp.api.python",
-    "submit": "raypp.api.python",
+    "run": "raypp.api.submission",
+    "submit": "raypp.api.submission",
 }
 
 

@@ -13,8 +13,7 @@ from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
 from raypp.planning.costs import device_named, read_costs
 from raypp.planning.machines import read_machines
-from raypp.planning.plan import Plan, make_plan
-from raypp.planning.predict import Grounds
+from raypp.planning.plan import Grounds, Plan, make_plan
 from raypp.planning.sizes import count, not_counted, sizes_remark
 from raypp.recovery.policy import check_policy
 from raypp.spec.checks import check_spec
@@ -88,10 +87,11 @@ def _problems_on(device: str, file: JobFile, before: Sequence[Problem]) -> list[
     file = replace(file, job=file.job.for_device(device))
     problems = _spec_problems(file, before)
     reported = {problem.key for problem in (*before, *problems)}
-    plan = [
-        problem for problem in _plan_problems(file) if problem.key not in reported and (problem.key or not reported)
-    ]
-    return problems + plan
+    try:
+        found: Sequence[Problem] = check_plan(file.job)
+    except JobError as error:
+        found = error.problems
+    return problems + [one for one in found if one.key not in reported and (one.key or not reported)]
 
 
 def _spec_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:
@@ -129,13 +129,6 @@ def sized(file: JobFile) -> JobFile:
 
         lend_store_settings()
     return with_hf_sizes(file)
-
-
-def _plan_problems(file: JobFile) -> list[Problem]:
-    try:
-        return check_plan(file.job)
-    except JobError as error:
-        return list(error.problems)
 
 
 def plan(

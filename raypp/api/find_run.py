@@ -1,11 +1,13 @@
-"""Finds the run that the user named: its place, its records and its status."""
+"""Finds the run that the user named: its place, its records and its status; follows it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raypp.checkpoint.layout import spec_key
@@ -15,11 +17,14 @@ from raypp.clusters.known_runs import RunPlace
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.observe.reader import RunReader
 from raypp.observe.status import GONE_AFTER_S, NO_CONTROLLER, RunStatus, is_final, without_a_sign_of_life
-from raypp.records import RunState
+from raypp.records import Event, RunState
 from raypp.storage import ObjectStore, StoreError, open_store
 
 _KEYS_LOOKED_AT = 2000
 _QUICK_S = 3.0
+POLL_S = 0.5
+_STORE_PATIENCE_S = 60.0
+_ETA_STEPS = 20
 
 
 def find_run(argument: str) -> tuple[RunPlace, RunReader]:
@@ -139,3 +144,79 @@ def _no_such_run(store: ObjectStore, name: str) -> JobError:
     fix = known_runs.hint_of_names(name, runs_below(store), f"{store.url.rstrip('/')}/{{}}")
     fix = fix or "the store contains no runs that can be listed; use the checkpoint.url of the run's job"
     return JobError(Problem("RUN", f"there is no run {name!r} below {store.url}", fix))
+
+
+# Follows a run: its records again and again, until it has ended.
+
+
+@dataclass(frozen=True)
+class Records:
+    """A run's records as last read.
+
+    Attributes:
+        status: As `present_status` returns it.
+        rows: The lines of its history.
+        events: All its events.
+        trouble: Why these are not the present ones; empty if they are.
+    """
+
+    status: dict[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    events: Sequence[Event]
+    trouble: str = ""
+
+    @classmethod
+    def read(cls, place: RunPlace, reader: RunReader) -> Records:
+        """Reads them, the status first, so that the others contain everything it refers to.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        status = present_status(place, reader)
+        return cls(status, reader.history(), reader.events())
+
+    @property
+    def step(self) -> int:
+        """The last finished step. The history was read after the status, so it is not behind it."""
+        return int(self.rows[-1]["step"] if self.rows else self.status["step"])
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time that the remaining steps take, from the last ones; None if unknown."""
+        if not self.rows or not self.status["steps"]:
+            return None
+        per_step = statistics.median(float(row["step_s"]) for row in self.rows[-_ETA_STEPS:])
+        return per_step * max(0, int(self.status["steps"]) - self.step)
+
+
+def follow(
+    place: RunPlace, reader: RunReader, over: Callable[[], bool] | None = None, poll_s: float = POLL_S
+) -> Iterator[Records]:
+    """Yields a run's records at intervals until it has ended.
+
+    While the store does not answer, these are the last ones, with the trouble.
+
+    Args:
+        place: The run.
+        reader: Its records.
+        over: Called before each look. After it returns True, the records are read once more.
+        poll_s: Seconds between two looks.
+
+    Raises:
+        StoreError: The store did not answer for a minute. With `over`: did not when that was True.
+    """
+    heard, last = time.monotonic(), None
+    while True:
+        ends = over is not None and over()
+        try:
+            last, heard = Records.read(place, reader), time.monotonic()
+        except StoreError as error:
+            if ends or (over is None and time.monotonic() - heard > _STORE_PATIENCE_S):
+                raise
+            trouble = f"cannot read the run's records at the moment: {error.problems[0].fault}"
+            last = last and replace(last, trouble=trouble)
+        if last is not None:
+            yield last
+            if not last.trouble and (ends or is_final(last.status)):
+                return
+        time.sleep(poll_s)

@@ -9,8 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from raypp.api.find_run import ended_status, find_run, open_reader, present_status
-from raypp.api.following import POLL_S, follow
+from raypp.api.find_run import POLL_S, ended_status, find_run, follow, open_reader, present_status
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -73,11 +72,8 @@ class Run:
         return [event_json(event) for event in self._reader.events()]
 
     def logs(self, rank: int | None = None) -> list[str]:
-        """Returns the ranks' output so far, each line behind its rank's coordinates.
-
-        Args:
-            rank: Only this rank's lines.
-        """
+        """Returns the output so far of the ranks, or of one, each line behind its rank's
+        coordinates."""
         return [f"{label_of(line)} | {line.text}" for line in open_reader(self.place).logs(rank)]
 
     def follow(self) -> Iterator[dict[str, Any]]:
@@ -238,8 +234,7 @@ class Run:
 
 def list_runs() -> list[Run]:
     """Returns the runs that were submitted from here or that the cluster knows, newest first."""
-    places = known_runs.known_runs()
-    return [Run(place) for place in places]
+    return [Run(place) for place in known_runs.known_runs()]
 
 
 def end_in_words(end: dict[str, Any]) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from raypp.api.checked_job import checked, load_checked_job
 from raypp.api.find_run import ended_status, runs_below
+from raypp.api.run import Run
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.compatibility import (
     check_resume,
@@ -26,10 +31,10 @@ from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, Unreach
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.planning.check import check_plan
-from raypp.planning.predict import Grounds, with_every_steps
+from raypp.planning.plan import Grounds, with_every_steps
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
-from raypp.spec.load import JobFile, job_document
+from raypp.spec.load import JobFile, job_document, job_file
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.untrusted.text import shell_word
 
@@ -233,12 +238,7 @@ _RECORDS_PATIENCE_S = 15.0
 
 
 class JobWatch:
-    """The Ray job of a run, polled at intervals.
-
-    Args:
-        cluster: Where the run was submitted to.
-        place: The run.
-    """
+    """The Ray job of a run on the cluster that it was submitted to, polled at intervals."""
 
     def __init__(self, cluster: Cluster, place: RunPlace) -> None:
         self._dashboard = cluster.dashboard
@@ -270,7 +270,7 @@ class JobWatch:
         if self.job is not None and self.job["status"] in FINAL_JOB_STATES and self._ended is None:
             self._ended = time.monotonic()
 
-    def exit_code(self, end: RunEnd | None, say: Callable[[str], None]) -> int:
+    def exit_code(self, end: RunEnd | None, say: Say) -> int:
         """Returns the run's exit code from its end; without one, that of its driver.
 
         Waits a little for the driver to end.
@@ -296,3 +296,54 @@ class JobWatch:
         self._look()
         code = (self.job or {}).get("driver_exit_code")
         return code if isinstance(code, int) and 0 <= code < 128 else EXIT_RUN_FAILED
+
+
+# What a script or a notebook calls: `raypp.load_job`, `raypp.submit` and `raypp.run`.
+
+_log = logging.getLogger("raypp")
+
+
+def load_job(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Job:
+    """Loads and checks a job file.
+
+    Args:
+        path: The YAML file.
+        overrides: Values by key, such as `{"train.steps": 200}`, which replace those of the file.
+
+    Raises:
+        JobError: All problems, each with its location.
+    """
+    words = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]
+    return load_checked_job(path, words).job
+
+
+def submit(job: Job, *, address: str | None = None, resume: bool = False, wait: bool = False) -> Run:
+    """Checks a job, submits it to a cluster, and returns the run.
+
+    What `raypp submit` says on the way, the logger `raypp` gets as warnings.
+
+    Args:
+        job: From `load_job`, or made in Python; relative paths are those of the working directory.
+        address: URL of the cluster's dashboard; None: RAYPP_ADDRESS, then the embedded cluster.
+        resume: Resume the run of this name from its newest checkpoint.
+        wait: Return when the run has ended.
+
+    Raises:
+        JobError: The job cannot run there, or its name is taken.
+        UnreachableError: The cluster or the store does not answer.
+        ResourcesError: The cluster has not enough devices.
+        RunFailedError: With `wait`, the run has failed.
+    """
+    submitted = Run(start(prepare(checked(job_file(job)), address, resume, _log.warning), _log.warning))
+    if wait:
+        submitted.wait()
+    return submitted
+
+
+def run(name: str) -> Run:
+    """Returns the run of a name, or of URL/NAME.
+
+    Raises:
+        JobError: There is no such run. The message suggests close names.
+    """
+    return Run.find(name)

@@ -13,8 +13,7 @@ from typing import Any
 import click
 from rich.cells import cell_len, set_cell_size
 
-from raypp.api.find_run import find_run, open_reader, present_status
-from raypp.api.following import POLL_S, follow
+from raypp.api.find_run import POLL_S, find_run, follow, open_reader, present_status
 from raypp.api.report.collect import collect
 from raypp.api.report.page import page
 from raypp.api.run import event_json, label_of

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 
-from raypp.api.following import POLL_S, Records, follow
+from raypp.api.find_run import POLL_S, Records, follow
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.render import curve, error_facts, facts, show_event, state_text
 from raypp.clusters.known_runs import RunPlace
@@ -65,7 +65,7 @@ class LiveView:
             The last records. Their state is final unless `over` ended the loop.
 
         Raises:
-            StoreError: The store did not respond; see `api.following`.
+            StoreError: The store did not respond; see `api.find_run`.
             KeyboardInterrupt: Ctrl-C. The run itself continues.
         """
         self._started = time.monotonic()

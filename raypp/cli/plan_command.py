@@ -22,8 +22,7 @@ from raypp.observe.status import seconds_text
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, write_costs
 from raypp.planning.fit_search import Fitting, Proposal, changes_that_fit, set_words
 from raypp.planning.memory import RankMemory
-from raypp.planning.plan import Plan, make_plan
-from raypp.planning.predict import Grounds, kind_of
+from raypp.planning.plan import Grounds, Plan, make_plan
 from raypp.planning.search import search as search_meshes
 from raypp.planning.sizes import sizes_remark
 from raypp.planning.stored_bytes import size_text
@@ -205,7 +204,7 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
         SystemExit: Nothing that was tried fits on the given devices (exit code 4).
     """
     device = grounds.devices_for(job)[-1]
-    job = job.for_device(kind_of(device))
+    job = job.for_device(device.kind)
     if not device.memory:
         names = ", ".join(name for name, known in DEVICES.items() if known.memory)
         raise JobError("--fit needs a device whose memory is known", f"add --device with one of {names}")
@@ -221,7 +220,7 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
 
 def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Console) -> None:
     device = grounds.devices_for(job)[-1]
-    job = job.for_device(kind_of(device))
+    job = job.for_device(device.kind)
     costs = grounds.costs or computed_costs(job, device)
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
         result = search_meshes(
@@ -229,7 +228,7 @@ def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, consol
             grounds.machines_for(job),
             costs,
             device_memory=device.memory,
-            kind=kind_of(device),
+            kind=device.kind,
             patience_s=patience_s,
         )
     remark = sizes_remark(job.model)

@@ -11,7 +11,7 @@ import click
 
 import raypp
 from raypp.api.checked_job import load_checked_job
-from raypp.api.following import Records
+from raypp.api.find_run import Records
 from raypp.api.run import Run, end_in_words
 from raypp.api.submission import JobWatch, prepare, start
 from raypp.checkpoint.run_spec import read_end

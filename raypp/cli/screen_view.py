@@ -13,7 +13,7 @@ from rich.layout import Layout
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 
-from raypp.api.following import Records, follow
+from raypp.api.find_run import Records, follow
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.render import curve, event_style, event_words, one_line, state_text
 from raypp.clusters.known_runs import RunPlace

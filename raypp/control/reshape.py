@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from raypp.mesh.shapes import Shape, best_shape
 from raypp.planning.check import check_plan
-from raypp.planning.peak import CERTAIN, peak_memory
+from raypp.planning.memory import CERTAIN, peak_memory
 from raypp.records import AXES, Event
 from raypp.spec.job import Job
 

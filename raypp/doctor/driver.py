@@ -23,6 +23,9 @@ from raypp.untrusted.text import visible
 _START_S = 60.0
 _DEVICES_S = 150.0
 _STORE_S = 300.0
+_LINK = "{gbps_out:.3g} and {gbps_in:.3g} Gbit/s, {latency_ms:.3g} ms"
+_GROUP = "{all_reduce:.3g} GB/s in sums, {exchange:.3g} to a neighbour"
+_STORE = "{up_mbps:.0f} MB/s up, {down_mbps:.0f} down"
 PROGRESS = "> "
 """The prefix of each line of progress."""
 MANY_NODES = 16
@@ -155,7 +158,7 @@ class Examination:
             answers |= self._gather(asked, 60 + 4 * self._options.seconds)
             for (one, other), answer in answers.items():
                 links.append({"from": self._ip(one), "to": self._ip(other), **answer})
-                _print_progress(f"link {self._ip(one)} – {self._ip(other)}: {_link_text(answer)}")
+                _print_progress(f"link {self._ip(one)} – {self._ip(other)}: {_words(answer, _LINK)}")
         return links
 
     def _groups(self, working: list[int]) -> list[dict[str, Any]]:
@@ -188,7 +191,9 @@ class Examination:
                 peer = next((ip for ip in nodes if ip != self._ip(index)), nodes[0])
                 asked[index] = self._actors[index].try_group.remote(ranks, len(names), nodes[0], port, peer, off)
             tries.append({"off": off, **slowest(list(self._gather(asked, GROUP_TIMEOUT_S + _START_S).values()))})
-            _print_progress(f"{kind} on {', '.join(nodes)}{f' without {off}' if off else ''}: {_group_text(tries[-1])}")
+            _print_progress(
+                f"{kind} on {', '.join(nodes)}{f' without {off}' if off else ''}: {_words(tries[-1], _GROUP)}"
+            )
             if "error" not in tries[-1]:
                 break
         return {"nodes": nodes, "kind": kind, "ranks": len(names), "tries": tries}
@@ -200,7 +205,7 @@ class Examination:
         for index in working:
             asked = {index: self._actors[index].try_store.remote(url, marks[index])}
             results |= self._gather(asked, _STORE_S)
-            _print_progress(f"store from {self._ip(index)}: {_store_text(results[index])}")
+            _print_progress(f"store from {self._ip(index)}: {_words(results[index], _STORE)}")
         written = [marks[index] for index in working if "error" not in results[index]]
         seen = self._gather({index: self._actors[index].sees.remote(url, written) for index in working}, _START_S)
         for index in working:
@@ -232,24 +237,9 @@ def _print_progress(text: str) -> None:
     print(f"{PROGRESS}{visible(text)}", flush=True)  # noqa: T201
 
 
-def _link_text(answer: dict[str, Any]) -> str:
-    if "error" in answer:
-        return str(answer["error"])
-    return f"{answer['gbps_out']:.3g} and {answer['gbps_in']:.3g} Gbit/s, {answer['latency_ms']:.3g} ms"
-
-
-def _group_text(answer: dict[str, Any]) -> str:
-    if "error" in answer:
-        return str(answer["error"])
-    return f"{answer['all_reduce']:.3g} GB/s in sums, {answer['exchange']:.3g} to a neighbour"
-
-
-def _store_text(answer: dict[str, Any]) -> str:
-    return (
-        str(answer["error"])
-        if "error" in answer
-        else f"{answer['up_mbps']:.0f} MB/s up, {answer['down_mbps']:.0f} down"
-    )
+def _words(answer: dict[str, Any], words: str) -> str:
+    """Returns the error of an answer, or what it measured."""
+    return str(answer["error"]) if "error" in answer else words.format_map(answer)
 
 
 def main(arguments: list[str]) -> int:

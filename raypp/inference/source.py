@@ -24,7 +24,7 @@ from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.from_hf import hf_options
 from raypp.hf.model_files import GENERATION, HfFiles
 from raypp.hf.original import end_ids, model_context, original_ends, saved_options, trained_length
-from raypp.planning.choices import cut_of
+from raypp.planning.resolve import cut_of
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions

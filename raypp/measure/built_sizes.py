@@ -15,42 +15,37 @@ from raypp.models.stage import build_stage
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-def built_sizes(options: DecoderOptions) -> dict[str, Any]:
-    """Returns the answer for one `model:` section."""
-    last = options.num_layers - 1
-    layers = [_shapes(options, range(index, index + 1)) for index in range(options.num_layers)]
-    first_stage = _shapes(options, range(1), first=True)
-    last_stage = _shapes(options, range(last, last + 1), last=True)
-    whole = _shapes(options, range(options.num_layers), first=True, last=True)
-    return {
-        "layers": [list(shapes.values()) for shapes in layers],
-        "first": _parameters(first_stage) - _parameters(layers[0]),
-        "last": _parameters(last_stage) - _parameters(layers[last]),
-        "whole": _parameters(whole),
-    }
-
-
-def _shapes(options: DecoderOptions, layers: range, *, first: bool = False, last: bool = False) -> Shapes:
-    stage = build_stage(options, layers, first=first, last=last)
-    return {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
-
-
-def _parameters(shapes: Shapes) -> int:
-    return sum(map(prod, shapes.values()))
-
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"job"}`: see `built_sizes`.
+    """Answers `{"job"}`, for its `model:` section.
 
     Raises:
         RunFailedError: The model cannot be built.
     """
     try:
-        return built_sizes(parse_job(request["job"]).model)
+        options = parse_job(request["job"]).model
+        layers = [_shapes(options, range(index, index + 1)) for index in range(options.num_layers)]
+        first_stage = _shapes(options, range(1), first=True)
+        last_stage = _shapes(options, range(options.num_layers - 1, options.num_layers), last=True)
+        whole = _shapes(options, range(options.num_layers), first=True, last=True)
     except RayppError as error:
         raise RunFailedError(error.problems) from error
     except Exception as error:  # the user's own code may raise anything
         raise RunFailedError(in_words(error)) from error
+    return {
+        "layers": layers,
+        "first": _parameters(first_stage) - _parameters(layers[0]),
+        "last": _parameters(last_stage) - _parameters(layers[-1]),
+        "whole": _parameters(whole),
+    }
+
+
+def _shapes(
+    options: DecoderOptions, layers: range, *, first: bool = False, last: bool = False
+) -> list[tuple[int, ...]]:
+    stage = build_stage(options, layers, first=first, last=last)
+    return [tuple(parameter.shape) for parameter in stage.parameters()]
+
+
+def _parameters(shapes: list[tuple[int, ...]]) -> int:
+    return sum(map(prod, shapes))

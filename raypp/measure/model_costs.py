@@ -3,7 +3,7 @@
 Three stages are timed on the job's own rows: two layers, two layers with the embedding, two layers
 with the head. The costs of the parts are their differences. The rank's other work in a step
 (reading, agreeing, the optimizer) is timed on a step of one process. On CPUs the cores that compute
-also copy (`measure.copy_costs`).
+also copy (`copying_seconds`).
 
 On CPUs the parts are compared by the thread's CPU time, which a momentary disturbance does not
 change. All of them are then scaled by the ratio of wall time to CPU time of the whole measurement:
@@ -15,6 +15,7 @@ Legend: B rows of a microbatch, T tokens, C hidden size.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import statistics
@@ -25,18 +26,22 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
-from raypp.measure.copy_costs import COPIES, copying_seconds
 from raypp.measure.parity import one_process_job
 from raypp.models.loss import Targets, token_loss_sum
 from raypp.models.stage import build_stage, computes_loss, initialise
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.compute_copies import computing
+from raypp.parallel.late_sums import LateSums
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
 from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.collate import StageBatch
+from raypp.planning.machines import message_bytes
 from raypp.ports import free_port
 from raypp.records import Requests
 from raypp.spec.job import Job
@@ -49,12 +54,11 @@ from raypp.train.step import StepRunner, Stopwatch
 _LAYERS = 2
 _ROUNDS = 5
 _MICROBATCHES = 4
-
-
-def measure(job: Job, device_kind: str = "cpu") -> dict[str, Any]:
-    """Times the parts of a job's model once; see `open_meter` and `Meter.take`."""
-    with open_meter(job, device_kind) as meter:
-        return meter.take()
+COPIES = ("copy_s", "gather_s", "sum_s")
+_MESSAGE_BYTES = 64 * 1024**2
+_BLOCKS = 2
+_MOST_WEIGHTS = 16 * 1024**2
+"""Per block. A larger layer is cut down: the cost per weight hardly depends on their number."""
 
 
 @contextmanager
@@ -80,22 +84,16 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
     seat = local_seat(0, 1, free_port(), small, device=device_kind)
     with assemble(small, seat, hang_timeout_s=60) as rank:
         runner = StepRunner(rank)
-        outside = _outside(
-            runner, sum(p.numel() for m in rank.built.modules for p in m.parameters() if p.requires_grad)
-        )
+        trained = sum(p.numel() for m in rank.built.modules for p in m.parameters() if p.requires_grad)
+        steady = _outside(runner, trained) | copies
         read = runner.read(Requests(), Stopwatch())
-        yield Meter(rank.job, rank.groups, rank.device, runner.batches(read, 1), outside | copies)
+        yield Meter(rank.job, rank.groups, rank.device, runner.batches(read, 1), steady)
 
 
 class Meter:
     """Times the parts of a model; created by `open_meter`.
 
-    Args:
-        job: A job with two layers.
-        groups: The process groups of one rank.
-        device: The device that runs the parts.
-        batches: The microbatches to run.
-        steady: `optimizer_s`, `step_s` and the results of `copying_seconds`.
+    `steady`: `optimizer_s`, `step_s` and the results of `copying_seconds`.
     """
 
     def __init__(
@@ -126,15 +124,14 @@ class Meter:
         """
         (middle, first, last, *split), stretched = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
-        layer = tuple(max(0.0, seconds / _LAYERS) for seconds in middle)
 
         def part(forward: float, backward: float) -> dict[str, float]:
-            return {"forward": forward, "backward": backward}
+            return {"forward": max(0.0, forward), "backward": max(0.0, backward)}
 
         return {
-            "layer": part(*layer),
-            "first": part(*(max(0.0, a - b) for a, b in zip(first, middle, strict=True))),
-            "last": part(*(max(0.0, a - b) for a, b in zip(last, middle, strict=True))),
+            "layer": part(middle[0] / _LAYERS, middle[1] / _LAYERS),
+            "first": part(first[0] - middle[0], first[1] - middle[1]),
+            "last": part(last[0] - middle[0], last[1] - middle[1]),
             **self._steady,
             **{name: stretched * self._steady[name] for name in COPIES},
             "input_share": halves[0] / middle[1],
@@ -238,7 +235,7 @@ class _Clock:
     """Measures two laps in CPU time if one thread does all the work, and their wall time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else _nothing
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._now = time.thread_time if alone else time.perf_counter
         self._wait()
@@ -255,10 +252,6 @@ class _Clock:
         return middle - start, end - middle, time.perf_counter() - self._begun
 
 
-def _nothing() -> None:
-    pass
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -266,14 +259,17 @@ def _device_name(device: torch.device) -> str:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers `{"job", "device"}`: see `measure`."""
+    """Answers `{"job", "device"}`: see `open_meter` and `Meter.take`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     job, kind = parse_job(request["job"]), request.get("device") or "auto"
     torch.set_num_threads(max(1, int(job.resources.cpus_per_rank)))
-    return measure(job, ("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else kind)
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    with open_meter(job, kind) as meter:
+        return meter.take()
 
 
-def backward_for_input(module: nn.Module, output: Tensor, gradient: Tensor, given: Tensor) -> Callable[[], None]:
+def backward_for_input(module: nn.Module, output: Tensor, gradient: Tensor, given: Tensor) -> Callable[[], Any]:
     """Computes the input's gradient and stores it in `given.grad`.
 
     Args:
@@ -286,9 +282,127 @@ def backward_for_input(module: nn.Module, output: Tensor, gradient: Tensor, give
         The other half: adds to the gradients of the module's parameters. Call it once.
     """
     _, groups = stage_backward_input([output], [gradient], [given], module.parameters())
+    return partial(stage_backward_weight, module.parameters(), groups)
 
-    def for_weights() -> None:
-        """Accumulates the gradients of the parameters, each of its parameter's shape."""
-        stage_backward_weight(module.parameters(), groups)
 
-    return for_weights
+# The CPU time that gloo's messages and sharded weights take from the cores that compute.
+#
+# Two processes on this machine exchange messages, and gather and sum weights with the shapes of one
+# layer. Counted is the CPU time of a process with all its threads, not the time on the wire.
+
+
+def copying_seconds(job: Job) -> dict[str, float]:
+    """Measures the CPU seconds that moving data takes from each of two gloo ranks.
+
+    Returns:
+        `copy_s` per byte of a message sent or received, `gather_s` per weight that FSDP gathers,
+        and `sum_s` per weight whose gradient it sums: copies and additions, without the messages.
+    """
+    document, port = job_document(job), free_port()
+    document["train"] |= {"compile": False, "activation_checkpointing": "none"}  # nothing is computed
+    other = multiprocessing.get_context("spawn").Process(target=_one_of_two, args=(1, port, document), daemon=True)
+    other.start()
+    seconds = _one_of_two(0, port, document)
+    other.join(60)
+    return seconds
+
+
+def _one_of_two(rank: int, port: int, document: dict[str, Any]) -> dict[str, float]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    job = parse_job(document)
+    copy_s = _message_seconds(rank, message_bytes(job))
+    gather_s, sum_s = _weight_seconds(job)
+    dist.destroy_process_group()
+    # Each of two ranks sends the other half of everything and receives as much.
+    gather_s, sum_s = gather_s - job.train.dtypes.compute.bytes * copy_s, sum_s - job.train.dtypes.reduce.bytes * copy_s
+    return dict(zip(COPIES, (copy_s, max(0.0, gather_s), max(0.0, sum_s)), strict=True))
+
+
+def _message_seconds(rank: int, size: int) -> float:
+    """Returns the CPU seconds per byte of messages sent and received at once, as in a step."""
+    count = max(16, min(256, _MESSAGE_BYTES // size))
+    out, into = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]  # one for each direction
+    taken = 0.0
+    for _ in range(2):  # in the first round, sockets grow their buffers
+        start = time.process_time()
+        for _ in range(count):
+            works = [dist.isend(out, 1 - rank, groups[rank]), dist.irecv(into, 1 - rank, groups[1 - rank])]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        taken = (time.process_time() - start) / (2 * count * size)
+    return taken
+
+
+class _Weights(nn.Module):
+    """Weights with the shapes of a layer; the forward adds the sum of each to its input."""
+
+    def __init__(self, shapes: list[torch.Size], share: float) -> None:
+        super().__init__()
+        sizes = [(max(1, round(shape[0] * share)), *shape[1:]) for shape in shapes]
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds every weight's sum to `x`, `[...]`."""
+        for weight in self.weights:
+            x = x + weight.sum()
+        return x
+
+
+def _weight_seconds(job: Job) -> tuple[float, float]:
+    """Returns CPU seconds per weight of a sharded stage: to gather it, and to sum its gradient."""
+    plain = _stage_of_weights(job)
+    sharded = prepare_stage(_stage_of_weights(job), job, init_device_mesh("cpu", (2,)), torch.device("cpu"))
+    for weight in sharded.module.parameters():
+        nn.init.zeros_(weight)
+    count = sum(weight.numel() for weight in plain.parameters())
+    ways = [
+        lambda: _gather(sharded.module),
+        lambda: _pass(sharded.module, sharded.late_sums),
+        lambda: _pass(plain, None),
+    ]
+    taken: list[list[float]] = [[] for _ in ways]
+    for turn in range(_ROUNDS + 1):
+        for way, times in zip(ways, taken, strict=True):
+            seconds = _cpu_seconds(way)
+            if turn:
+                times.append(seconds)
+    gather, both, neither = (statistics.median(times) / count for times in taken)
+    return gather, both - neither - gather
+
+
+def _stage_of_weights(job: Job) -> nn.Module:
+    with torch.device("meta"):
+        layer = build_stage(job.model, range(1), first=False, last=False)
+    shapes = [weight.shape for weight in layer.parameters()]
+    share = min(1.0, _MOST_WEIGHTS / sum(shape.numel() for shape in shapes))
+    stage = nn.Sequential()
+    stage.model = nn.Sequential()
+    stage.model.layers = nn.Sequential(*(_Weights(shapes, share) for _ in range(_BLOCKS)))
+    return stage
+
+
+def _gather(stage: nn.Module) -> None:
+    blocks = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    for block in blocks:
+        block.unshard()
+    for block in blocks:
+        block.reshard()
+
+
+def _pass(stage: nn.Module, late_sums: LateSums | None) -> None:
+    """Runs a forward and a backward, and sums the gradients."""
+    stage(torch.zeros(1, requires_grad=True)).backward()
+    if late_sums is not None:
+        late_sums.wait()
+    stage.zero_grad()
+
+
+def _cpu_seconds(way: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.process_time()
+    way()
+    return time.process_time() - start

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from raypp.data.loader import Loader
 from raypp.measure.local_ranks import run_ranks
-from raypp.mesh.geometry import Mesh
 from raypp.parallel.shard import on_own_device
 from raypp.records import ONE_RANK, Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
@@ -104,7 +103,7 @@ def one_process_job(job: Job) -> Job:
 def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: str) -> None:
     place = Path(folder)
     job = parse_job(document)
-    seat = local_seat(rank, Mesh.of(job.mesh).world, port, job)
+    seat = local_seat(rank, job.mesh.world, port, job)
     # Other replicas have the same tensors; only the first writes them.
     writes = not any(seat.coordinates.column)
 
@@ -116,16 +115,6 @@ def _rank(rank: int, port: int, document: dict[str, Any], steps: int, folder: st
     reports = train_some_steps(job, seat, steps, keep)
     figures = [{"loss": r.loss, "grad_norm": r.grad_norm, "tokens": r.tokens} for r in reports]
     (place / f"figures.{rank}.json").write_text(json.dumps(figures))
-
-
-def _run_ranks(job: Job, steps: int, folder: Path) -> None:
-    """Runs all ranks of a job as processes on this machine.
-
-    Raises:
-        RunFailedError: A rank failed; includes its message.
-    """
-    folder.mkdir()
-    run_ranks(Mesh.of(job.mesh).world, _rank, job_document(job), steps, str(folder))
 
 
 # The comparison.
@@ -156,7 +145,7 @@ def compare(mesh_folder: Path, reference: Path, steps: int) -> dict[str, Any]:
     gradients: dict[str, float] = {}
     bitwise = ours == theirs
     for index in range(steps):
-        errors = dict(_errors(mesh_folder, reference, f"step-{index + 1}"))
+        errors = _errors(mesh_folder, reference, f"step-{index + 1}")
         for name, (error, _) in errors.items():
             gradients[name] = max(gradients.get(name, 0.0), error)
         differing = sum(not same for _, same in errors.values())
@@ -172,13 +161,14 @@ def compare(mesh_folder: Path, reference: Path, steps: int) -> dict[str, Any]:
                 "worst": max((error for error, _ in errors.values()), default=0.0),
             }
         )
-    weights = dict(_errors(mesh_folder, reference, "weights"))
+    weights = _errors(mesh_folder, reference, "weights")
     bitwise &= all(same for _, same in weights.values())
     parameters = [
         {"name": name, "gradient_error": gradients.get(name, 0.0), "weight_error": weights[name][0]} for name in weights
     ]
     differing_names = [p for p in parameters if p["gradient_error"] or p["weight_error"]]
-    scalars = [_scalar_error(*row[key]) for row in rows for key in ("loss", "grad_norm", "tokens")]
+    pairs = [torch.tensor(row[key], dtype=torch.float64) for row in rows for key in ("loss", "grad_norm", "tokens")]
+    scalars = [relative_error(*pair) for pair in pairs]
     return {
         "steps": rows,
         "parameters": sorted(differing_names, key=lambda p: -max(p["gradient_error"], p["weight_error"])),
@@ -188,12 +178,8 @@ def compare(mesh_folder: Path, reference: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def _scalar_error(value: float, reference: float) -> float:
-    return relative_error(torch.tensor([value], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64))
-
-
-def _errors(ours: Path, reference: Path, kind: str) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Yields each name's error and equality; infinity for a name that only one run has."""
+def _errors(ours: Path, reference: Path, kind: str) -> dict[str, tuple[float, bool]]:
+    """Returns each name's error and equality; infinity for a name that only one run has."""
     theirs: Tensors = {}
     for file in sorted(reference.glob(f"{kind}.*.safetensors")):
         theirs.update(load_file(file))
@@ -206,18 +192,13 @@ def _errors(ours: Path, reference: Path, kind: str) -> Iterator[tuple[str, tuple
                 now = relative_error(value, other), torch.equal(value, other)
             # Both ends of a tied embedding have it: the larger error counts.
             seen[name] = max(now, seen.get(name, now))
-    for name in theirs:
-        seen.setdefault(name, (math.inf, False))
-    yield from seen.items()
+    return seen | {name: (math.inf, False) for name in theirs if name not in seen}
 
 
 def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str, Any]:
     """Runs a job on its mesh and in one process, and compares the results.
 
-    Args:
-        job: The job; its mesh may have one rank.
-        steps: Number of steps of each run.
-        tolerance: Largest relative error; None: that of the dtype it computes in.
+    `tolerance`: the largest relative error; None: that of the dtype it computes in.
 
     Returns:
         The result of `compare`, and `world`, `tolerance`, `seconds`, `passed`.
@@ -230,12 +211,13 @@ def run_parity(job: Job, steps: int, tolerance: float | None = None) -> dict[str
     limit = job.train.dtypes.compute.tolerance if tolerance is None else tolerance
     with TemporaryDirectory(prefix="raypp-parity-") as folder:
         ours, reference = Path(folder, "mesh"), Path(folder, "one")
-        _run_ranks(job, steps, ours)
-        _run_ranks(one_process_job(job), steps, reference)
+        for place, one in ((ours, job), (reference, one_process_job(job))):
+            place.mkdir()
+            run_ranks(one.mesh.world, _rank, job_document(one), steps, str(place))
         result = compare(ours, reference, steps)
     passed = result["bitwise"] or result["max_error"] <= limit
     seconds = round(time.monotonic() - started, 1)
-    return {"world": Mesh.of(job.mesh).world, "tolerance": limit, "seconds": seconds, "passed": passed, **result}
+    return {"world": job.mesh.world, "tolerance": limit, "seconds": seconds, "passed": passed, **result}
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

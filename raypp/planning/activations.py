@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from raypp.planning.end_weights import activation_bytes
 from raypp.planning.offload import freed_per_token
 from raypp.planning.sizes import sizes_of
 from raypp.spec.families import counted_family, layer_rotary
@@ -37,9 +36,7 @@ class _Widths:
     """C, Q, K and F; `rows`: the widths of the rows that a token sends to experts.
 
     `fed`: the width of what the feed-forward block projects its input to, F or, with a gate, 2 F.
-    `normed`: the widths of what norms take, in values of the compute dtype. `divided`: those of
-    norms that are not one operator on CPUs. `copied`: Q if attention without torch's kernels joins
-    the outputs of documents.
+    `normed`: the widths of what norms take, in values of the compute dtype.
     """
 
     residual: int
@@ -49,23 +46,23 @@ class _Widths:
     fed: int
     rows: int
     normed: int
-    divided: int
-    copied: int
 
 
 def _widths(job: Job) -> _Widths:
     model = job.model
     largest = max(sizes_of(model).kinds, key=lambda layer: layer.inner)
-    queries, keys = model.num_heads * model.dim_per_head, model.kv_heads * model.dim_per_head
-    normed, ends = _normed(model), model.stage_ends()
-    if ends.gain_from_zero:  # computed in fp32
-        normed = normed * 4 // activation_bytes(job)
-    divided = 0 if ends.layer_norm else normed
-    fed = 2 * largest.inner if _gated(model) else largest.inner
-    ruled = _ruled(model, job.data.seq_len)
-    rows = 2 * largest.sent * model.hidden_size
-    copied = queries if ruled else 0
-    return _Widths(model.hidden_size, queries, keys, largest.inner, fed, rows, normed, divided, copied)
+    normed = _normed(model)
+    if model.stage_ends().gain_from_zero:  # computed in fp32
+        normed = normed * 4 // job.train.dtypes.compute.bytes
+    return _Widths(
+        residual=model.hidden_size,
+        queries=model.num_heads * model.dim_per_head,
+        keys=model.kv_heads * model.dim_per_head,
+        inner=largest.inner,
+        fed=2 * largest.inner if _gated(model) else largest.inner,
+        rows=2 * largest.sent * model.hidden_size,
+        normed=normed,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -112,7 +109,7 @@ def layer_activation_numbers(job: Job, kind: Kind = "cuda") -> int:
         return w.residual
     if extent == "selective":
         return 3 * w.residual + 2 * w.queries + 2 * w.keys + w.fed + w.rows
-    return _everything(w, kind)
+    return _everything(job, w, kind)
 
 
 @lru_cache(maxsize=64)
@@ -133,9 +130,13 @@ def mask_bytes(job: Job) -> int:
     return 7 * _dropped(job.model)[1]
 
 
-def _everything(w: _Widths, kind: Kind) -> int:
-    norms, copied = (w.normed + w.divided, w.copied) if kind == "cpu" else (w.normed, 0)
-    return 2 * w.residual + norms + copied + 2 * w.queries + 2 * w.keys + 2 * w.fed + w.rows
+def _everything(job: Job, w: _Widths, kind: Kind) -> int:
+    numbers = 2 * w.residual + w.normed + 2 * w.queries + 2 * w.keys + 2 * w.fed + w.rows
+    if kind == "cpu" and not job.model.stage_ends().layer_norm:  # other norms are not one operator
+        numbers += w.normed
+    if kind == "cpu" and _ruled(job.model, job.data.seq_len):  # the outputs of documents are joined
+        numbers += w.queries
+    return numbers
 
 
 def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind = "cuda") -> int:
@@ -157,7 +158,9 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
         numbers += masks - cut[stage] * (2 * w.residual + w.inner)
     if stage == len(cut) - 1:
         numbers += width * (2 if kind == "cpu" and not job.model.stage_ends().layer_norm else 1)
-    return numbers * activation_bytes(job) + masks - (freed_per_token(job, stage, cut) if kind == "cuda" else 0)
+    return (
+        numbers * job.train.dtypes.compute.bytes + masks - (freed_per_token(job, stage, cut) if kind == "cuda" else 0)
+    )
 
 
 def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
@@ -166,7 +169,7 @@ def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
     These are the gradients of the results of all matrix products and norms of the stage's layers.
     """
     w = _widths(job)
-    return cut[stage] * (4 * w.residual + w.queries + 2 * w.keys + w.fed) * activation_bytes(job)
+    return cut[stage] * (4 * w.residual + w.queries + 2 * w.keys + w.fed) * job.train.dtypes.compute.bytes
 
 
 def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
@@ -178,7 +181,7 @@ def backward_bytes(job: Job, kind: Kind = "cuda") -> int:
     gradients of its input, and their sum is a third tensor.
     """
     w = _widths(job)
-    recomputed = _everything(w, kind) - layer_activation_numbers(job, kind)
+    recomputed = _everything(job, w, kind) - layer_activation_numbers(job, kind)
     gradients = 2 if kind == "cuda" and _gated(job.model) else 1
     gradients = gradients if job.model.lora is None else 3
-    return (w.residual + gradients * w.inner + recomputed) * activation_bytes(job)
+    return (w.residual + gradients * w.inner + recomputed) * job.train.dtypes.compute.bytes

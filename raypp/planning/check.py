@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raypp.errors import JobError, Problem
 from raypp.mesh.cut import most_stages
 from raypp.mesh.shapes import divisors
-from raypp.planning.choices import cut_of, lookahead_of, schedule_of
+from raypp.planning.resolve import cut_of, lookahead_of, schedule_of
 from raypp.planning.stored_bytes import BLOCK
 from raypp.schedules.action import splits_backward
 from raypp.schedules.catalogue import build_program, schedule_named, size_problems, too_large

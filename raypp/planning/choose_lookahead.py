@@ -38,14 +38,12 @@ class Depth:
     Attributes:
         lookahead: Extra forwards per rank below.
         step_s: Simulated time of the program; a mean over several if the times vary.
-        in_flight: Largest number of microbatches in flight, by stage.
         simulator: Of the program.
         timeline: Its simulation.
     """
 
     lookahead: int
     step_s: float
-    in_flight: tuple[int, ...]
     simulator: Simulator = field(repr=False)
     timeline: Timeline = field(repr=False)
 
@@ -86,15 +84,11 @@ def depths(
         if choices and fits is not None and not fits(one):
             break
         timeline = one.run(times)
-        in_flight = tuple(timeline.in_flight)
-        if (
-            choices
-            and most_in_flight is not None
-            and any(n > m for n, m in zip(in_flight, most_in_flight, strict=True))
-        ):
+        limits = most_in_flight if choices and most_in_flight is not None else timeline.in_flight
+        if any(n > m for n, m in zip(timeline.in_flight, limits, strict=True)):
             break
         step_s = statistics.mean(one.run_varied(times, _DRAWS))
-        choices.append(Depth(lookahead, step_s, in_flight, one, timeline))
+        choices.append(Depth(lookahead, step_s, one, timeline))
         if len(choices) > _PATIENCE and choices[-1].step_s >= choices[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
             break
     return choices
@@ -103,13 +97,8 @@ def depths(
 def fits_by_plan(job: Job, pipeline: ResolvedPipeline, memory: int, kind: Kind) -> Callable[[Simulator], bool] | None:
     """Returns a function that tells whether every rank's planned memory suffices for a program.
 
-    The plan, the search for changes that fit, and the ranks of a run ask it.
-
-    Args:
-        job: The job.
-        pipeline: Its pipeline; the program may have another depth.
-        memory: Bytes of a device; 0: unknown, so any program fits (None).
-        kind: The kind of device.
+    The plan, the search for changes that fit, and the ranks of a run ask it. `memory`: bytes of a
+    device; 0: unknown, so any program fits (None).
     """
     if not memory:
         return None
@@ -131,13 +120,11 @@ channels need less."""
 def cards_of_nodes(rank_of_stage: Sequence[int], nodes: Sequence[int]) -> list[int | None] | None:
     """Returns the card of every pipeline rank if each node has one card; None if none is shared.
 
-    The result is `StageTimes.cards`.
-
-    Args:
-        rank_of_stage: Pipeline rank of every stage.
-        nodes: The node of every pipeline rank.
+    The result is `StageTimes.cards`. `nodes`: the node of every pipeline rank.
     """
-    loads = _loads(rank_of_stage, nodes)
+    channels = {frozenset(pair) for pair in pairwise(rank_of_stage)}
+    # How many leave each node. As many arrive.
+    loads = Counter(nodes[one] for pair in channels if len({nodes[one] for one in pair}) > 1 for one in pair)
     return list(nodes) if any(load > 1 for load in loads.values()) else None
 
 
@@ -174,9 +161,3 @@ def cards_and_links(
         ends = nodes[pair[0]], nodes[pair[1]]
         links.append(seconds_alone * max([1.0, *(slower.get(node, 1.0) for node in ends if ends[0] != ends[1])]))
     return [node if node in slower else None for node in nodes] if slower else None, links
-
-
-def _loads(rank_of_stage: Sequence[int], nodes: Sequence[int]) -> Counter[int]:
-    """Returns how many channels leave each node. As many arrive."""
-    pairs = {frozenset(pair) for pair in pairwise(rank_of_stage)}
-    return Counter(nodes[rank] for pair in pairs if len({nodes[rank] for rank in pair}) > 1 for rank in pair)

@@ -15,8 +15,7 @@ from typing_extensions import TypedDict
 
 from raypp.errors import JobError
 from raypp.planning.activations import Kind
-from raypp.planning.end_weights import end_weights
-from raypp.planning.flops import backward_factor, layer_flops, recompute_factor, weight_share
+from raypp.planning.flops import backward_factor, end_weights, layer_flops, recompute_factor, weight_share
 from raypp.planning.sizes import sizes_of
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
@@ -44,6 +43,11 @@ class Device:
     tflops: Mapping[str, float]
     memory: int
     share: float
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of device whose memory is planned."""
+        return "cpu" if self.name == "cpu" else "cuda"
 
 
 _DEQUANTISE_S = {"nf4": {"cpu": 2.8e-9, "cuda": 4e-12}, "int8": {"cpu": 1.6e-9, "cuda": 3e-12}}
@@ -163,13 +167,13 @@ def computed_costs(job: Job, device: Device) -> Costs:
     unpacked = dequantise_seconds(job, device)
     again = 2 if factor > backward_factor(job) else 1  # a recomputed forward dequantises, too
     # Seven reads and writes of fp32 per parameter: at 10 GB/s on a CPU core, at 1 TB/s on a GPU.
-    optimizer = 3e-9 if device.name == "cpu" else 3e-11
+    optimizer = 3e-9 if device.kind == "cpu" else 3e-11
     return Costs(
         layer=Part(layer + unpacked, layer * factor + again * unpacked),
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
-        kind="cpu" if device.name == "cpu" else "cuda",
+        kind=device.kind,
         input_share=1 - weight_share(job),
         weight_share=weight_share(job),
         source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
@@ -187,17 +191,13 @@ def dequantise_seconds(job: Job, device: Device) -> float:
         return 0.0
     layers = range(job.model.num_layers)
     weights = sum(w.parameters for index in layers for w in family.weights(job.model, index) if is_quantised(w))
-    return _DEQUANTISE_S[base]["cpu" if device.name == "cpu" else "cuda"] * weights / len(layers)
+    return _DEQUANTISE_S[base][device.kind] * weights / len(layers)
 
 
 def cost_identity(job: Job, kind: Kind) -> dict[str, Any]:
     """Returns what a job's measured costs depend on.
 
-    That excludes the number of layers and the mesh.
-
-    Args:
-        job: The job.
-        kind: The kind of device that is measured.
+    That excludes the number of layers and the mesh. `kind`: of the device that is measured.
     """
     document = job_document(job.for_device(kind))
     without = ("num_layers", "from_hf", "original", "max_context")

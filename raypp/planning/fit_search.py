@@ -19,15 +19,13 @@ from itertools import product
 from typing import Any
 
 from raypp.errors import JobError, Problem
-from raypp.planning.activations import Kind
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, Device, computed_costs
 from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, meshes
 from raypp.planning.machines import Machines
-from raypp.planning.memory import memory_kind
-from raypp.planning.peak import memory_of_ranks, peak_memory, too_little
+from raypp.planning.memory import memory_kind, memory_of_ranks, peak_memory, too_little
 from raypp.planning.search import Candidate, changed_job
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_training
@@ -41,6 +39,7 @@ _MOST_TIMES = 16
 """More than this many times the job's devices are not proposed."""
 _CLOSE = 1.25
 """Times a device's memory. Beyond it, leaving out one lever will not help."""
+_KEEPING = [lever for lever in LEVERS if not lever.apart]
 
 Point = tuple[int, ...]
 """The level of every lever; 0: unchanged."""
@@ -97,7 +96,6 @@ def changes_that_fit(
     *,
     keep: int = 5,
     patience_s: float = PATIENCE_S,
-    levers: Sequence[Lever] = LEVERS,
     host: Mapping[str, int] | None = None,
 ) -> Fitting:
     """Finds changes with which every rank fits into its device; the tokens of a step stay.
@@ -108,54 +106,37 @@ def changes_that_fit(
         device: The kind of device: its memory and its speed.
         keep: Number of changes to return that keep the training.
         patience_s: Time limit. The result then covers what has been tried.
-        levers: What may change besides mesh and microbatches.
         host: Free bytes of host memory by node, 0 if unknown. None: those of the machines.
 
     Raises:
         ResourcesError: The job has more ranks than the machines have devices.
     """
-    chosen = [one for one in levers if not one.apart]
-    search = _Search(machines, device, chosen, time.monotonic() + patience_s, host or host_of(machines))
+    search = _Search(machines, device, time.monotonic() + patience_s, host or machines.free_memory)
     need, now = peak_memory(job, search.kind), search.proposal(job, {})
     if now is not None:
         return Fitting(now, now.peak, device.memory, tried=1)
     same = search.on_devices(job, job.mesh.world)
     nearest = None if same else search.nearest(job)
-    apart = tuple(one for lever in levers if lever.apart for one in search.weakest(job, lever))
+    apart = tuple(one for lever in LEVERS if lever.apart for one in search.weakest(job, lever))
     more = None if same else search.on_more_devices(job)
     return Fitting(
         None, need, device.memory, tuple(same[:keep]), apart, nearest, more, search.tried, search.out_of_time
     )
 
 
-def host_of(machines: Machines) -> dict[str, int]:
-    """Returns the free bytes of host memory by node; 0 if unknown."""
-    return {node.name: node.memory for node in machines.nodes}
-
-
 class _Search:
-    """Plans combinations of changes until a time is reached.
-
-    Args:
-        machines: The nodes.
-        device: The kind of device.
-        levers: What may change besides mesh and microbatches.
-        end: Time of the monotonic clock at which the search ends.
-        host: Free bytes of host memory by node; 0 if unknown.
+    """Plans combinations of changes until a time of the monotonic clock, `end`.
 
     Attributes:
         tried: Number of combinations whose memory was planned.
         out_of_time: True once the time was reached.
     """
 
-    def __init__(
-        self, machines: Machines, device: Device, levers: Sequence[Lever], end: float, host: Mapping[str, int]
-    ) -> None:
-        self.kind: Kind = "cpu" if device.name == "cpu" else "cuda"
+    def __init__(self, machines: Machines, device: Device, end: float, host: Mapping[str, int]) -> None:
+        self.kind = device.kind
         self.tried = 0
         self.out_of_time = False
-        self._machines, self._device, self._levers, self._end = machines, device, levers, end
-        self._host = host
+        self._machines, self._device, self._end, self._host = machines, device, end, host
         self._too_large: list[tuple[int, Changes, tuple[str, ...]]] = []
 
     def on_devices(self, job: Job, devices: int) -> list[Proposal]:
@@ -175,7 +156,7 @@ class _Search:
         If the strongest levels together need too much, the mesh is given up, unless they are close
         to the limit and fit with one of them left out.
         """
-        levels = [[{}, *self._levels(lever, shaped)] for lever in self._levers]
+        levels = [[{}, *self._levels(lever, shaped)] for lever in _KEEPING]
         strongest = tuple(len(one) - 1 for one in levels)
         peaks: dict[tuple[tuple[str, Any], ...], int | None] = {}
 
@@ -199,10 +180,12 @@ class _Search:
                 return []
         proposals: list[Proposal] = []
         smallest: list[Point] = []
-        for point in _by_size(strongest):
+        every = product(*(range(level + 1) for level in strongest))
+        for point in sorted(every, key=lambda point: (sum(map(bool, point)), sum(point))):  # of few levers first
             if self._late():
                 break
-            if any(_within(one, point) for one in smallest) or not fits(point):
+            contains_one = any(all(a <= b for a, b in zip(one, point, strict=True)) for one in smallest)
+            if contains_one or not fits(point):
                 continue
             changes = _changes(levels, point)
             one = changed_job(shaped, changes)
@@ -241,7 +224,7 @@ class _Search:
         given, factor = self._machines, 2
         while factor <= _MOST_TIMES and not self._late():
             self._machines = given.times(factor)
-            self._host = host_of(self._machines)
+            self._host = self._machines.free_memory
             devices = self.on_devices(job, factor * job.mesh.world)
             if devices:
                 return devices[0]
@@ -253,7 +236,7 @@ class _Search:
     ) -> Proposal | None:
         """Returns a job with its forecast; None if it cannot run, or needs more than a device."""
         try:
-            if check_training(one) or check_plan(one) or self._offloads_too_much(one):
+            if check_training(one) or check_plan(one) or offload_problems(one, self._host, self.kind):
                 return None
             costed = computed_costs(one, self._device)
             cast = forecast(one, self._machines, costed, self._device.memory, kind=self.kind)
@@ -262,9 +245,6 @@ class _Search:
         if any_size or cast.peak_memory <= self._device.memory:
             return Proposal(dict(changes), one, cast, costs)
         return None
-
-    def _offloads_too_much(self, one: Job) -> bool:
-        return bool(offload_problems(one, self._host, self.kind))
 
     def _peak(self, one: Job | None) -> int | None:
         """Returns the planned memory of a job; None if there is no plan, or no time for one."""
@@ -277,7 +257,7 @@ class _Search:
             return None
 
     def _costs(self, point: Point) -> tuple[str, ...]:
-        used = (lever.costs for lever, level in zip(self._levers, point, strict=True) if level)
+        used = (lever.costs for lever, level in zip(_KEEPING, point, strict=True) if level)
         return tuple(costs for costs in used if costs)
 
     def _late(self) -> bool:
@@ -296,16 +276,6 @@ def _each_left_out(point: Point) -> list[Point]:
     """Returns the combinations in which one lever is left out, or one level weaker."""
     weaker = [(at, less) for at, level in enumerate(point) if level for less in {0, level - 1}]
     return [(*point[:at], less, *point[at + 1 :]) for at, less in weaker]
-
-
-def _by_size(strongest: Point) -> list[Point]:
-    """Returns all combinations of levels, those of few levers first."""
-    every = product(*(range(level + 1) for level in strongest))
-    return sorted(every, key=lambda point: (sum(map(bool, point)), sum(point)))
-
-
-def _within(one: Point, other: Point) -> bool:
-    return all(a <= b for a, b in zip(one, other, strict=True))
 
 
 _IN_WORDS = 3

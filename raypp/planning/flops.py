@@ -1,19 +1,25 @@
-"""FLOPs of a decoder, by part.
+"""FLOPs of a decoder, by part, and the cost of its two ends.
 
 A product with a matrix costs 2 FLOPs per weight and token in the forward, and twice that in the
 backward (PaLM, arXiv:2204.02311, appendix B). Causal attention over T tokens reads T/2 keys on
 average: scores and values together cost 2 · 2 · heads · head width · T/2 per token. With a window
 of W < T tokens a query reads W · (1 - W / 2T) keys. Norms,
-activations and the softmax are counted in bytes (`end_weights.py`).
+activations and the softmax are counted in bytes.
+
+The cost of the two ends of the model is in decoder layers. The time of each part is its FLOPs, plus
+the bytes it moves outside of matrix products times `FLOPS_PER_BYTE`. The norm, projection and loss
+of the last stage are expressed as a number of layers, and so is the embedding. The ratios depend
+little on `FLOPS_PER_BYTE`, because layers move bytes too.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 
-from raypp.planning.sizes import ModelSizes, sizes_of
+from raypp.planning.sizes import ModelSizes, declared_sizes, sizes_of
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
+from raypp.spec.precision import FP32
 
 BACKWARD_PER_FORWARD = 2.0
 """Products in the backward (gradients of the input and of the weights) per product in the forward.
@@ -25,19 +31,16 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
 
     Averages over layers.
     """
-    keys = _keys_of_layers(model, seq_len)
+    keys = _keys(model, seq_len)
     return 2.0 * sizes.mean("multiplied") + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
 
 
 @lru_cache(maxsize=64)
-def _keys_of_layers(model: DecoderOptions, seq_len: int) -> float:
-    return sum(_keys(model.attention_rule(index).window, seq_len) for index in range(model.num_layers))
-
-
-def _keys(window: int | None, seq_len: int) -> float:
-    """Returns how many keys a query of a row of `seq_len` tokens reads on average."""
-    seen = seq_len if window is None else min(window, seq_len)
-    return seen * (1 - seen / (2 * seq_len))
+def _keys(model: DecoderOptions, seq_len: int) -> float:
+    """Returns how many keys a query of a row reads on average, in all layers together."""
+    windows = (model.attention_rule(index).window for index in range(model.num_layers))
+    seen = (seq_len if window is None else min(window, seq_len) for window in windows)
+    return sum(keys * (1 - keys / (2 * seq_len)) for keys in seen)
 
 
 def head_flops(model: DecoderOptions) -> float:
@@ -84,3 +87,57 @@ def flops_per_token(job: Job) -> float:
     """
     layers = job.model.num_layers * layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
     return layers * (1 + backward_factor(job)) + head_flops(job.model) * (1 + head_backward(job.model))
+
+
+FLOPS_PER_BYTE = 10.0
+"""FLOPs that a processor computes in the time it moves a byte: about 5 on a CPU core, about 15 on a
+GPU in fp32. Constant, because the cut must not depend on the machine that reads the job."""
+
+# Tensor reads and writes of elementwise work, forward and backward together.
+_PASSES_OVER_RESIDUAL = 26  # two norms, two residual additions
+_PASSES_OVER_QKV = 12  # rotary encoding, layout changes
+_PASSES_OVER_INNER = 16  # silu, product
+_PASSES_OVER_LOGITS = 8  # cast, maximum, exponentials, sum, and back
+_PASSES_OVER_EMBEDDING = 6  # read a row, write it; add the gradient back
+_PASSES_OVER_DENSE_GRADIENT = 3  # each microbatch makes the whole gradient of the embedding: zeroes it, then adds
+
+
+def end_weights(job: Job) -> tuple[float, float]:
+    """Returns `pipeline.input_weight` and `output_weight` in decoder layers, "auto" resolved."""
+    pipeline = job.pipeline
+    first = input_weight(job) if pipeline.input_weight == "auto" else float(pipeline.input_weight)
+    last = output_weight(job) if pipeline.output_weight == "auto" else float(pipeline.output_weight)
+    return first, last
+
+
+def layer_cost(job: Job) -> float:
+    """Returns the cost of one layer's forward and backward per token, in FLOPs, bytes included."""
+    model, sizes = job.model, declared_sizes(job.model)
+    inner = sizes.mean("inner")
+    heads = model.dim_per_head * (model.num_heads + 2 * model.kv_heads)
+    moved = _PASSES_OVER_RESIDUAL * model.hidden_size + _PASSES_OVER_QKV * heads + _PASSES_OVER_INNER * inner
+    flops = layer_flops(model, sizes, job.data.seq_len) * (1 + recompute_factor(job))
+    return flops + moved * job.train.dtypes.compute.bytes * FLOPS_PER_BYTE
+
+
+def input_weight(job: Job) -> float:
+    """Returns the cost of the embedding in layers: a lookup, and a dense gradient per microbatch.
+
+    Nearly free. Frozen, it has no gradient.
+    """
+    model, tokens = job.model, job.train.micro_batch_size * job.data.seq_len
+    lookup = _PASSES_OVER_EMBEDDING * model.hidden_size * job.train.dtypes.compute.bytes
+    dense = _PASSES_OVER_DENSE_GRADIENT * model.vocab_size * model.hidden_size * FP32.bytes / tokens
+    if model.lora is not None:
+        dense = 0.0
+    return round((lookup + dense) * FLOPS_PER_BYTE / layer_cost(job), 4)
+
+
+def output_weight(job: Job) -> float:
+    """Returns the cost of norm, projection and loss in layers.
+
+    Counts the projection's FLOPs and the bytes of the softmax (fp32).
+    """
+    flops = head_flops(job.model) * (1 + head_backward(job.model))
+    moved = _PASSES_OVER_LOGITS * job.model.vocab_size * FP32.bytes
+    return round((flops + moved * FLOPS_PER_BYTE) / layer_cost(job), 4)

@@ -5,12 +5,19 @@ of each stage and boundary), reducing gradients, and the update. Work that overl
 schedule is counted as if it did not, except for messages between stages, which the simulator
 overlaps with compute, for sums over replicas (`planning.replica_sum_costs`), and for what is
 offloaded: a stage takes as long as the slower of the two.
+
+Messages that cross the same boundary over the same node's cable take turns: if `n` pipelines cross
+from one node to another at the same place, each gets an `n`-th of the cable's rate. Messages of one
+pipeline that cross different boundaries share a node's cable only while both are on their way
+(`schedules.shared_cards`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import pairwise
 from typing import Any
 
@@ -18,36 +25,51 @@ from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
 from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths, fits_by_plan
 from raypp.planning.costs import Costs
-from raypp.planning.end_weights import activation_bytes, sum_bytes
-from raypp.planning.machines import Machines, Node, message_bytes
+from raypp.planning.machines import Link, Machines, message_bytes
 from raypp.planning.memory import RankMemory, gathered_bytes, memories, memory_kind, stage_trained, state_of
-from raypp.planning.offload import moved_per_token, offload_assumption, update_seconds
+from raypp.planning.offload import moved_per_token, offload_in_words
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
-from raypp.planning.traffic import (
-    MOST_LISTED,
-    MOST_ON_CARDS,
-    Border,
-    LinkUse,
-    Sharded,
-    border_between,
-    collectives,
-    gatherings,
-    layer_traffic,
-    link_of_replicas,
-    link_uses,
-    nodes_of_pipeline,
-)
+from raypp.planning.sizes import sizes_of
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 from raypp.spec.precision import FP32
 
+_MOST_LISTED = 1024
+"""Most cables in a forecast: those of large meshes are alike."""
+_MOST_ON_CARDS = 4096
+"""Actions of a program beyond which messages of different boundaries are taken to share no card: a
+simulation that knows about cards takes several times as long."""
+_MOST_LINKS = 16
+"""With more cables than this, the gain from each one is not simulated."""
 _SHOWN = (
     "device", "step_s", "tokens_per_s", "bubble", "parts", "lookahead", "links", "bottleneck", "advice", "peak_memory",
     "device_memory", "measured", "assumptions", "replica_sums",
 )  # fmt: skip
 """What `raypp plan --json` shows of a forecast, in this order."""
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """Use of the cable between two nodes, in its busier direction.
+
+    Attributes:
+        nodes: The two nodes.
+        gbps: Its rate.
+        bytes_per_step: Activations or gradients of all pipelines that cross here.
+        message_s: Seconds per message, including the share of others on the cable.
+        busy: Fraction of the step in which the busier of the two nodes' cards is in use, in one
+            direction, by this link or others.
+        exposed_s: Seconds by which a step would be shorter if the cable were free.
+    """
+
+    nodes: tuple[str, str]
+    gbps: float
+    bytes_per_step: int
+    message_s: float
+    busy: float
+    exposed_s: float
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,7 @@ class Forecast:
         parts: Seconds by part: other, unshard, pipeline, reduce, optimizer.
         lookahead: Extra warm-up forwards that the forecast assumes.
         stage_s: Seconds of compute of each pipeline rank in a step.
-        links: The cables that pipelines cross, busiest first; at most `MOST_LISTED`.
+        links: The cables that pipelines cross, busiest first; at most `_MOST_LISTED`.
         memory: Of every pipeline rank.
         bottleneck: Description of what a step waits for most.
         device_memory: Bytes of a device; 0: unknown.
@@ -121,162 +143,327 @@ def forecast(
         ResourcesError: The job has more ranks than the machines have devices.
         JobError: Its schedule does not support its sizes.
     """
-    mesh, pipeline, kind = Mesh.of(job.mesh), pipeline or resolve_pipeline(job), kind or memory_kind(job)
-    seats = machines.seats(mesh, apart=job.outer is not None)
-    cut, holder = pipeline.cut, pipeline.rank_of_stage
-    size = message_bytes(job)
-    borders = [border_between(mesh, seats, machines, upper, lower, size) for upper, lower in pairwise(holder)]
-    slowest_of = [min(node.speed for node in of_pipeline_rank(mesh, seats, rank)) for rank in range(job.mesh.pp)]
-    speeds = [slowest_of[rank] for rank in holder]
-    times = _stage_times(job, machines, mesh, seats, costs, cut, speeds, borders, size)
-    apart = sum(map(len, pipeline.program.values())) > MOST_ON_CARDS
-    if not apart:
-        times = replace(times, cards=cards_of_nodes(holder, nodes_of_pipeline(mesh, seats)))
-
-    lookahead, simulator, timeline = _simulated(job, pipeline, times, device_memory, kind)
-    free = simulator.run(replace(times, link=0.0)) if any(border.seconds for border in borders) else timeline
-    memory = tuple(memories(job, pipeline, simulator, kind))
-    unshard, reduce, optimizer = _outside_schedule(job, machines, mesh, seats, costs, pipeline, kind)
-    between = link_of_replicas(machines, mesh, seats)
-    summed = replica_sums(job, pipeline, timeline, between, [border.seconds for border in borders], kind)
-    parts = {
-        "other": costs.step_s,
-        "unshard": unshard,
-        "pipeline": timeline.makespan,
-        "reduce": reduce + (summed.exposed_s if summed is not None else 0.0),
-        "optimizer": optimizer,
-    }
-    step_s = sum(parts.values())
-    tokens = job.rows_per_step * job.data.seq_len
-    busy = tuple(timeline.busy)
-    used, cables = link_uses(machines, borders, simulator, times, timeline, pipeline.microbatches, size, step_s)
-    remarks = []
-    if apart and cables > 1:
-        remarks.append("messages of different borders share no card (the program is very long)")
-    if cables > MOST_LISTED:
-        remarks.append(f"of {cables:,} cables between nodes, the {MOST_LISTED:,} busiest are listed")
-    return Forecast(
-        step_s=step_s,
-        tokens_per_s=tokens / step_s,
-        parts=parts,
-        bubble=timeline.bubble,
-        lookahead=lookahead,
-        stage_s=busy,
-        links=tuple(used),
-        memory=memory,
-        bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
-        device_memory=device_memory,
-        measured=tuple(name for name, source in (("costs", costs), ("links", machines)) if source.measured),
-        assumptions=(
-            costs.source,
-            machines.source,
-            *offload_assumption(job, machines.inside_gbps),
-            *remarks,
-        ),
-        replica_sums=summed,
+    return _Step(job, machines, costs, pipeline or resolve_pipeline(job), kind or memory_kind(job)).forecast(
+        device_memory
     )
 
 
-def _simulated(
-    job: Job, pipeline: ResolvedPipeline, times: StageTimes, device_memory: int, kind: Kind
-) -> tuple[int, Simulator, Timeline]:
-    """Returns the lookahead, chosen where the job leaves it open, its simulator, and a step."""
-    lookahead = job.pipeline.lookahead
-    if lookahead != "auto":
-        simulator = pipeline.simulator(lookahead)
-        return lookahead, simulator, simulator.run(times)
-    fits = fits_by_plan(job, pipeline, device_memory, kind)
-    best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, fits=fits))
-    return best.lookahead, best.simulator, best.timeline
+@dataclass(frozen=True)
+class _Border:
+    """The boundary between stages `s` and `s + 1` of all pipelines.
 
-
-def _outside_schedule(
-    job: Job,
-    machines: Machines,
-    mesh: Mesh,
-    seats: Sequence[Node],
-    costs: Costs,
-    pipeline: ResolvedPipeline,
-    kind: Kind,
-) -> tuple[float, float, float]:
-    """Returns seconds of the gathers of weights, of the sums of gradients, and of the update."""
-    cut, placement = pipeline.cut, pipeline.stages_of_rank
-    gathered = [_sharded(job, [gathered_bytes(job, stage, cut) for stage in stages]) for stages in placement]
-    trained = [_sharded(job, [stage_trained(job, stage, cut) for stage in stages]) for stages in placement]
-    slowest = min(node.speed for node in seats)
-    sent = collectives(job, machines, mesh, seats, gathered, trained)
-    copied = _copies(job, costs, gathered, trained)
-    unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
-    unshard *= gatherings(job, pipeline.program)
-    updated = max(one.rest + one.experts for one in trained) / job.mesh.shards
-    update = costs.optimizer_s * updated / slowest
-    return unshard, reduce, update + _state_copies(job, machines, costs, pipeline, kind)
-
-
-def _sharded(job: Job, stages: Sequence[tuple[int, int]]) -> Sharded:
-    """Returns what ranks share of these stages, from all of it and what belongs to experts."""
-    whole = sum(count for count, _ in stages)
-    apart = sum(experts for _, experts in stages) if job.mesh.ep > 1 else 0
-    return Sharded(whole - apart, apart, job.mesh.shards, job.mesh.ep)
-
-
-def _stage_times(
-    job: Job,
-    machines: Machines,
-    mesh: Mesh,
-    seats: Sequence[Node],
-    costs: Costs,
-    cut: Sequence[int],
-    speeds: Sequence[float],
-    borders: Sequence[Border],
-    size: int,
-) -> StageTimes:
-    within = layer_traffic(job, machines, mesh, seats)
-    forward, backward, end, below = [], [], len(cut) - 1, lowest_trained(job.model)
-    for stage, (layers, speed) in enumerate(zip(cut, speeds, strict=True)):
-        back = min(layers, max(0, sum(cut[: stage + 1]) - below))  # its layers that have a backward
-        f, b = layers * costs.layer.forward, back * costs.layer.backward
-        for part, here in ((costs.first, stage == 0), (costs.last, stage == end)):
-            if here:
-                f, b = f + part.forward, b + part.backward
-        crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
-        copying = crossed * size * costs.copy_s
-        moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (machines.inside_gbps * 1e9)
-        forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
-        backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
-    links = [border.seconds for border in borders]
-    return StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
-
-
-def _copies(job: Job, costs: Costs, gathered: Sequence[Sharded], trained: Sequence[Sharded]) -> tuple[float, float]:
-    """Returns the seconds of local copies for gathering weights once and reducing gradients.
-
-    They add to the time on the wire.
-
-    FSDP copies for replicas too, although nothing is sent if nothing is sharded.
+    `crossings` counts the concurrent messages between two nodes.
     """
-    shards, copies = job.mesh.shards, job.summed_replicas
-    if shards * copies == 1:
-        return 0.0, 0.0
-    each = 2 * costs.copy_s  # a rank sends as much as it receives
-    local = costs.gather_s / activation_bytes(job)
-    replicas = each * 2 * (copies - 1) / copies / shards * FP32.bytes
 
-    def gather(one: Sharded) -> float:
-        return local * one.held + each * (one.rest_sent + one.experts_sent)
-
-    def reduce(one: Sharded) -> float:
-        sent = each * sum_bytes(job) * (one.rest_sent + one.experts_sent)
-        return costs.sum_s * one.held + sent + replicas * (one.rest + one.experts)
-
-    return max(map(gather, gathered)), max(map(reduce, trained))
+    crossings: Mapping[tuple[str, str], int]
+    seconds: float
 
 
-def _state_copies(job: Job, machines: Machines, costs: Costs, pipeline: ResolvedPipeline, kind: Kind) -> float:
-    """Returns the seconds that an update takes longer because the state is in host memory."""
-    moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
-    # On a CPU, copies there and back share its memory.
-    return 2 * moved * costs.copy_s if kind == "cpu" else update_seconds(job, moved, machines.inside_gbps)
+@dataclass(frozen=True)
+class _Sharded:
+    """Bytes, or numbers, of a pipeline rank's weights that its fsdp · cp ranks share.
+
+    A ring over n ranks passes (n - 1) / n of the bytes through each link.
+
+    Attributes:
+        rest: Of all weights but experts that ep spreads.
+        experts: Of those, on all ep ranks together. FSDP shards an ep-th over every ep-th rank.
+        shards: fsdp · cp.
+        ep: mesh.ep.
+    """
+
+    rest: float
+    experts: float
+    shards: int
+    ep: int
+
+    @property
+    def held(self) -> float:
+        """What a rank has once it is gathered."""
+        return self.rest + self.experts / self.ep
+
+    @property
+    def rest_sent(self) -> float:
+        """What the ring of all shards passes through each link."""
+        return self.rest * (1 - 1 / self.shards)
+
+    @property
+    def experts_sent(self) -> float:
+        """What each ring over every ep-th rank passes through each link."""
+        return self.experts * (1 / self.ep - 1 / self.shards)
+
+
+class _Step:
+    """A step of a job on machines; see `forecast`."""
+
+    def __init__(self, job: Job, machines: Machines, costs: Costs, pipeline: ResolvedPipeline, kind: Kind) -> None:
+        self._job, self._machines, self._costs, self._pipeline, self._kind = job, machines, costs, pipeline, kind
+        self._mesh = Mesh.of(job.mesh)
+        self._seats = machines.seats(self._mesh, apart=job.outer is not None)
+        self._size = message_bytes(job)
+        self._borders = [self._border(upper, lower) for upper, lower in pairwise(pipeline.rank_of_stage)]
+        self._apart = sum(map(len, pipeline.program.values())) > _MOST_ON_CARDS
+
+    def forecast(self, device_memory: int) -> Forecast:
+        """Forecasts the step; `device_memory` limits the lookahead that `auto` chooses."""
+        job, costs, pipeline = self._job, self._costs, self._pipeline
+        times = self._times()
+        lookahead, simulator, timeline = self._simulated(times, device_memory)
+        seconds = [border.seconds for border in self._borders]
+        free = simulator.run(replace(times, link=0.0)) if any(seconds) else timeline
+        unshard, reduce, optimizer = self._outside_schedule()
+        between = self._slowest(self._mesh.groups("dp_replicate"))
+        summed = replica_sums(job, pipeline, timeline, between, seconds, self._kind)
+        parts = {
+            "other": costs.step_s,
+            "unshard": unshard,
+            "pipeline": timeline.makespan,
+            "reduce": reduce + (summed.exposed_s if summed is not None else 0.0),
+            "optimizer": optimizer,
+        }
+        step_s = sum(parts.values())
+        busy = tuple(timeline.busy)
+        used, cables = self._link_uses(simulator, times, timeline, step_s)
+        remarks = []
+        if offload_in_words(job, cpu=False):
+            rate = f"{self._machines.inside_gbps:g} Gbit/s each way between host memory and a device"
+            remarks.append(f"{rate} (a PCIe 4.0 slot of 16 lanes has 252)")
+        if self._apart and cables > 1:
+            remarks.append("messages of different borders share no card (the program is very long)")
+        if cables > _MOST_LISTED:
+            remarks.append(f"of {cables:,} cables between nodes, the {_MOST_LISTED:,} busiest are listed")
+        return Forecast(
+            step_s=step_s,
+            tokens_per_s=job.rows_per_step * job.data.seq_len / step_s,
+            parts=parts,
+            bubble=timeline.bubble,
+            lookahead=lookahead,
+            stage_s=busy,
+            links=tuple(used),
+            memory=tuple(memories(job, pipeline, simulator, self._kind)),
+            bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
+            device_memory=device_memory,
+            measured=tuple(name for name, source in (("costs", costs), ("links", self._machines)) if source.measured),
+            assumptions=(costs.source, self._machines.source, *remarks),
+            replica_sums=summed,
+        )
+
+    def _border(self, upper: int, lower: int) -> _Border:
+        """Returns the boundary with the time of its slowest message if all pipelines send at
+        once."""
+        if upper == lower:
+            return _Border({}, 0.0)
+        senders, receivers = (of_pipeline_rank(self._mesh, self._seats, rank) for rank in (upper, lower))
+        pairs = Counter((a.name, b.name) for a, b in zip(senders, receivers, strict=True))
+        leaving, arriving = Counter[str](), Counter[str]()
+        crossings = {(a, b): count for (a, b), count in pairs.items() if a != b}
+        for (a, b), count in crossings.items():
+            leaving[a] += count
+            arriving[b] += count
+        seconds = 0.0
+        for a, b in pairs:
+            link = self._machines.between(a, b)
+            if link is not None:
+                share = max(leaving[a] or 1, arriving[b] or 1) if a != b else 1
+                seconds = max(seconds, link.latency_s + share * self._size * 8 / (link.gbps * 1e9))
+        return _Border(crossings, seconds)
+
+    def _times(self) -> StageTimes:
+        job, machines, costs, pipeline = self._job, self._machines, self._costs, self._pipeline
+        cut, holder, within, borders = pipeline.cut, pipeline.rank_of_stage, self._layer_traffic(), self._borders
+        nodes = [of_pipeline_rank(self._mesh, self._seats, rank) for rank in range(job.mesh.pp)]
+        forward, backward, end, below = [], [], len(cut) - 1, lowest_trained(job.model)
+        for stage, layers in enumerate(cut):
+            speed = min(node.speed for node in nodes[holder[stage]])
+            back = min(layers, max(0, sum(cut[: stage + 1]) - below))  # its layers that have a backward
+            f, b = layers * costs.layer.forward, back * costs.layer.backward
+            for part, here in ((costs.first, stage == 0), (costs.last, stage == end)):
+                if here:
+                    f, b = f + part.forward, b + part.backward
+            crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
+            copying = crossed * self._size * costs.copy_s
+            moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (machines.inside_gbps * 1e9)
+            forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
+            backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
+        links = [border.seconds for border in borders]
+        times = StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
+        if self._apart:
+            return times
+        # The nodes of the first pipeline's ranks, as numbers; others are placed alike.
+        names = [own[0].name for own in nodes]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return replace(times, cards=cards_of_nodes(holder, [numbers[name] for name in names]))
+
+    def _simulated(self, times: StageTimes, device_memory: int) -> tuple[int, Simulator, Timeline]:
+        """Returns the lookahead, chosen where the job leaves it open, its simulator, and a step."""
+        pipeline, lookahead = self._pipeline, self._job.pipeline.lookahead
+        if lookahead != "auto":
+            simulator = pipeline.simulator(lookahead)
+            return lookahead, simulator, simulator.run(times)
+        fits = fits_by_plan(self._job, pipeline, device_memory, self._kind)
+        best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, fits=fits))
+        return best.lookahead, best.simulator, best.timeline
+
+    def _outside_schedule(self) -> tuple[float, float, float]:
+        """Returns seconds of the gathers of weights, of the sums of gradients, and of the
+        update."""
+        job, costs, pipeline = self._job, self._costs, self._pipeline
+        gathered, trained = self._sharded(gathered_bytes), self._sharded(stage_trained)
+        slowest = min(node.speed for node in self._seats)
+        sent, copied = self._collectives(gathered, trained), self._copies(gathered, trained)
+        unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
+        if job.mesh.reshard_after_forward:
+            # A step gathers at most one time for each action of the stage with most of them.
+            actions = Counter(action.stage for line in pipeline.program.values() for action in line)
+            unshard *= max(actions.values())
+        update = costs.optimizer_s * (max(one.rest + one.experts for one in trained) / job.mesh.shards) / slowest
+        # The update takes longer because of state in host memory.
+        moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
+        # On a CPU, copies there and back share its memory; a device has a direction for each.
+        on_cpu = self._kind == "cpu"
+        copying = 2 * moved * costs.copy_s if on_cpu else moved * 8 / (self._machines.inside_gbps * 1e9)
+        return unshard, reduce, update + copying
+
+    def _sharded(self, of_stage: Callable[[Job, int, Sequence[int]], tuple[int, int]]) -> list[_Sharded]:
+        """Returns what the ranks of each pipeline rank share of what `of_stage` counts: all of it,
+        and what belongs to experts."""
+        job, shared = self._job, []
+        for stages in self._pipeline.stages_of_rank:
+            counts = [of_stage(job, stage, self._pipeline.cut) for stage in stages]
+            apart = sum(experts for _, experts in counts) if job.mesh.ep > 1 else 0
+            whole = sum(count for count, _ in counts)
+            shared.append(_Sharded(whole - apart, apart, job.mesh.shards, job.mesh.ep))
+        return shared
+
+    def _copies(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
+        """Returns the seconds of local copies for gathering weights once and reducing gradients.
+
+        They add to the time on the wire. FSDP copies for replicas too, although nothing is sent if
+        nothing is sharded.
+        """
+        job, costs, dtypes = self._job, self._costs, self._job.train.dtypes
+        shards, copies = job.mesh.shards, job.summed_replicas
+        if shards * copies == 1:
+            return 0.0, 0.0
+        each = 2 * costs.copy_s  # a rank sends as much as it receives
+        local = costs.gather_s / dtypes.compute.bytes
+        replicas = each * 2 * (copies - 1) / copies / shards * FP32.bytes
+
+        def gather(one: _Sharded) -> float:
+            return local * one.held + each * (one.rest_sent + one.experts_sent)
+
+        def reduce(one: _Sharded) -> float:
+            sent = each * dtypes.reduce.bytes * (one.rest_sent + one.experts_sent)
+            return costs.sum_s * one.held + sent + replicas * (one.rest + one.experts)
+
+        return max(map(gather, gathered)), max(map(reduce, trained))
+
+    def _layer_traffic(self) -> float:
+        """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch.
+
+        A backward has twice as many. Ring: keys and values circulate, (cp - 1) / cp of them past
+        every rank. Ulysses: queries, keys, values and the result are exchanged. Experts: the rows
+        of tokens go out and come back, to (ep - 1) / ep of the ranks.
+        """
+        job, model, mesh = self._job, self._job.model, self._mesh
+        number, cp = job.train.dtypes.compute.bytes, job.mesh.cp
+        tokens = job.train.micro_batch_size * job.data.seq_len / cp
+        seconds = 0.0
+        if cp > 1:
+            keys, queries = 2 * model.kv_heads * model.dim_per_head, model.num_heads * model.dim_per_head
+            moved = keys * (cp - 1) if job.mesh.cp_style == "ring" else (2 * queries + keys) * (1 - 1 / cp)
+            seconds += _over(self._slowest(mesh.groups("cp")), tokens * moved * number)
+        if job.mesh.ep > 1:
+            sent = max(layer.sent for layer in sizes_of(model).kinds)
+            rows = 2 * sent * model.hidden_size * (1 - 1 / job.mesh.ep)
+            shards = mesh.groups(("fsdp", "cp"))
+            exchanging = [group[i : i + mesh.ep] for group in shards for i in range(0, len(group), mesh.ep)]
+            seconds += _over(self._slowest(exchanging), tokens * rows * number)
+        return seconds
+
+    def _collectives(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
+        """Returns the seconds of gathering weights once, and of summing gradients over shards.
+
+        Both for the slowest pipeline rank, from bytes of every rank's weights and numbers of its
+        gradients. The parts that ranks on CPUs send each other take as long (`parallel.late_sums`;
+        counted at a network card).
+        """
+        if self._job.mesh.shards == 1:
+            return 0.0, 0.0
+        whole, ep = self._mesh.groups(("fsdp", "cp")), self._mesh.ep
+        link = self._slowest(whole)
+        apart = self._slowest([group[i::ep] for group in whole for i in range(ep)])
+
+        def seconds(one: _Sharded, each: int) -> float:
+            experts = _over(apart, each * one.experts_sent) if one.experts_sent else 0.0
+            return _over(link, each * one.rest_sent) + experts
+
+        number = self._job.train.dtypes.reduce.bytes
+        return max(seconds(one, 1) for one in gathered), max(seconds(one, number) for one in trained)
+
+    def _slowest(self, groups: Sequence[Sequence[int]]) -> Link | None:
+        """Returns the slowest link of rings through these groups; None if none takes any time.
+
+        Groups that leave a node together share its cable.
+        """
+        leaving = Counter[str]()
+        pairs: dict[tuple[str, str], None] = {}  # in the order of the rings
+        for group in groups:
+            names = [self._seats[rank].name for rank in group]
+            different = set(names)
+            if len(different) > 1:
+                leaving.update(different)
+            pairs.update(dict.fromkeys(zip(names, [*names[1:], names[0]], strict=True)))
+        slowest: Link | None = None
+        for a, b in pairs:
+            link = self._machines.between(a, b)
+            if link is None:
+                continue
+            rate = link.gbps / (max(leaving[a] or 1, leaving[b] or 1) if a != b else 1)
+            if slowest is None or rate < slowest.gbps:
+                slowest = Link(rate, link.latency_s)
+        return slowest
+
+    def _link_uses(
+        self, simulator: Simulator, times: StageTimes, timeline: Timeline, step_s: float
+    ) -> tuple[list[LinkUse], int]:
+        """Returns the use of the cables that pipelines cross in a step, and the number of these
+        cables.
+
+        The busiest come first; at most `_MOST_LISTED` are returned.
+        """
+        borders = self._borders
+        messages: dict[frozenset[str], int] = {}  # in either direction: gradients are as large
+        crossed: dict[frozenset[str], list[int]] = {}
+        for stage, border in enumerate(borders):
+            for nodes, count in border.crossings.items():
+                pair = frozenset(nodes)
+                messages[pair] = messages.get(pair, 0) + count
+                if crossed.setdefault(pair, [stage])[-1] != stage:
+                    crossed[pair].append(stage)
+        links = {pair: link for pair in messages if (link := self._machines.between(*pair)) is not None}
+        carried = {pair: messages[pair] * self._pipeline.microbatches * self._size for pair in links}
+        busy = {pair: carried[pair] * 8 / (link.gbps * 1e9) / step_s for pair, link in links.items()}
+        on_card: dict[str, float] = {}
+        for pair, share in busy.items():
+            for node in pair:
+                on_card[node] = on_card.get(node, 0.0) + share
+        uses = []
+        for pair in nsmallest(_MOST_LISTED, busy, key=lambda pair: -max(on_card[node] for node in pair)):
+            own = crossed[pair]
+            gained = 0.0
+            if len(messages) <= _MOST_LINKS:
+                without = [0.0 if s in own else border.seconds for s, border in enumerate(borders)]
+                gained = max(0.0, timeline.makespan - simulator.run(replace(times, link=without)).makespan)
+            one, other = sorted(pair)
+            message = max(borders[s].seconds for s in own)
+            most = max(on_card[node] for node in pair)
+            uses.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, most, gained))
+        return uses, len(busy)
+
+
+def _over(link: Link | None, count: float) -> float:
+    return link.latency_s + count * 8 / (link.gbps * 1e9) if link else 0.0
 
 
 def _bottleneck(

@@ -90,12 +90,7 @@ def host_memory(
 ) -> HostMemory:
     """Returns the host memory of the node that needs most.
 
-    Args:
-        job: The job.
-        pipeline: Its pipeline, resolved.
-        memory: The device memory of every pipeline rank.
-        machines: The nodes.
-        kind: The kind of device.
+    `memory`: the device memory of every pipeline rank.
 
     Raises:
         ResourcesError: The job has more ranks than the machines have devices.
@@ -106,18 +101,17 @@ def host_memory(
     own, fewest, copies = (OWN_WITH_PARTNER, OWN_FEWEST, COPIES) if several else (OWN_ALONE, OWN_ALONE, 0)
     files, fewest_files = (own + copies, fewest + copies) if job.checkpoint.memory_tier else (0, 0)
     situations = pipeline.simulator().situations
-    parts = [(stages, pipeline.cut, situations[rank]) for rank, stages in enumerate(pipeline.stages_of_rank)]
-    saved = [
-        state_of(job, *part[:2], kind).saved + residual_bytes(job, *part[:2]) + outer_bytes(job, *part[:2], saved=True)
-        for part in parts
-    ]
-    moved = [offloaded_bytes(job, *part) if kind == "cuda" else 0 for part in parts]
+    saved, moved = [], []
+    for rank, stages in enumerate(pipeline.stages_of_rank):
+        held = job, stages, pipeline.cut
+        saved.append(state_of(*held, kind).saved + residual_bytes(*held) + outer_bytes(*held, saved=True))
+        moved.append(offloaded_bytes(*held, situations[rank]) if kind == "cuda" else 0)
     needs = []
     pipeline_ranks: dict[str, list[int]] = {}
     for pp in range(job.mesh.pp):
         for node in of_pipeline_rank(mesh, seats, pp):
             pipeline_ranks.setdefault(node.name, []).append(pp)
-    free = {node.name: node.memory for node in machines.nodes}
+    free = machines.free_memory
     alike: dict[tuple[int, ...], str] = {}  # the first node with these ranks and this memory
     for name, here in pipeline_ranks.items():
         alike.setdefault((free[name], *here), name)
@@ -160,10 +154,7 @@ def offload_problems(job: Job, nodes: Mapping[str, int], kind: Kind) -> list[Pro
     """
     if kind == "cpu" or not offload_in_words(job, cpu=False) or not all(nodes.values()):
         return []
-    each = offloaded_by_ranks(job)
-    if not any(each):
-        return []
-    largest, together = max(nodes.values(), default=0), sum(nodes.values())
+    each, largest, together = offloaded_by_ranks(job), max(nodes.values(), default=0), sum(nodes.values())
     needed = sum(each) * (job.mesh.world // job.mesh.pp)
     if max(each) <= largest and needed <= together:
         return []

@@ -1,20 +1,21 @@
 """The changes that save device memory, each declared once.
 
-`planning.fit` combines them on every mesh and tries which combinations fit. A new one is an entry
-in `LEVERS`; nothing else lists them.
+`planning.fit_search` combines them on every mesh and tries which combinations fit. A new one is an
+entry in `LEVERS`; nothing else lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from raypp.errors import JobError
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.shapes import divisors, shapes
-from raypp.planning.choices import schedule_of
-from raypp.planning.peak import peak_memory
+from raypp.planning.memory import peak_memory
+from raypp.planning.resolve import schedule_of
 from raypp.records import Coordinates
 from raypp.spec.checks import value_at
 from raypp.spec.families import family_of
@@ -81,40 +82,11 @@ def _offload_saves(job: Job) -> bool:
         return False
 
 
-def _precision(job: Job) -> Sequence[Changes]:
-    return [_with_base(job, one) for one in _after(job, "train.precision", "fp32", "bf16")]
-
-
-def _pure(job: Job) -> Sequence[Changes]:
-    return [] if job.train.precision == "bf16_pure" else [_with_base(job, {"train.precision": "bf16_pure"})]
-
-
-def _with_base(job: Job, changes: Changes) -> Changes:
-    """Returns a change to bf16, with frozen weights of fp32 in bf16, too."""
+def _to_bf16(job: Job, *precisions: str) -> Sequence[Changes]:
+    """Returns changes of precision, with frozen weights of fp32 in bf16, too."""
     fp32 = job.model.lora is not None and job.model.lora.base == "fp32"
-    return {**changes, "model.lora.base": "bf16"} if fp32 else changes
-
-
-def _state(job: Job) -> Sequence[Changes]:
-    return _after(job, "train.optimizer.state", "fp32", "8bit")
-
-
-def _state_in_host_memory(job: Job) -> Sequence[Changes]:
-    return _after(job, "train.optimizer.offload", False, True)
-
-
-def _reshard(job: Job) -> Sequence[Changes]:
-    """Applies to one shard, too: in bf16 it frees the weights in the compute dtype."""
-    return [] if job.mesh.reshard_after_forward else [{"mesh.reshard_after_forward": True}]
-
-
-def _schedule(job: Job) -> Sequence[Changes]:
-    late = schedule_of(job) == "gpipe" and job.pipeline.microbatches >= job.mesh.pp > 1
-    return [{"pipeline.schedule": "1f1b"}] if late else []
-
-
-def _lookahead(job: Job) -> Sequence[Changes]:
-    return [{"pipeline.lookahead": 0}] if job.pipeline.lookahead not in ("auto", 0) else []
+    base = {"model.lora.base": "bf16"} if fp32 else {}
+    return [{**changes, **base} for changes in _after(job, "train.precision", *precisions)]
 
 
 def _shorter(job: Job) -> Sequence[Changes]:
@@ -142,15 +114,33 @@ def _quantised(job: Job) -> Sequence[Changes]:
     return [{"model.lora.base": base} for base, other in bases.items() if not list(width_problems(other))]
 
 
+def _lookahead(job: Job) -> Sequence[Changes]:
+    return [{"pipeline.lookahead": 0}] if job.pipeline.lookahead not in ("auto", 0) else []
+
+
+def _schedule(job: Job) -> Sequence[Changes]:
+    late = schedule_of(job) == "gpipe" and job.pipeline.microbatches >= job.mesh.pp > 1
+    return [{"pipeline.schedule": "1f1b"}] if late else []
+
+
 LEVERS = (
     Lever("lookahead", _lookahead),
     Lever("schedule", _schedule),
     Lever("recomputation", _recomputation),
-    Lever("sharded weights", _reshard),
-    Lever("precision", _precision, "computes in bf16"),
-    Lever("bf16 weights", _pure, "keeps the weights in bf16 only and rounds their updates stochastically"),
-    Lever("8-bit state", _state, "quantises the optimizer's state"),
-    Lever("state in host memory", _state_in_host_memory),
+    # Applies to one shard, too: in bf16 it frees the weights in the compute dtype.
+    Lever("sharded weights", lambda job: _after(job, "mesh.reshard_after_forward", False, True)),
+    Lever("precision", lambda job: _to_bf16(job, "fp32", "bf16"), "computes in bf16"),
+    Lever(
+        "bf16 weights",
+        lambda job: _to_bf16(job, job.train.precision, "bf16_pure") if job.train.precision != "bf16_pure" else [],
+        "keeps the weights in bf16 only and rounds their updates stochastically",
+    ),
+    Lever(
+        "8-bit state",
+        lambda job: _after(job, "train.optimizer.state", "fp32", "8bit"),
+        "quantises the optimizer's state",
+    ),
+    Lever("state in host memory", lambda job: _after(job, "train.optimizer.offload", False, True)),
     Lever("quantised base", _quantised, "quantises the frozen weights"),
     Lever("adapters", _adapters, "trains adapters only (model.lora), with a learning rate of their own", apart=True),
     Lever("shorter sequences", _shorter, "cuts longer documents into pieces that do not see each other", apart=True),
@@ -161,24 +151,12 @@ def meshes(job: Job, devices: int, late: Callable[[], bool] = lambda: False) -> 
     """Returns the meshes and microbatches of the same batch on this many devices.
 
     Those that change few keys come first. Leaves out programs with more than `MOST_ACTIONS`, and
-    what follows the first `_MOST_SHAPES`.
-
-    Args:
-        job: The job.
-        devices: Number of devices.
-        late: Whether the time is over; the others are then left out.
+    what follows the first `_MOST_SHAPES`, or comes once the time is over (`late`).
     """
-    tried: list[Changes] = []
-    for changes in _meshes(job, devices):
-        if late() or len(tried) == _MOST_SHAPES:
-            break
-        if changes is not None:
-            tried.append(changes)
-    return sorted(tried, key=len)
+    return sorted(islice(_meshes(job, devices, late), _MOST_SHAPES), key=len)
 
 
-def _meshes(job: Job, devices: int) -> Iterator[Changes | None]:
-    """Yields None for those that are left out, so that a long search can be ended."""
+def _meshes(job: Job, devices: int, late: Callable[[], bool]) -> Iterator[Changes]:
     train, mesh = job.train, job.mesh
     batch = job.rows_per_step
     now = _keys(Mesh.of(mesh).sizes, mesh.ep)
@@ -187,10 +165,11 @@ def _meshes(job: Job, devices: int) -> Iterator[Changes | None]:
         each = batch // (one.replicas)
         own_cut = job.pipeline.layers_per_stage is not None and one.pp != mesh.pp
         for rows in divisors(each):
+            if late():
+                return
             if rows > train.micro_batch_size:
                 break
             if 2 * one.pp * job.pipeline.stages_per_rank * (each // rows) > MOST_ACTIONS:
-                yield None
                 continue
             sizes = {"pipeline.microbatches": each // rows, "train.micro_batch_size": rows}
             for ep in _expert_ranks(job, one.shards):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypp.planning.activations import Kind
-from raypp.planning.end_weights import activation_bytes
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.precision import FP32
@@ -28,11 +27,7 @@ _MULTIPLE = 16
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
     """Returns the largest number of tokens in a chunk, a multiple of 16.
 
-    A microbatch of this many tokens or fewer is not cut.
-
-    Args:
-        vocab_size: Columns of the logits.
-        device_type: cpu or cuda.
+    A microbatch of this many tokens or fewer is not cut. `device_type`: cpu or cuda.
     """
     fit = (CPU_BYTES if device_type == "cpu" else CUDA_BYTES) // (FP32.bytes * vocab_size)
     return max(_MULTIPLE, fit // _MULTIPLE * _MULTIPLE)
@@ -72,7 +67,7 @@ class LossMemory:
 
 
 def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
-    """Returns the memory of the cross-entropy of `tokens` tokens.
+    """Returns the memory of the cross-entropy of a microbatch of `tokens` tokens on one rank.
 
     From whole logits: the log-softmax in fp32 and the logits in the compute dtype are kept for the
     backward, by the stage or by the heap of a CPU. The backward has two fp32 gradients at once: of
@@ -86,13 +81,8 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
 
     A soft cap of the logits keeps its tanh in the compute dtype; in chunks, its slope in fp32, but
     nothing in that kernel.
-
-    Args:
-        job: The job.
-        tokens: Tokens of a microbatch on one rank.
-        kind: The kind of device.
     """
-    model, compute = job.model, activation_bytes(job)
+    model, compute = job.model, job.train.dtypes.compute.bytes
     capped = model.stage_ends().logit_cap is not None
     chunk = chunk_size(tokens, model.vocab_size, kind)
     narrow = compute if compute < FP32.bytes else 0
@@ -118,11 +108,7 @@ def kept_by_heap(job: Job, tokens: int) -> int:
     glibc asks its heap for 96 bytes more than an aligned block has, and what it does not use of
     them goes to small objects. So a block that is freed leaves a hole which the next one of its
     size does not fit, and large blocks are placed anew. Whole logits are counted once more: as
-    many bytes as one microbatch takes.
-
-    Args:
-        job: The job.
-        tokens: Tokens of a microbatch on one rank.
+    many bytes as one microbatch takes. `tokens` as of `loss_memory`.
     """
     vocabulary = job.model.vocab_size
     if chunk_size(tokens, vocabulary, "cpu") != tokens or tokens * vocabulary * FP32.bytes <= _LARGE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NotRequired
@@ -16,8 +16,7 @@ from typing_extensions import TypedDict
 from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import arrange
-from raypp.planning.choices import wire_bytes, wire_of
-from raypp.planning.resolve import ResolvedPipeline
+from raypp.planning.resolve import ResolvedPipeline, wire_bytes, wire_of
 from raypp.spec.job import Job
 from raypp.untrusted.documents import Bounds, Count, parse_as
 from raypp.untrusted.files import read_file
@@ -122,6 +121,11 @@ class Machines:
     def devices(self) -> int:
         return sum(node.devices for node in self.nodes)
 
+    @property
+    def free_memory(self) -> dict[str, int]:
+        """Free bytes of host memory by node; 0 if unknown."""
+        return {node.name: node.memory for node in self.nodes}
+
     def times(self, factor: int) -> Machines:
         """Returns `factor` times as many of these nodes.
 
@@ -144,35 +148,28 @@ class Machines:
     def seats(self, mesh: Mesh, *, apart: bool = False) -> Sequence[Node]:
         """Returns the node of every rank, by raypp's seating order.
 
-        Args:
-            mesh: The mesh.
-            apart: Replicas train apart. All nodes count as one site.
+        If replicas train apart, all nodes count as one site.
 
         Raises:
             ResourcesError: There are more ranks than devices.
         """
-        if (mesh, apart) in self._seats:
-            return self._seats[mesh, apart]
         if mesh.world > self.devices:
             fault = f"{mesh.world} ranks do not fit on {self.devices} device{'s' if self.devices > 1 else ''}"
             raise ResourcesError(fault, "use a smaller mesh, or add nodes")
-        homes: list[Node] = []
-        positions: list[range] = []
-        for node in self.nodes:
-            devices = min(node.devices, mesh.world - len(homes))
-            if not devices:
-                break
-            positions.append(range(len(homes), len(homes) + devices))
-            homes += [node] * devices
-        self._seats.clear()
-        order = arrange(mesh, positions, [positions] if apart else ())
-        self._seats[mesh, apart] = [homes[position] for position in order]
-        return self._seats[mesh, apart]
+        return _seats(self.nodes, mesh, apart)
 
-    @cached_property
-    def _seats(self) -> dict[tuple[Mesh, bool], Sequence[Node]]:
-        """The seats of the mesh that was last asked for: a plan asks several times."""
-        return {}
+
+@lru_cache(maxsize=1)  # a plan asks several times
+def _seats(nodes: Sequence[Node], mesh: Mesh, apart: bool) -> Sequence[Node]:
+    homes: list[Node] = []
+    positions: list[range] = []
+    for node in nodes:
+        devices = min(node.devices, mesh.world - len(homes))
+        if not devices:
+            break
+        positions.append(range(len(homes), len(homes) + devices))
+        homes += [node] * devices
+    return [homes[position] for position in arrange(mesh, positions, [positions] if apart else ())]
 
 
 def read_machines(path: Path) -> Machines:
@@ -198,7 +195,10 @@ def read_machines(path: Path) -> Machines:
     for device in document.get("devices", []):
         speeds.setdefault(device["node"], []).append(device.get("flops_rel") or 1.0)
     memory = document.get("memory", {})
-    nodes = tuple(_node(name, speeds.get(name, []), memory.get(name, 0)) for name in names)
+    nodes = tuple(
+        Node(name, max(1, len(own)), min(own, default=1.0), memory.get(name, 0))
+        for name, own in ((name, speeds.get(name, [])) for name in names)
+    )
     links: dict[frozenset[str], Link] = {}
     for entry in document.get("links", []):
         pair = frozenset((entry["from"], entry["to"]))
@@ -213,10 +213,6 @@ def read_machines(path: Path) -> Machines:
         raise JobError(f"{path}: the link between {visible(' and '.join(sorted(slow[0])))} has no rate", fix)
     source = f"links measured {visible(document.get('measured', ''))} ({path})".replace("  ", " ")
     return Machines(nodes, links=links, measured=True, source=source)
-
-
-def _node(name: str, speeds: Sequence[float], memory: int) -> Node:
-    return Node(name, max(1, len(speeds)), min(speeds, default=1.0), memory)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,11 @@ from raypp.planning.activations import (
     split_backward_bytes,
     stage_activation_bytes,
 )
-from raypp.planning.choices import wire_bytes, wire_of
-from raypp.planning.end_weights import activation_bytes, sum_bytes
 from raypp.planning.loss_memory import LossMemory, kept_by_heap, loss_memory
-from raypp.planning.offload import HeldState, held_state, host_activation_bytes, passing_per_token
-from raypp.planning.resolve import ResolvedPipeline
+from raypp.planning.offload import BLOCK, BLOCKS_ON_DEVICE, host_activation_bytes, passing_per_token
+from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline, wire_bytes, wire_of
 from raypp.planning.sizes import sizes_of
-from raypp.planning.stored_bytes import gradient_bytes, state_bytes, update_bytes, weight_bytes
+from raypp.planning.stored_bytes import size_text, state_bytes, update_bytes
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.schedules.simulate import Simulator
@@ -38,6 +36,8 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.precision import BF16, DTYPES, FP32, Dtype
 from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
+CERTAIN = 0.9
+"""A job is refused only if this share of its planned memory is more than a device has."""
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)
 
@@ -133,15 +133,13 @@ def rank_memory(
         job: The job.
         stages: Stages that the rank holds.
         cut: Layers of every stage of the pipeline.
-        actions: The rank's part of the program, with or without repeats (`without_repeats`). None
-            at all: what it needs without activations.
+        actions: The rank's part of the program, with or without repeats (`without_repeats`).
         waiting: The messages that wait while it runs each of them (`schedules.waiting`).
         kind: The kind of device; None: the job's.
     """
     kind = kind or memory_kind(job)
-    share = _trained_share(job, stages, cut)
     held = state_of(job, stages, cut, kind)
-    microbatches = job.pipeline.microbatches if actions and kind == "cuda" else 0
+    microbatches = job.pipeline.microbatches if kind == "cuda" else 0
     fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut) + fsdp.copies,
@@ -150,9 +148,10 @@ def rank_memory(
         + (outer_bytes(job, stages, cut) if kind == "cpu" else 0),
         messages=_received(job, stages, cut, actions, kind) + _BATCH_BYTES * microbatches * microbatch_tokens(job),
     )
-    fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
     played = _moments(job, fsdp, stages, cut, actions, waiting, kind)
     gradients, activations, logits, working, sent = max(played, key=sum)
+    dtypes = job.train.dtypes
+    sums = (dtypes.weights if fsdp.replaces else dtypes.gradients).bytes * _trained_share(job, stages, cut)
     moments = (
         dataclasses.replace(base, gathered=fsdp.flat),
         dataclasses.replace(
@@ -164,42 +163,67 @@ def rank_memory(
             working=working,
             messages=base.messages + sent,
         ),
-        fsdp.reduction(base),
+        # the end of the reduction: the weights are no longer gathered
+        dataclasses.replace(base, gradients=sums, gathered=fsdp.buffers + fsdp.beside),
         # the update
-        dataclasses.replace(base, gradients=fsdp.sum_bytes * share, working=held.passing + update_bytes(job, kind)),
+        dataclasses.replace(base, gradients=sums, working=held.passing + update_bytes(job, kind)),
     )
     peak = max(moments, key=lambda moment: moment.total)
-    buffers = fsdp.flat + fsdp.buffers if actions else 0
-    if actions and len(cut) - 1 in stages and kind == "cpu":
+    buffers = fsdp.flat + fsdp.buffers
+    if len(cut) - 1 in stages and kind == "cpu":
         buffers += kept_by_heap(job, microbatch_tokens(job))
     return dataclasses.replace(peak, runtime=_runtime(job, stages, cut, peak.total, buffers, kind))
 
 
-def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> HeldState:
-    """Returns the bytes of a rank's trained weights and optimizer state, and where they are.
+@dataclass(frozen=True)
+class HeldState:
+    """Bytes of a rank's trained weights and optimizer state, by where they are between two updates.
 
-    Args:
-        job: The job.
-        stages: Stages that the rank holds.
-        cut: Layers of every stage of the pipeline.
-        kind: The kind of device.
+    Attributes:
+        weights: On the device.
+        optimizer: On the device.
+        saved: What a checkpoint saves of it.
+        passing: On the device during an update.
+        host: In host memory.
     """
-    ranks = job.mesh.shards
+
+    weights: int
+    optimizer: int
+    saved: int
+    passing: int = 0
+    host: int = 0
+
+
+def state_of(job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind) -> HeldState:
+    """Returns where the state of a rank with these stages is.
+
+    On a CPU, host memory is the device's: nothing is saved, and blocks are copied within it.
+    """
     share = _trained_share(job, stages, cut)
+    weights, optimizer = job.train.dtypes.weights.bytes * share, state_bytes(job, share)
+    if not job.train.optimizer.offload:
+        return HeldState(weights, optimizer, weights + optimizer)
     ends = 0 in stages or len(cut) - 1 in stages
-    largest = max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
-    largest = max(largest, job.model.vocab_size * job.model.hidden_size if ends else 0)
-    weights = weight_bytes(job) * share
-    return held_state(job, share, -(-largest // ranks), weights, state_bytes(job, share), kind)
+    largest = max(_largest(job), job.model.vocab_size * job.model.hidden_size if ends else 0)
+    masters = job.train.dtypes.copies_weights
+    moved = optimizer + (weights if masters else 0)
+    each = -(-moved // max(1, share))
+    passing = min(moved, each * max(BLOCKS_ON_DEVICE * BLOCK, -(-largest // job.mesh.shards)))
+    copies = 2 * share if masters else 0
+    if kind == "cpu":
+        return HeldState(weights + copies, optimizer, weights + optimizer, passing)
+    return HeldState(copies if masters else weights, 0, weights + optimizer, passing, moved)
+
+
+def _largest(job: Job) -> int:
+    """Returns the parameters of the largest matrix of a layer that is trained on one rank."""
+    return max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
 
 
 def residual_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of a rank's residuals of int8 sums over replicas, for its stages."""
-    return (
-        FP32.bytes * _trained_share(job, stages, cut)
-        if job.train.sync.kind == "int8" and job.mesh.dp_replicate > 1
-        else 0
-    )
+    sums_int8 = job.train.sync.kind == "int8" and job.mesh.dp_replicate > 1
+    return FP32.bytes * _trained_share(job, stages, cut) if sums_int8 else 0
 
 
 def outer_bytes(job: Job, stages: Sequence[int], cut: Sequence[int], *, saved: bool = False) -> int:
@@ -226,12 +250,12 @@ def stage_parameters(job: Job, stage: int, cut: Sequence[int], *, ends: bool = T
 
     Without `ends`: only those of its layers.
     """
-    return sizes_of(job.model).stage_parameters(_layers(stage, cut), **_ends(stage, cut, ends))
+    return sizes_of(job.model).stage_parameters(**_span(stage, cut, ends))
 
 
 def stage_trained(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
     """Returns the trained parameters of a stage, and those of them that belong to experts."""
-    return sizes_of(job.model).stage_trained(_layers(stage, cut), **_ends(stage, cut, ends))
+    return sizes_of(job.model).stage_trained(**_span(stage, cut, ends))
 
 
 def _trained_share(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
@@ -244,7 +268,7 @@ def frozen_bytes(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     """Returns the bytes of a rank's share of the frozen parameters of its stages."""
     shards = job.mesh.shards
     if quantised_base(job.model) is not None:
-        return -(-sum(_base(job, stage, cut, activation_bytes(job)) for stage in stages) // shards)
+        return -(-sum(_base(job, stage, cut) for stage in stages) // shards)
     frozen = sum(stage_parameters(job, stage, cut) - stage_trained(job, stage, cut)[0] for stage in stages)
     return _frozen_dtype(job).bytes * -(-frozen // shards)
 
@@ -255,15 +279,10 @@ def _frozen_dtype(job: Job) -> Dtype:
     return DTYPES.get(job.model.lora.base, compute) if job.model.lora is not None else compute
 
 
-def _base(job: Job, stage: int, cut: Sequence[int], rest: int, *, ends: bool = True, **gathered: Any) -> int:
+def _base(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True, without: tuple[str, ...] = ()) -> int:
     """Returns `base_bytes` of a stage of a job with a quantised base."""
-    return base_bytes(job.model, _layers(stage, cut), **_ends(stage, cut, ends), rest=rest, **gathered)
-
-
-def _frozen_as_used(job: Job) -> bool:
-    """Whether a rank holds its frozen weights whole and products take them as they are."""
-    shards, lora = job.mesh.shards, job.model.lora
-    return shards == 1 and lora is not None and _frozen_dtype(job) is job.train.dtypes.compute
+    rest = job.train.dtypes.compute.bytes
+    return base_bytes(job.model, **_span(stage, cut, ends), rest=rest, without=without)
 
 
 def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = True) -> tuple[int, int]:
@@ -272,24 +291,23 @@ def gathered_bytes(job: Job, stage: int, cut: Sequence[int], *, ends: bool = Tru
     A quantised base travels as its integers. Frozen weights that one rank uses as they are do not
     count. `ends` as in `stage_parameters`.
     """
-    each, layers = activation_bytes(job), _layers(stage, cut)
+    each = job.train.dtypes.compute.bytes
     trained, of_experts = stage_trained(job, stage, cut, ends=ends)
-    if _frozen_as_used(job):
+    if job.mesh.shards == 1 and job.model.lora is not None and _frozen_dtype(job) is job.train.dtypes.compute:
         return each * trained, each * of_experts
     if quantised_base(job.model) is None:
-        return each * stage_parameters(job, stage, cut, ends=ends), each * sizes_of(job.model).stage_experts(layers)
+        return each * stage_parameters(job, stage, cut, ends=ends), each * sizes_of(job.model).stage_experts(
+            _span(stage, cut, ends)["layers"]
+        )
     held = ("experts",) if job.mesh.ep == job.mesh.shards else ()  # by one rank, as they are
-    whole, rest = (_base(job, stage, cut, each, ends=ends, without=(*held, *more)) for more in ((), ("experts",)))
+    whole, rest = (_base(job, stage, cut, ends=ends, without=(*held, *more)) for more in ((), ("experts",)))
     return whole + each * trained, whole - rest + each * of_experts
 
 
-def _ends(stage: int, cut: Sequence[int], ends: bool) -> dict[str, bool]:
-    return {"first": ends and stage == 0, "last": ends and stage == len(cut) - 1}
-
-
-def _layers(stage: int, cut: Sequence[int]) -> range:
+def _span(stage: int, cut: Sequence[int], ends: bool) -> dict[str, Any]:
     start = sum(cut[:stage])
-    return range(start, start + cut[stage])
+    first, last = ends and stage == 0, ends and stage == len(cut) - 1
+    return {"layers": range(start, start + cut[stage]), "first": first, "last": last}
 
 
 def _moments(
@@ -303,28 +321,28 @@ def _moments(
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields the bytes of gradients, activations, logits, working memory and sends at each action.
 
-    A step after the first is played. Without actions, all gradients are there.
+    A step after the first is played.
     """
-    tokens, last = microbatch_tokens(job), len(cut) - 1
+    tokens, last, dtypes = microbatch_tokens(job), len(cut) - 1, job.train.dtypes
     kept = {stage: tokens * stage_activation_bytes(job, stage, cut, kind) for stage in stages}
     between = {stage: tokens * split_backward_bytes(job, stage, cut) for stage in stages}
     loss = {stage: loss_memory(job, tokens, kind) if stage == last else _NOTHING for stage in stages}
-    together = kind == "cuda" and job.train.dtypes.compute is BF16
-    product = product_bytes(job.model, activation_bytes(job), ep=job.mesh.ep, together=together)
+    together = kind == "cuda" and dtypes.compute is BF16
+    product = product_bytes(job.model, dtypes.compute.bytes, ep=job.mesh.ep, together=together)
     product += tokens * mask_bytes(job)
     within = tokens * backward_bytes(job, kind) + product
     # A gradient that is summed in a wider dtype is there in both before it is added, by FSDP also
     # the first one; and only in its own when it is added, if FSDP or `compute_copies` adds it.
-    own, summed = weight_bytes(job), gradient_bytes(job)
+    own, summed = dtypes.weights.bytes, dtypes.gradients.bytes
     each = own if own == summed else own + summed
-    widened = (kind == "cuda" if fsdp.replaces else fsdp.copies > 0) and summed > activation_bytes(job)
+    widened = (kind == "cuda" if fsdp.replaces else fsdp.copies > 0) and summed > dtypes.compute.bytes
     if widened:
-        each = activation_bytes(job)
-    matrix = each * max(layer.largest // (job.mesh.ep if layer.experts else 1) for layer in sizes_of(job.model).kinds)
+        each = dtypes.compute.bytes
+    matrix = each * _largest(job)
     embedding = 0 if job.model.lora is not None else each * job.model.vocab_size * job.model.hidden_size
     backward = {action.stage for action in actions if action.kind != "F"}
     # Gradients wider than their weights are there from the start (`parallel.wide_gradients`).
-    done = set(stages) if gradient_bytes(job) > weight_bytes(job) and not fsdp.replaces else set()
+    done = set(stages) if summed > own and not fsdp.replaces else set()
     gradients = sum(fsdp.gradients[stage] for stage in done)
     activations, logits = tokens * passing_per_token(job), 0
     sends = _sends(job)
@@ -355,8 +373,6 @@ def _moments(
             done.add(stage)
             gradients += fsdp.gradients[stage]
         yield gradients, activations, logits, embedding if stage == 0 and added else 0, sent
-    if not actions:
-        yield sum(fsdp.gradients.values()), 0, 0, 0, 0
 
 
 @dataclass(frozen=True)
@@ -374,20 +390,16 @@ class Gathered:
         gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers and the share of the sums.
-        share: Bytes of this rank's share of the sums.
-        sum_bytes: Bytes of a value of these sums.
         copies: Bytes of those copies, which stay between steps.
     """
 
     replaces: bool
-    weights: int
-    flat: int
-    again: int
     gradients: dict[int, int]
-    buffers: int
-    beside: int
-    share: int
-    sum_bytes: int
+    weights: int = 0
+    flat: int = 0
+    again: int = 0
+    buffers: int = 0
+    beside: int = 0
     copies: int = 0
 
     @classmethod
@@ -400,7 +412,7 @@ class Gathered:
         reduced, beside the gradients. Sums over replicas are in place. In int8 there are also the
         replicas' messages and the next residuals.
         """
-        replicas = job.mesh.shards * job.summed_replicas
+        dtypes, replicas = job.train.dtypes, job.mesh.shards * job.summed_replicas
         replaces = replicas > 1 or job.fsdp_alone
 
         def here(whole: int, experts: int) -> int:
@@ -414,16 +426,15 @@ class Gathered:
 
         of_trained = groups(stage_trained)
         trained = {stage: whole for stage, (whole, _, _) in of_trained.items()}
-        gradients = {stage: gradient_bytes(job) * count for stage, count in trained.items()}
+        gradients = {stage: dtypes.gradients.bytes * count for stage, count in trained.items()}
         of_gathered = groups(gathered_bytes)
-        if not replaces:
-            copied = sum(whole for whole, _, _ in of_gathered.values()) if job.train.dtypes.copies_weights else 0
-            if len(cut) == 1 and job.model.tie_embeddings and job.model.lora is None:  # that of the projection apart
-                gradients[0] += gradient_bytes(job) * job.model.vocab_size * job.model.hidden_size
-            return cls(False, 0, 0, 0, gradients, 0, 0, 0, gradient_bytes(job), copied)
         gathered = [whole for whole, _, _ in of_gathered.values()]
+        if not replaces:
+            if len(cut) == 1 and job.model.tie_embeddings and job.model.lora is None:  # that of the projection apart
+                gradients[0] += dtypes.gradients.bytes * job.model.vocab_size * job.model.hidden_size
+            return cls(False, gradients, copies=sum(gathered) if dtypes.copies_weights else 0)
         weights = flat = sum(sorted(gathered)[-_UNSHARDED_STAGES:])
-        again = 0
+        again = beside = 0
         if job.mesh.reshard_after_forward and any(cut[stage] for stage in stages):
             # The ends stay, with the layer in use and the one being fetched.
             few = max(ends + 2 * layer for _, ends, layer in of_gathered.values())
@@ -431,31 +442,22 @@ class Gathered:
                 flat, again = few, max(0, *(ends - layer for _, ends, layer in of_gathered.values()))
             weights = max(few, *gathered) if split else few  # a part of a backward needs its whole stage
         total = sum(trained.values())
-        share = weight_bytes(job) * _trained_share(job, stages, cut)
-        buffers = (2 if replicas > 1 else 1) * total * sum_bytes(job)
         residuals = residual_bytes(job, stages, cut)
         messages = residuals // FP32.bytes * job.mesh.dp_replicate
-        if kind == "cuda" or not job.train.dtypes.sums_in_place:
+        at_once, alone = kind == "cpu" and dtypes.sums_in_place, job.mesh.shards == 1 < replicas
+        # On CUDA, what comes back is no more than what was freed; a single rank that FSDP lets
+        # divide by 1 has a copy.
+        two = alone if kind == "cuda" else replicas > 1 and not (at_once and alone)
+        buffers = (2 if two else 1) * total * dtypes.reduce.bytes + messages
+        if at_once:
+            buffers += residuals
+        else:
             largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
-            if kind == "cuda":
-                # What comes back is no more than what was freed; a single rank that FSDP lets
-                # divide by 1 has a copy.
-                alone = job.mesh.shards == 1 < job.summed_replicas
-                buffers = (2 if alone else 1) * total * sum_bytes(job)
-            buffers = (buffers + messages) * largest // max(1, total)  # one group after the other
+            buffers = buffers * largest // max(1, total)  # one group after the other
             # A block's gradients are freed as soon as they are in its buffer.
-            freed = share if kind == "cuda" else 0
-            beside = max(0, gradient_bytes(job) * total - freed) + residuals
-            return cls(True, weights, flat, again, gradients, buffers, beside, share, weight_bytes(job))
-        if job.mesh.shards == 1 and replicas > 1:
-            buffers = total * sum_bytes(job)
-        return cls(True, weights, flat, 0, gradients, buffers + messages + residuals, 0, share, weight_bytes(job))
-
-    def reduction(self, base: RankMemory) -> RankMemory:
-        """Returns the memory at the end of the reduction; the weights are no longer gathered."""
-        if not self.replaces:
-            return base
-        return dataclasses.replace(base, gradients=self.share, gathered=self.buffers + self.beside)
+            freed = dtypes.weights.bytes * _trained_share(job, stages, cut) if kind == "cuda" else 0
+            beside = max(0, dtypes.gradients.bytes * total - freed) + residuals
+        return cls(True, gradients, weights, flat, again, buffers, beside)
 
 
 def _received(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind) -> int:
@@ -465,7 +467,7 @@ def _received(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequ
     of all ranks' actions says how many receives are posted before their use (`schedules.posting`).
     They were always fewer than the microbatches in flight, which are counted here.
     """
-    if job.mesh.pp == 1 or not actions:
+    if job.mesh.pp == 1:
         return 0
     wire = wire_of(job)
     ahead = min(RECEIVES_AHEAD, job.pipeline.microbatches) if kind == "cpu" else _most_in_flight(actions)
@@ -499,14 +501,10 @@ def _runtime(job: Job, stages: Sequence[int], cut: Sequence[int], tensors: int, 
     """Returns the bytes beside the tensors of the peak.
 
     Args:
-        job: The job.
-        stages: Stages that the rank holds.
-        cut: Layers of every stage of the pipeline.
         tensors: Bytes of the tensors at the peak.
         buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients,
             and of large blocks of the loss (`kept_by_heap`). They live outside the peak, but find
             no holes in glibc's heap, so on a CPU they come on top.
-        kind: The kind of device.
     """
     if kind == "cpu":
         return CPU_RUNTIME + buffers + int(HEAP * (tensors + buffers))
@@ -519,8 +517,7 @@ def _communicators(job: Job, stages: Sequence[int], cut: Sequence[int]) -> int:
     Two for each rank that the pipeline exchanges messages with, one for each direction; two for
     context; that of the world, unless an axis of the data spans it.
     """
-    mesh, last = job.mesh, len(cut) - 1
-    shards = mesh.fsdp * mesh.cp
+    mesh, last, shards = job.mesh, len(cut) - 1, job.mesh.shards
     others = {other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other <= last} - set(stages)
     pairs = 2 * min(len(others), 2, mesh.pp - 1)
     groups = (shards > 1) + (job.summed_replicas > 1) + 2 * (mesh.cp > 1)
@@ -540,7 +537,6 @@ def base_bytes(
     first: bool,
     last: bool,
     rest: int,
-    ep: int = 1,
     without: tuple[str, ...] = (),
 ) -> int:
     """Returns the bytes of a stage's frozen weights, before fsdp and cp share them.
@@ -548,20 +544,17 @@ def base_bytes(
     Args:
         model: The `model:` section.
         layers: Global indices of the stage's layers.
-        first: The stage holds the embedding.
-        last: The stage holds the final norm and the projection.
+        first, last: The stage holds the embedding; the final norm and the projection.
         rest: Bytes of a frozen weight that is not quantised.
-        ep: Ranks that share the experts.
         without: Parts (of `Weight.part`) whose quantised matrices are not counted.
     """
     family, base = counted_family(model), quantised_base(model)
     total = 0
     for name, weight in family.stage_weights(model, layers, first=first, last=last).items():
         if base is not None and name.startswith("model.layers.") and is_quantised(weight):
-            size = 0 if weight.part in without else quantised_bytes(base, weight)
+            total += 0 if weight.part in without else quantised_bytes(base, weight)
         else:
-            size = rest * weight.parameters
-        total += size // ep if weight.part == "experts" else size
+            total += rest * weight.parameters
     return total
 
 
@@ -569,19 +562,44 @@ def base_bytes(
 def product_bytes(model: DecoderOptions, width: int, *, ep: int = 1, together: bool = False) -> int:
     """Returns the bytes of the largest matrix while it is dequantised for a product.
 
-    Args:
-        model: The `model:` section.
-        width: Bytes of an element in the compute dtype.
-        ep: Ranks that share the experts.
-        together: All experts of a layer are computed by one kernel (CUDA in bf16).
+    `width`: bytes of an element in the compute dtype. `together`: all experts of a layer are
+    computed by one kernel (CUDA in bf16); `ep` ranks share them.
     """
     family = family_of(model)
     if family is None or quantised_base(model) is None:
         return 0
-    largest = 0
-    for weight in (weight for index in range(model.num_layers) for weight in family.weights(model, index)):
-        if is_quantised(weight):
-            stacked = weight.part == "experts"
-            share = weight.shape[0] if stacked and not together else ep if stacked else 1
-            largest = max(largest, weight.parameters // share)
-    return width * largest
+    weights = (weight for index in range(model.num_layers) for weight in family.weights(model, index))
+    sizes = (
+        weight.parameters // ((ep if together else weight.shape[0]) if weight.part == "experts" else 1)
+        for weight in weights
+        if is_quantised(weight)
+    )
+    return width * max(sizes, default=0)
+
+
+def rank_memories(job: Job, kind: Kind | None = None) -> list[RankMemory]:
+    """Returns what every pipeline rank holds at its peak."""
+    pipeline = resolve_pipeline(job)
+    return list(memories(job, pipeline, pipeline.simulator(), kind))
+
+
+def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
+    """Returns the bytes of every pipeline rank at its peak."""
+    return [memory.total for memory in rank_memories(job, kind)]
+
+
+def peak_memory(job: Job, kind: Kind | None = None) -> int:
+    """Returns the bytes of the rank that needs most."""
+    return max(memory_of_ranks(job, kind))
+
+
+def too_little(needs: Sequence[int], capacity: int) -> str:
+    """Returns which pipeline ranks certainly need more memory than a device has; "" if none does.
+
+    `needs`: as of `memory_of_ranks`.
+    """
+    large = [f"pp{rank} {size_text(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
+    if not large:
+        return ""
+    listed = ", ".join(large[:8]) + (f" and {len(large) - 8} more" if len(large) > 8 else "")
+    return f"a device has {size_text(capacity)}; ranks are planned to need more: {listed}"

@@ -6,27 +6,23 @@ Needs no cluster.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
 
-from raypp.errors import ResourcesError
+from raypp.errors import JobError, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
+from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
 from raypp.planning.flops import flops_per_token
-from raypp.planning.forecast import Forecast
+from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
-from raypp.planning.machines import Boundary, boundaries
+from raypp.planning.machines import Boundary, Machines, boundaries
 from raypp.planning.memory import RankMemory, memories
 from raypp.planning.offload import offload_in_words
-from raypp.planning.predict import (
-    Grounds,
-    kind_of,
-    predict,
-    stage_times,
-    with_every_steps,
-)
+from raypp.planning.replica_sum_costs import hidden_exchanges
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.search import advice
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates
 from raypp.schedules import picture
@@ -34,6 +30,122 @@ from raypp.schedules.action import printed, splits_backward
 from raypp.schedules.catalogue import build_program
 from raypp.schedules.simulate import Slot, StageTimes
 from raypp.spec.job import Job
+
+_FEWEST, _LONGER = 10, 0.05
+"""The fewest steps between outer steps that `auto` chooses, and the share of a step that they may
+add to it."""
+_MOST_ADVISED = 16_384
+"""Actions of a program beyond which its changes are not simulated: each takes long."""
+_MOST_RANKS_ADVISED = 32_768
+"""Ranks beyond which changes are not forecast either."""
+
+
+@dataclass(frozen=True)
+class Grounds:
+    """Inputs of a prediction. What is not given is assumed.
+
+    Attributes:
+        machines: Nodes and links.
+        costs: Measured costs.
+        device: Kind of device (`DEVICES`).
+        link_gbps: Rate between any two nodes, in Gbit/s.
+        per_node: Devices per node; None: each pipeline rank has separate nodes.
+    """
+
+    machines: Machines | None = None
+    costs: Costs | None = None
+    device: str | None = None
+    link_gbps: float | None = None
+    per_node: int | None = None
+
+    def machines_for(self, job: Job) -> Machines:
+        """Returns the given machines, or as many as the job needs."""
+        if self.machines is not None:
+            return self.machines
+        per_node = self.per_node or max(1, job.mesh.world // job.mesh.pp)
+        return Machines.alike(job.mesh.world, per_node, self.link_gbps)
+
+    def devices_for(self, job: Job) -> list[Device]:
+        """Returns the kinds of device to predict for."""
+        if self.device is not None:
+            return [DEVICES[self.device]]
+        if job.resources.device != "auto":
+            return [DEVICES[job.resources.device]]
+        kinds = ("cpu", "cuda") if self.costs is None else (self.costs.kind,)
+        return [DEVICES[kind] for kind in kinds]
+
+
+def stage_times(pipeline: ResolvedPipeline, layer_s: float = 1.0) -> StageTimes:
+    """Returns the times of every stage if a layer's forward takes `layer_s`, and a backward twice
+    its forward."""
+    forward = [weight * layer_s for weight in pipeline.stage_weights]
+    return StageTimes(forward, [2.0 * time for time in forward])
+
+
+def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Forecast]:
+    """Returns one forecast per device that the job may run on.
+
+    These are both if resources.device is auto and costs are unknown. `pipeline` is that of the last
+    one's job.
+
+    Raises:
+        ResourcesError: The given machines have fewer devices than the job has ranks.
+    """
+    devices, forecasts = grounds.devices_for(job), []
+    last = job.for_device(devices[-1].kind)
+    for device in devices:
+        own = job.for_device(device.kind)
+        cut = pipeline if own.train.precision == last.train.precision else resolve_pipeline(own)
+        costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
+        cast = forecast(own, machines, costs, device.memory, cut, device.kind)
+        few = own.mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, cut.program.values())) <= _MOST_ADVISED
+        cast = replace(
+            cast,
+            device="measured" if costs.measured else device.name,
+            advice=tuple(advice(own, machines, costs, cast, device.memory, device.kind)) if few else (),
+            assumptions=(*cast.assumptions, "every row is data.seq_len tokens long"),
+        )
+        forecasts.append(cast)
+    return forecasts
+
+
+def with_every_steps(job: Job, grounds: Grounds) -> tuple[Job, str]:
+    """Decides `train.sync.every_steps: auto` for the last device of `predict`.
+
+    Returns:
+        The job, and the decision in words, "" if there was none, with the fragments and
+        overlap_steps that would allow fewer steps.
+
+    Raises:
+        JobError: The rate between replicas is unknown.
+    """
+    if job.outer is None or job.outer.every_steps != "auto" or job.mesh.dp_replicate == 1:
+        return job, ""
+    if job.outer.link_gbps is None and grounds.machines is None and grounds.link_gbps is None:
+        fault = "auto needs the rate of the link between replicas"
+        fix = "set train.sync.link_gbps, or a number; `raypp plan` takes --links and --link-gbps, and proposes one"
+        raise JobError(Problem("train.sync.every_steps", fault, fix))
+    choices, device = job.outer_intervals(), grounds.devices_for(job)[-1]
+    own = job.for_device(device.kind).with_every_steps(choices[-1])
+    costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
+    cast = forecast(own, machines, costs, device.memory, resolve_pipeline(own), device.kind)
+    sums = cast.replica_sums
+    assert sums is not None
+    waits, rest = sums.exposed_s * choices[-1], cast.step_s - sums.exposed_s
+    enough = [steps for steps in choices if steps >= _FEWEST and waits <= _LONGER * rest * steps]
+    decided = min(enough, default=choices[-1])
+    remark = f"train.sync.every_steps: auto is {decided}"
+    ways = [
+        (steps, way.train.sync)
+        for way in hidden_exchanges(own, sums, rest)
+        for steps in way.outer_intervals()
+        if _FEWEST <= steps < decided
+    ]
+    if ways:
+        steps, sync = min(ways, key=lambda way: way[0])
+        remark += f"; with fragments: {sync.fragments} and overlap_steps: {sync.overlap_steps}, which change"
+        remark += f" the numbers, too, {steps}"
+    return job.with_every_steps(decided), remark
 
 
 @dataclass(frozen=True)
@@ -156,10 +268,6 @@ class Plan:
 def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     """Plans a job in which `check_plan` finds no problem.
 
-    Args:
-        job: The job.
-        grounds: Inputs of the predictions; what is not given is assumed.
-
     Raises:
         JobError: The job has a problem that `check_plan` would report.
         ResourcesError: The given machines have fewer devices than the job has ranks, or too little
@@ -167,7 +275,7 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     """
     grounds = grounds or Grounds()
     link_gbps = grounds.link_gbps
-    kind = kind_of(grounds.devices_for(job)[-1])
+    kind = grounds.devices_for(job)[-1].kind
     job, decided = with_every_steps(job, grounds)
     asked, job = job, job.for_device(kind)
     mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
@@ -184,7 +292,7 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
         offload_in_words(job, kind == "cpu"),
     )
     machines = grounds.machines_for(job)
-    if problems := offload_problems(job, {node.name: node.memory for node in machines.nodes}, kind):
+    if problems := offload_problems(job, machines.free_memory, kind):
         raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes
     memory = tuple(memories(job, pipeline, pipeline.simulator(), kind))

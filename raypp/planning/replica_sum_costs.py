@@ -13,16 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypp.planning.activations import Kind
-from raypp.planning.end_weights import sum_bytes
 from raypp.planning.machines import Link
 from raypp.planning.memory import stage_trained
 from raypp.planning.resolve import ResolvedPipeline
 from raypp.schedules.simulate import Slot, Timeline
 from raypp.spec.job import Job
+from raypp.spec.precision import FP32
 
-_INT8_BLOCK = 256
-_INT8_BYTES = (_INT8_BLOCK + 4) / _INT8_BLOCK
-"""Bytes of a number in int8, with its part of the fp32 scale of each block."""
+_BLOCK = 256
+"""Numbers in int8 or int4 that share an fp32 scale."""
 _INT8_S = {"cpu": (2.8e-9, 0.65e-9), "cuda": (2.7e-11, 0.9e-11)}
 """Seconds to quantise a number, and to add up one of a replica's. On a CPU as measured
 (docs/design/0054); on a GPU 40 and 13 bytes at 1.5 TB/s, not measured."""
@@ -70,17 +69,14 @@ def hidden_exchanges(job: Job, now: ReplicaSums, compute_s: float) -> Iterator[J
 def sent_bytes(job: Job, numbers: float, kind: str) -> float:
     """Returns the bytes that a rank sends to sum `numbers` numbers over the replicas.
 
-    An exact sum is a ring: (n - 1) / n of the numbers go around twice. In int8, every replica sends
-    its numbers to every other.
+    An exact sum is a ring: (n - 1) / n of the numbers go around twice. In int8 or int4, every
+    replica sends its numbers to every other.
     """
     replicas = job.mesh.dp_replicate
-    if kind == "outer":
-        if bits := job.train.sync.bits:
-            return (replicas - 1) * numbers * (_INT8_BLOCK * bits / 8 + 4) / _INT8_BLOCK
-        return 2 * (replicas - 1) / replicas * numbers * 4  # the mean of fp32 weights, as a ring
-    if kind == "int8":
-        return (replicas - 1) * numbers * _INT8_BYTES
-    return 2 * (replicas - 1) / replicas * numbers * sum_bytes(job)
+    if bits := {"int8": 8, "outer": job.train.sync.bits}.get(kind):
+        return (replicas - 1) * numbers * (_BLOCK * bits / 8 + 4) / _BLOCK
+    each = FP32.bytes if kind == "outer" else job.train.dtypes.reduce.bytes  # the mean of fp32 weights, or sums
+    return 2 * (replicas - 1) / replicas * numbers * each
 
 
 def replica_sums(
@@ -130,7 +126,7 @@ def replica_sums(
         waits = sync.fragments * max(0.0, one - sync.overlap_steps * timeline.makespan)
     computing = 0.0
     if form == "int8":
-        quantise, add = _INT8_S["cpu" if kind == "cpu" else "cuda"]
+        quantise, add = _INT8_S[kind]
         computing = most * (quantise + job.mesh.dp_replicate * add)
     return ReplicaSums(
         kind=form,
@@ -172,8 +168,7 @@ def _ready(slots: Sequence[Slot], stage: int, pipeline: ResolvedPipeline, messag
 def _end(sums: Sequence[tuple[Sequence[float], float]]) -> float:
     """Returns when a rank's sums have left its cable, one block after the other.
 
-    Args:
-        sums: For each stage, when its blocks are ready, and the seconds of them all.
+    `sums`: for each stage, when its blocks are ready, and the seconds of them all.
     """
     now = 0.0
     for ready, seconds in sorted((at, seconds / len(blocks)) for blocks, seconds in sums for at in blocks):

@@ -2,25 +2,123 @@
 
 `resolve_pipeline` is the only function that derives schedule, cut, placement, program and wire
 formats from a job. The plan, the controller and every rank derive the record from the same job
-file, so they agree without communication.
+file, so they agree without communication. `planning.check` resolves the choices one by one, to
+report every problem at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
+from typing import Literal
 
+from raypp.errors import JobError
+from raypp.mesh.cut import balance, balance_ranks, cut_layers, no_layer
 from raypp.mesh.seating import Placement, place_stages
-from raypp.planning.choices import Wire, cut_of, lookahead_of, schedule_of, wire_of
-from raypp.planning.end_weights import end_weights
+from raypp.planning.activations import microbatch_tokens
+from raypp.planning.flops import end_weights, recompute_factor
 from raypp.schedules.action import Action, Program, without_idle_backwards
 from raypp.schedules.catalogue import build_forward_only, build_program, schedule_named
 from raypp.schedules.simulate import Simulator
 from raypp.spec.job import Job
-from raypp.spec.lora import trains
+from raypp.spec.lora import lowest_trained, trains
+from raypp.spec.precision import DTYPES, FP32, DtypeName
+
+WireKind = Literal[DtypeName, "int8"]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Formats in which activations travel down a pipeline and gradients back up."""
+
+    activations: WireKind
+    gradients: WireKind
+
+
+def schedule_of(job: Job) -> str:
+    """Returns the schedule's name.
+
+    auto is interleaved_1f1b with several stages per rank, 1f1b with one. With fewer microbatches
+    than pipeline ranks, 1F1B has no steady state; auto is then looped_bfs or gpipe.
+    """
+    pipeline = job.pipeline
+    if pipeline.schedule != "auto":
+        return pipeline.schedule
+    enough = pipeline.microbatches >= job.mesh.pp
+    if pipeline.stages_per_rank > 1:
+        return "interleaved_1f1b" if enough else "looped_bfs"
+    return "1f1b" if enough else "gpipe"
+
+
+def lookahead_of(job: Job) -> int:
+    """Returns the extra warm-up forwards; auto is 0 (classic) until links are measured."""
+    return 0 if job.pipeline.lookahead == "auto" else job.pipeline.lookahead
+
+
+def cut_of(job: Job) -> list[int]:
+    """Returns the layers of every stage: `pipeline.layers_per_stage`, else a balanced cut.
+
+    Weights that are "auto" give the cheapest cut in which every stage has a layer; layers below all
+    adapters have a forward only. Explicit weights
+    give the cut of `cut_layers`. Stages in a V are balanced by rank (`balance_ranks`), because one
+    rank has both ends of the model.
+
+    Raises:
+        JobError: A stage would have no layer.
+    """
+    pipeline, layers, stages = job.pipeline, job.model.num_layers, job.num_stages
+    if pipeline.layers_per_stage is not None:
+        return list(pipeline.layers_per_stage)
+    first, last = end_weights(job)
+    placement = _placement(job)
+    if placement != "v" and "auto" not in (pipeline.input_weight, pipeline.output_weight):
+        return cut_layers(layers, stages, first, last, pipeline.stages_per_rank)
+    if stages > layers:  # the cuts below give every stage a layer, whatever the ends weigh
+        raise JobError(no_layer(layers, stages, 0, 0, pipeline.stages_per_rank))
+    if placement == "v":
+        return balance_ranks(layers, place_stages(job.mesh.pp, stages, placement), first, last)
+    frozen = lowest_trained(job.model)
+    return list(_balanced(layers, stages, first, last, frozen, frozen and round(1 / (1 + recompute_factor(job)), 4)))
+
+
+@lru_cache(maxsize=512)
+def _balanced(layers: int, stages: int, first: float, last: float, frozen: int, forward: float) -> tuple[int, ...]:
+    """Returns the balanced cut of layers of which the lowest `frozen` have no backward.
+
+    Those cost `forward`, the others 1. A search asks for the same cut many times.
+    """
+    return tuple(balance([forward] * frozen + [1.0] * (layers - frozen), stages, first, last))
+
+
+def _placement(job: Job) -> Placement:
+    """Returns the schedule's placement; "loop" for an unknown one, which is reported elsewhere."""
+    try:
+        return schedule_named(schedule_of(job)).placement
+    except JobError:
+        return "loop"
+
+
+def wire_of(job: Job) -> Wire:
+    """Returns the formats of a job's messages, the compute dtype by default."""
+    wire = job.pipeline.wire
+    compute = job.train.dtypes.compute
+    plain = min(compute, DTYPES.get(wire.dtype, compute), key=lambda dtype: dtype.bytes).name
+
+    def kind(what: Literal["activations", "gradients"]) -> WireKind:
+        compression = wire.of(what)
+        return plain if compression == "none" else compression
+
+    return Wire(kind("activations"), kind("gradients"))
+
+
+def wire_bytes(job: Job, form: WireKind) -> int:
+    """Returns the bytes of a message in a wire format; int8 also sends an fp32 scale per token."""
+    width = job.model.hidden_size
+    each = width + FP32.bytes if form == "int8" else width * DTYPES[form].bytes
+    return microbatch_tokens(job) * each
 
 
 @dataclass(frozen=True)

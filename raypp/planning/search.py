@@ -18,13 +18,12 @@ from raypp.errors import RayppError, ResourcesError
 from raypp.mesh.shapes import divisors, shapes
 from raypp.planning.activations import Kind
 from raypp.planning.check import check_plan
-from raypp.planning.choices import schedule_of
 from raypp.planning.costs import Costs
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.levers import MOST_ACTIONS
 from raypp.planning.machines import Machines
 from raypp.planning.replica_sum_costs import hidden_exchanges
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.resolve import resolve_pipeline, schedule_of
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
@@ -52,7 +51,10 @@ class Candidate:
 
     def settings(self) -> list[str]:
         """Returns `key=value` settings for `raypp submit --set`."""
-        return [f"{key}={_plain(value)}" for key, value in self.changes.items()]
+        return [
+            f"{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+            for key, value in self.changes.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,7 @@ def advice(
 ) -> list[tuple[str, float]]:
     """Finds single changes that would shorten a step by more than 2 %, best first.
 
-    Args:
-        job: The job.
-        machines: The machines it runs on.
-        costs: Costs of a device of speed 1.
-        now: The job's forecast, with the same `device_memory` and `kind`.
-        device_memory: Bytes of a device; 0: no limit.
-        kind: The kind of device whose memory is planned; None: the job's.
+    Args as of `search`; `now`: the job's forecast with them.
 
     Returns:
         Each change, and the predicted fraction of the step's time that it saves.
@@ -157,19 +153,16 @@ def advice(
             for form in (*narrower, "int8"):
                 text = f"pipeline.wire.compression {form} (changes the numbers)"
                 single.append((text, {"pipeline.wire.compression": form}))
-        if job.train.micro_batch_size % 2 == 0:
-            halved = {"pipeline.microbatches": 2 * pipeline.microbatches}
-            halved["train.micro_batch_size"] = job.train.micro_batch_size // 2
-            text = f"smaller microbatches: pipeline.microbatches {2 * pipeline.microbatches}, "
-            single.append((f"{text}train.micro_batch_size {job.train.micro_batch_size // 2}", halved))
+        more, rows = 2 * pipeline.microbatches, job.train.micro_batch_size
+        if rows % 2 == 0:
+            text = f"smaller microbatches: pipeline.microbatches {more}, train.micro_batch_size {rows // 2}"
+            single.append((text, {"pipeline.microbatches": more, "train.micro_batch_size": rows // 2}))
         else:
-            more = 2 * pipeline.microbatches
             single.append((f"pipeline.microbatches {more} (twice the batch)", {"pipeline.microbatches": more}))
     if job.mesh.dp_replicate > 1 and job.train.sync.kind == "exact":
         single.append(("train.sync.kind int8 (changes the numbers)", {"train.sync.kind": "int8"}))
     if job.outer is not None and now.replica_sums is not None:
-        compute_s = now.step_s - now.replica_sums.exposed_s
-        hidden = hidden_exchanges(job, now.replica_sums, compute_s)
+        hidden = hidden_exchanges(job, now.replica_sums, now.step_s - now.replica_sums.exposed_s)
         for sync in [one.train.sync for one in hidden if job.outer.every in one.outer_intervals()][:1]:
             text = f"train.sync.fragments {sync.fragments}, overlap_steps {sync.overlap_steps} (changes the numbers)"
             keys = {"train.sync.fragments": sync.fragments, "train.sync.overlap_steps": sync.overlap_steps}
@@ -227,9 +220,8 @@ def _better_cut(
 ) -> Candidate:
     """Moves layers away from a candidate's busiest pipeline rank while the forecast improves.
 
-    Ends at the time `end` of the monotonic clock.
-
-    The default cut knows neither measured costs nor the speeds of different devices.
+    Ends at the time `end` of the monotonic clock. The default cut knows neither measured costs nor
+    the speeds of different devices.
     """
     if one.job.num_stages == 1:
         return one
@@ -293,9 +285,3 @@ def _difference(job: Job, other: Job, cast: Forecast) -> dict[str, Any]:
     if job.pipeline.lookahead == "auto" and cast.lookahead:
         changes["pipeline.lookahead"] = cast.lookahead
     return changes
-
-
-def _plain(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return str(value).replace(" ", "") if isinstance(value, list) else str(value)

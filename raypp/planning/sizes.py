@@ -137,7 +137,7 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
     """
     family = counted_family(model)
     layers = tuple(
-        with_adapters(_layer(family.weights(model, index), model), layer_adapters(model, index), model)
+        _with_adapters(family.weights(model, index), layer_adapters(model, index), model)
         for index in range(model.num_layers)
     )
     matrix = embedding(model) if model.tie_embeddings else projection(model)
@@ -145,6 +145,23 @@ def declared_sizes(model: DecoderOptions) -> ModelSizes:
     first, last = embedding(model).parameters, matrix.parameters + norm
     whole = sum(layer.parameters for layer in layers) + last + (0 if model.tie_embeddings else first)
     return ModelSizes(layers, first, last, whole, frozen=model.lora is not None)
+
+
+def _with_adapters(weights: Iterable[Weight], adapters: Sequence[Adapter], model: DecoderOptions) -> LayerSize:
+    layer = _layer(weights, model)
+    if model.lora is None:
+        return layer
+    own = _layer([weight for adapter in adapters for weight in (adapter.a, adapter.b)], model)
+    return replace(
+        layer,
+        parameters=layer.parameters + own.parameters,
+        experts=layer.experts + own.experts,
+        multiplied=layer.multiplied + own.multiplied,
+        largest=own.largest,
+        adapters=own.parameters,
+        expert_adapters=own.experts,
+        adapted=own.multiplied,
+    )
 
 
 def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
@@ -162,23 +179,6 @@ def _layer(weights: Iterable[Weight], model: DecoderOptions) -> LayerSize:
         if weight.residual and weight.part in ("feed_forward", "experts"):
             inner += passes * weight.shape[-2 if weight.transposed else -1]
     return LayerSize(parameters, experts, multiplied, inner, chosen if experts else 0, largest)
-
-
-def with_adapters(layer: LayerSize, adapters: Sequence[Adapter], model: DecoderOptions) -> LayerSize:
-    """Returns the sizes of a layer with its adapters; unchanged without `model.lora`."""
-    if model.lora is None:
-        return layer
-    own = _layer([weight for adapter in adapters for weight in (adapter.a, adapter.b)], model)
-    return replace(
-        layer,
-        parameters=layer.parameters + own.parameters,
-        experts=layer.experts + own.experts,
-        multiplied=layer.multiplied + own.multiplied,
-        largest=own.largest,
-        adapters=own.parameters,
-        expert_adapters=own.experts,
-        adapted=own.multiplied,
-    )
 
 
 def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:

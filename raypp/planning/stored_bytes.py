@@ -29,36 +29,21 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def weight_bytes(job: Job) -> int:
-    """Returns the bytes of a weight."""
-    return job.train.dtypes.weights.bytes
-
-
-def gradient_bytes(job: Job) -> int:
-    """Returns the bytes of a gradient while it is summed over microbatches."""
-    return job.train.dtypes.gradients.bytes
-
-
 def state_bytes(job: Job, parameters: int) -> int:
     """Returns the bytes of the optimizer's state of some parameters.
 
     In 8 bits each value is a byte, and each block of a row has an fp32 scale. Rows are taken to be
     as long as the hidden size.
     """
-    kind, options = OPTIMIZERS.get(job.train.optimizer.kind), job.train.optimizer
-    if options.state == "fp32":
-        return FP32.bytes * kind.states * parameters
+    values = OPTIMIZERS.get(job.train.optimizer.kind).states * parameters
+    if job.train.optimizer.state == "fp32":
+        return FP32.bytes * values
     columns = job.model.hidden_size
-    return round(kind.states * parameters * (1 + FP32.bytes * -(-columns // BLOCK) / columns))
+    return round(values * (1 + FP32.bytes * -(-columns // BLOCK) / columns))
 
 
 def update_bytes(job: Job, kind: str) -> int:
-    """Returns the bytes that an update by rows needs for itself; 0 where torch's fused AdamW runs.
-
-    Args:
-        job: The job.
-        kind: cpu or cuda.
-    """
+    """Returns the bytes that an update by rows needs for itself; 0 with torch's fused AdamW."""
     if not job.train.dtypes.narrow_weights and job.train.optimizer.state == "fp32":
         return 0
     largest = max(layer.largest for layer in sizes_of(job.model).kinds)

@@ -19,8 +19,7 @@ from raypp.environment import c_compiler
 from raypp.errors import JobError, Problem, in_words
 from raypp.mesh.geometry import Mesh
 from raypp.planning.host_memory import offloaded_by_ranks
-from raypp.planning.memory import CUDA_CONTEXT
-from raypp.planning.peak import CERTAIN, memory_of_ranks, too_little
+from raypp.planning.memory import CERTAIN, CUDA_CONTEXT, memory_of_ranks, too_little
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event, Seat
 from raypp.spec.job import Job

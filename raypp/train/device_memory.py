@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from raypp.errors import RayppError, causes, in_words
 from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
-from raypp.planning.peak import rank_memories
+from raypp.planning.memory import rank_memories
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Seat
@@ -220,7 +220,7 @@ def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
 
 
 def changes_that_fit(job: Job, capacity: int, factor: float = 1.0, patience_s: float = _SEARCH_S) -> str:
-    """Returns the changes that fit as one sentence: what `planning.fit` answers in its own process.
+    """Returns the changes that fit as one sentence: what `planning.fit_search` answers.
 
     The search is no part of a rank.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.planning.peak import memory_of_ranks
+from raypp.planning.memory import memory_of_ranks
 from raypp.spec.load import parse_job
 from raypp.train.device_check import Card, device_problems, memory_taken
 from raypp.train.device_memory import changes_that_fit, planned

@@ -12,8 +12,8 @@ from benchmarks.link_orders import DEPTHS, ORDERS, seconds
 from benchmarks.paced import HEAD
 from benchmarks.timed_rank import job_of
 from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
-from raypp.planning.choices import cut_of
 from raypp.planning.choose_lookahead import best_depth, depths
+from raypp.planning.resolve import cut_of
 from raypp.schedules.one_f_one_b import build
 from raypp.schedules.simulate import Simulator, StageTimes
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
 from statistics import fmean
 
 from raypp.api.report.collect import RunData
@@ -54,42 +56,33 @@ def axis_of(runs: Sequence[RunData]) -> Axis:
     return Axis(min(steps, default=0), max(steps, default=1))
 
 
-def thinned(points: Points, columns: int = COLUMNS) -> list[tuple[int, float]]:
+def _finite(points: Points) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+def _columns(points: Points, count: int) -> list[list[tuple[int, float]]]:
+    """Returns the points of each column of equally many steps, without empty columns."""
+    first, width = points[0][0], (points[-1][0] - points[0][0] + 1) / count
+    return [list(column) for _, column in groupby(points, lambda point: int((point[0] - first) / width))]
+
+
+def thinned(points: Points) -> list[tuple[int, float]]:
     """Returns the finite points, at most the smallest and the largest of each column."""
-    finite = [(step, value) for step, value in points if math.isfinite(value)]
-    if len(finite) <= 2 * columns:
+    finite = _finite(points)
+    if len(finite) <= 2 * COLUMNS:
         return finite
-    first, width = finite[0][0], (finite[-1][0] - finite[0][0] + 1) / columns
-    kept: list[tuple[int, float]] = []
-    column: list[tuple[int, float]] = []
-    number = 0
-    for point in finite:
-        if (at := int((point[0] - first) / width)) != number:
-            kept += _ends(column)
-            column, number = [], at
-        column.append(point)
-    return kept + _ends(column)
+    ends = [{min(column, key=itemgetter(1)), max(column, key=itemgetter(1))} for column in _columns(finite, COLUMNS)]
+    return [point for both in ends for point in sorted(both)]
 
 
 def means(points: Points) -> list[tuple[float, float]]:
     """Returns the mean step and value of each of 120 columns; nothing for a short curve."""
-    finite = [(step, value) for step, value in points if math.isfinite(value)]
+    finite = _finite(points)
     if len(finite) <= 2 * _MEANS:
         return []
-    first, width = finite[0][0], (finite[-1][0] - finite[0][0] + 1) / _MEANS
-    columns: dict[int, list[tuple[int, float]]] = {}
-    for point in finite:
-        columns.setdefault(int((point[0] - first) / width), []).append(point)
+    inner = [(fmean(s for s, _ in column), fmean(v for _, v in column)) for column in _columns(finite, _MEANS)]
     # The curve's own ends, so that the line begins and ends where the curve does.
-    inner = [(fmean(s for s, _ in column), fmean(v for _, v in column)) for column in columns.values()]
     return [(finite[0][0], inner[0][1]), *inner, (finite[-1][0], inner[-1][1])]
-
-
-def _ends(column: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    if not column:
-        return []
-    low, high = min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])
-    return sorted({low, high})
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -279,9 +272,5 @@ def _held_out(run: RunData, style: str, runs: Sequence[RunData]) -> Series:
 
 def attempt_begins(run: RunData) -> list[int]:
     """Returns the first step of every attempt but the first."""
-    begins, last = [], None
-    for timed in run.steps:
-        if last is not None and timed.report.attempt != last:
-            begins.append(timed.report.step)
-        last = timed.report.attempt
+    begins = [b.report.step for a, b in pairwise(run.steps) if a.report.attempt != b.report.attempt]
     return begins[:200]

@@ -54,10 +54,6 @@ class RunData:
 def collect(place: RunPlace, reader: RunReader) -> RunData:
     """Reads a run.
 
-    Args:
-        place: Where it is.
-        reader: Its records.
-
     Raises:
         JobError: It has not written anything.
         StoreError: Its store does not answer.

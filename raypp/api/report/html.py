@@ -9,7 +9,7 @@ from raypp.untrusted.text import visible_lines
 
 LONGEST_TEXT = 4000
 """Characters of one text; a longer one ends in `…`."""
-_VOID = ("meta", "br", "path", "rect", "line")
+_VOID = ("meta", "path", "line")
 
 
 class Whole(str):
@@ -51,5 +51,5 @@ def tag(name: str, /, *children: object, **attributes: Any) -> Html:
         if value is not None
     )
     if name in _VOID:
-        return Html(f"<{name}{written}/>" if name not in ("meta", "br") else f"<{name}{written}>")
+        return Html(f"<{name}{written}/>" if name != "meta" else f"<{name}{written}>")
     return Html(f"<{name}{written}>{joined(*children)}</{name}>")

@@ -6,6 +6,7 @@ import json
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 import yaml
@@ -180,15 +181,12 @@ def strip(run: RunData, axis: Axis, style: str) -> Html:
 
 
 def _attempts(run: RunData, axis: Axis) -> list[Html]:
-    spans: list[list[int]] = []
-    for timed in run.steps:
-        report = timed.report
-        if spans and spans[-1][0] == report.attempt:
-            spans[-1][2] = report.step
-        else:
-            spans.append([report.attempt, report.step, report.step])
     marks = []
-    for attempt, first, last in spans[:_MOST_ATTEMPTS]:
+    for attempt, steps in islice(
+        groupby((timed.report for timed in run.steps), lambda one: one.attempt), _MOST_ATTEMPTS
+    ):
+        spanned = [report.step for report in steps]
+        first, last = spanned[0], spanned[-1]
         left, right = axis.share(first), axis.share(last)
         title = f"attempt {attempt}: steps {first} to {last}"
         place = f"left:{left:.2f}%;width:{max(0.4, right - left):.2f}%"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from raypp.api.following import Records
+from raypp.api.find_run import Records
 from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.cli.live import LiveView, figures, next_commands, summary_view
 from raypp.cli.render import status_view

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from raypp.api.following import Records
+from raypp.api.find_run import Records
 from raypp.cli.console import Console
 from raypp.cli.screen_view import screen_view
 from raypp.observe.status import RankStatus, RunStatus

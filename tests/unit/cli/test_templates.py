@@ -14,8 +14,7 @@ from raypp.cli.job_commands import TEMPLATES, summary
 from raypp.cli.main import COMMANDS
 from raypp.planning.costs import device_named
 from raypp.planning.machines import Machines
-from raypp.planning.plan import make_plan
-from raypp.planning.predict import Grounds
+from raypp.planning.plan import Grounds, make_plan
 from raypp.registry import load_object
 from raypp.spec.load import job_document
 

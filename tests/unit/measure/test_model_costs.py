@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypp.measure import model_costs
-from raypp.measure.copy_costs import COPIES
+from raypp.measure.model_costs import COPIES
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 

@@ -7,7 +7,7 @@ import torch
 
 from raypp.pipeline.wire import AsIs, Int8, message_seed, wire_format
 from raypp.planning.check import wire_problems
-from raypp.planning.choices import wire_of
+from raypp.planning.resolve import wire_of
 from raypp.spec.load import parse_job
 
 SHAPE = (3, 40, 64)

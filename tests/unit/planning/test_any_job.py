@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from planned_jobs import job_with
 
 from raypp.planning.check import check_plan
-from raypp.planning.plan import make_plan
-from raypp.planning.predict import Grounds
+from raypp.planning.plan import Grounds, make_plan
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.catalogue import SCHEDULES
 

@@ -44,7 +44,7 @@ def test_memory_limits_the_depth_but_never_below_the_classic_warm_up():
     assert [depth.lookahead for depth in depths("1f1b", 4, 32, times, most_in_flight=[1, 1, 1, 1])] == [0]
     limited = depths("1f1b", 4, 32, times, most_in_flight=[8, 8, 8, 8])
     assert [depth.lookahead for depth in limited] == [0, 1]
-    assert limited[1].in_flight == (7, 5, 3, 1)
+    assert limited[1].timeline.in_flight == [7, 5, 3, 1]
 
 
 def on_a_cable(schedule: str, pp: int, link: float) -> list[Depth]:

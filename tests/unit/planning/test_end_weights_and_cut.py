@@ -7,7 +7,7 @@ from planned_jobs import job_with
 
 from raypp.errors import JobError
 from raypp.mesh.cut import balance
-from raypp.planning.end_weights import end_weights
+from raypp.planning.flops import end_weights
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.action import printed
 from raypp.spec.job import Job

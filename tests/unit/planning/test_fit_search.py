@@ -17,9 +17,8 @@ from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, meshes
 from raypp.planning.machines import Machines
-from raypp.planning.peak import peak_memory
-from raypp.planning.plan import make_plan
-from raypp.planning.predict import Grounds
+from raypp.planning.memory import peak_memory
+from raypp.planning.plan import Grounds, make_plan
 from raypp.planning.search import changed_job
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job

@@ -12,7 +12,7 @@ from raypp.planning.costs import DEVICES, Costs, Part, computed_costs, read_cost
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import INSIDE_GBPS, Link, Machines, Node, message_bytes, read_machines
 from raypp.planning.memory import stage_parameters
-from raypp.planning.predict import Grounds, predict
+from raypp.planning.plan import Grounds, predict
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.search import advice, search
 from raypp.planning.sizes import sizes_of

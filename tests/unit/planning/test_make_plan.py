@@ -9,8 +9,7 @@ from planned_jobs import job_with
 
 from raypp.models.stage import build_stage
 from raypp.planning.flops import flops_per_token
-from raypp.planning.plan import Plan, make_plan
-from raypp.planning.predict import Grounds
+from raypp.planning.plan import Grounds, Plan, make_plan
 from raypp.planning.sizes import sizes_of
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 

@@ -16,8 +16,7 @@ from raypp.planning.host_memory import offload_problems, offloaded_by_ranks
 from raypp.planning.machines import Machines, Node
 from raypp.planning.memory import state_of
 from raypp.planning.offload import ON_DEVICE, blocks_of, passing_per_token
-from raypp.planning.plan import make_plan
-from raypp.planning.predict import Grounds
+from raypp.planning.plan import Grounds, make_plan
 
 GIB = 1 << 30
 LARGE = {

@@ -12,8 +12,7 @@ from raypp.planning.costs import Costs, Part
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.machines import Link, Machines, Node
 from raypp.planning.memory import stage_trained
-from raypp.planning.plan import make_plan
-from raypp.planning.predict import Grounds, with_every_steps
+from raypp.planning.plan import Grounds, make_plan, with_every_steps
 from raypp.planning.search import advice
 from raypp.spec.job import Job
 

@@ -8,9 +8,8 @@ import pytest
 from planned_jobs import job_with
 
 from raypp.errors import JobError
-from raypp.planning.choices import Wire
-from raypp.planning.end_weights import end_weights
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.flops import end_weights
+from raypp.planning.resolve import Wire, resolve_pipeline
 
 
 def test_auto_is_decided() -> None:

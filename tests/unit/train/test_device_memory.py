@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypp.failure_kinds import FailureKind
-from raypp.planning.peak import rank_memories
+from raypp.planning.memory import rank_memories
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train.device_memory import (

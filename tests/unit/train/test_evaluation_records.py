@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from raypp.api.following import Records
+from raypp.api.find_run import Records
 from raypp.cli.live import summary_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.reader import RunReader

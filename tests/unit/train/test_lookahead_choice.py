@@ -77,7 +77,7 @@ def test_schedules_with_several_stages_per_rank_look_ahead_where_it_pays(schedul
     assert slow.best.lookahead > 0 and f"{classic.step_s:.2f} s with 0" in slow.words()
     assert slow.best.step_s < 0.87 * classic.step_s
     assert slow.best.timeline.in_flight_on_rank > classic.timeline.in_flight_on_rank
-    room = max(classic.in_flight)
+    room = max(classic.timeline.in_flight)
     assert choose(pipeline, figures(8, 0.4, room=room)).best.lookahead < slow.best.lookahead
 
 
