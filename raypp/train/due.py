@@ -100,3 +100,8 @@ def after_step(place: Place, job: Job, saving: bool) -> tuple[Place, Due]:
     skip = save and not last and saving and job.checkpoint.if_busy == "skip"
     save = save and not skip
     return replace(place, done=done, saved=done if save else place.saved), Due(save=save, skip=skip, last=last)
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether something is due after a step: every so many steps and at the end."""
+    return step % every == 0 or step == steps

@@ -22,7 +22,6 @@ from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.agreement import StepPlan
 from raypp.pipeline.runtime import LossFn, Mark, ProgramRuntime
 from raypp.records import Event, Requests
-from raypp.spec.job import Job
 from raypp.train.step import StepRunner, Stopwatch
 
 
@@ -133,9 +132,3 @@ class Evaluator:
         loss = float(total) / tokens if tokens else 0.0
         check_groups()  # after an abort, forwards compute with what was never received
         return Evaluation(loss, tokens, time.perf_counter() - started)
-
-
-def evaluation_due(step: int, job: Job) -> bool:
-    """Whether weights are evaluated after `step`: every `eval_every_steps` steps and at the end."""
-    every = job.train.eval_every_steps
-    return bool(every) and (step % every == 0 or step == job.train.steps)

@@ -15,46 +15,48 @@ from raypp.checkpoint.commit import list_checkpoints, read_commit, read_extra
 from raypp.checkpoint.compatibility import rate_jump
 from raypp.checkpoint.layout import commit_key, spec_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.base_identity import with_base_id
 from raypp.hf.initial_weights import LoadedFromHf, load_from_hf
 from raypp.hf.model_files import HfFiles
 from raypp.memory.restore import load_from_memory
 from raypp.memory.tier import MemoryTier
-from raypp.parallel.outer_sync import OuterSync
 from raypp.records import Event, EventKind, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage import ObjectStore
+from raypp.train.assemble import AssembledRank
 from raypp.train.build import draw_weights
-from raypp.train.recent_reports import RecentReports
+from raypp.train.reports import RecentReports
 
 
 @dataclass(frozen=True)
 class Restorable:
-    """The state of a rank that a checkpoint restores, its source, and its reporter.
+    """A rank that a checkpoint restores, its source, and its reporter.
 
     Attributes:
         store: Opened at the job's checkpoint.url.
-        job: The job.
-        stages: This rank's stages; their weights may be uninitialised.
-        optimizer: The optimizer over their parameters.
-        loader: Resumes at the saved data position.
-        seat: This rank's seat.
+        rank: The rank; the weights of its stages may be uninitialised.
         reporter: Takes events.
         recent: Takes the saved reports.
-        outer: Begins with the restored state; None if replicas do not train apart.
     """
 
     store: ObjectStore
-    job: Job
-    stages: Sequence[nn.Module]
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    seat: Seat
+    rank: AssembledRank
     reporter: Reporter
     recent: RecentReports
-    outer: OuterSync | None = None
+
+    @property
+    def job(self) -> Job:
+        return self.rank.job
+
+    @property
+    def seat(self) -> Seat:
+        return self.rank.seat
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """This rank's stages."""
+        return self.rank.built.modules
 
     def tell(self, kind: EventKind, message: str, step: int, **more: Any) -> None:
         """Reports an event of this attempt."""
@@ -107,7 +109,7 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
         return _from_store(mine, candidates), True
     started = time.monotonic()
     newest = _from_rank_zero(candidates[-1] if candidates else -1)
-    restored = load_from_memory(tier, newest, mine.stages, mine.optimizer)
+    restored = load_from_memory(tier, newest, mine.stages, mine.rank.optimizer)
     step = restored.step
     if step:
         _take_up(mine, restored.extra, step, restored.remark, restored.origins)
@@ -120,7 +122,7 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
         mine.tell("restored", restored.in_words(step, newest), step, details=details)
     best = restored.best
     kept = None if best is None else (best.attempt, {owner: best.step_of(owner) for owner in best.holders})
-    tier.start(restored.nodes, restored.addresses, step, restored.slot, mine.optimizer, newest, kept)
+    tier.start(restored.nodes, restored.addresses, step, restored.slot, mine.rank.optimizer, newest, kept)
     return step, best is None or (mine.job.savable(step) and len(restored.steps) == 1)
 
 
@@ -136,7 +138,7 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
             return 0
         loaded = None
         try:
-            checkpoint = load_checkpoint(mine.store, mine.job.name, step, list(mine.stages), mine.optimizer)
+            checkpoint = load_checkpoint(mine.store, mine.job.name, step, mine.stages, mine.rank.optimizer)
             if checkpoint is not None:
                 read_extra(checkpoint.extra, commit_key(mine.job.name, step))
             loaded = checkpoint
@@ -161,10 +163,10 @@ def _take_up(mine: Restorable, extra: dict[str, Any], step: int, remark: str, or
     """Restores what is saved with the tensors: the data position and the recent reports."""
     known = read_extra(extra, f"step {step}")
     if known.data_position is not None:
-        mine.loader.seek(asdict(known.data_position))
+        mine.rank.loader.seek(asdict(known.data_position))
     mine.recent.restore(known.recent_steps, known.own_steps)
-    if mine.outer is not None:
-        mine.outer.begin(known.outer_tokens, origins)
+    if mine.rank.outer is not None:
+        mine.rank.outer.begin(known.outer_tokens, origins)
     if mine.seat.rank == 0:
         mine.recent.report_again(mine.reporter)
         mine.tell("resumed", f"from step {step}", step)
@@ -192,8 +194,8 @@ def _begin(mine: Restorable) -> None:
         draw_weights(mine.stages, mine.job, frozen=False)
     else:
         _tell_of_load(mine, model.from_hf, load_from_hf(model.from_hf, mine.stages))
-    if mine.outer is not None:
-        mine.outer.begin()
+    if mine.rank.outer is not None:
+        mine.rank.outer.begin()
 
 
 def _tell_of_load(mine: Restorable, url: str, loaded: LoadedFromHf) -> None:

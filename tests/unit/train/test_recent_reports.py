@@ -5,7 +5,7 @@ from typing import Any
 
 from raypp.checkpoint.commit import read_extra
 from raypp.records import Event, Requests, StepReport
-from raypp.train.recent_reports import RecentReports
+from raypp.train.reports import RecentReports
 
 
 class Listener:
