@@ -110,9 +110,6 @@ def abort_groups(timeout_s: float = _ABORT_S) -> bool:
     To be called first when a rank fails: until then, everything that waits for the device also
     waits for NCCL's kernels, whose peers may be gone. The groups must still be destroyed.
 
-    Args:
-        timeout_s: How long to wait for the aborts.
-
     Returns:
         Whether all groups are aborted. If not, a thread named `raypp-abort` still runs, and the
         process cannot take another seat.

@@ -50,17 +50,7 @@ class AssembledRank:
     """Everything a rank needs to compute steps.
 
     Attributes:
-        job: The job.
-        seat: This rank's seat.
-        device: The device that holds this rank's stages.
-        pipeline: The job's resolved pipeline.
         rendezvous: The key-value store the ranks met at.
-        groups: This rank's process groups.
-        built: This rank's stages and the runtime that drives them.
-        optimizer: The optimizer over the parameters of these stages.
-        reducer: The gradient reducer over the same parameters.
-        loader: The loader of this replica's rows.
-        attention: The kernel that computes attention on this rank.
         outer: Takes the outer steps; None if replicas do not train apart.
     """
 
@@ -95,8 +85,6 @@ def assemble(
     Collective over the world.
 
     Args:
-        job: The job.
-        seat: This rank's seat.
         hang_timeout_s: Maximum duration of a collective once the run is under way.
         rendezvous: The store the ranks meet at. None: rank 0 serves one at the seat's address.
         draw: True: initialise the weights. False: the caller must set every weight.

@@ -25,10 +25,7 @@ class BetweenSteps:
     """Evaluates the weights and takes samples of them, after the steps where the job wants it.
 
     Args:
-        rank: This rank.
-        runner: The step runner of this rank.
         store: Opened at the job's checkpoint.url; the run's records are there.
-        reporter: Takes the results.
         resumed: The step of the checkpoint that the attempt begins with; 0: it begins otherwise.
 
     Raises:

@@ -68,7 +68,6 @@ def before_step(place: Place, requests: Requests, *, savable: bool = True, every
 
     Args:
         place: Before the step.
-        requests: As agreed.
         savable: Whether replicas hold the same weights.
         everyone: Whether all ranks agreed; else those of one replica did, and requests wait.
     """
@@ -90,7 +89,6 @@ def after_step(place: Place, job: Job, saving: bool) -> tuple[Place, Due]:
 
     Args:
         place: Before the step.
-        job: The job.
         saving: Whether the last save was in progress on any rank when the step began: all ranks
             agreed on it, so all leave out the same saves.
     """

@@ -30,7 +30,6 @@ def train(run: Training, start: Stopwatch) -> RankResult:
     """Trains from the restored step to the last one, or until the operator requests a stop.
 
     Args:
-        run: What the loop works with.
         start: What took how long before.
     """
     place, due, watch = run.begin(), Due(), Stopwatch(run.runner.device)
@@ -63,9 +62,7 @@ class Restored:
 
     Attributes:
         store: Opened at the job's checkpoint.url.
-        saver: Saves checkpoints there.
         tier: Takes snapshots in memory; None if the job wants none.
-        recent: The latest steps' reports.
         step: The step after which the attempt begins; 0 for a new run.
         together: Whether all replicas begin after the same step, at which they agree.
     """
@@ -90,8 +87,6 @@ class Training:
     Args:
         rank: This rank, restored.
         restored: Where its state came from.
-        reporter: Takes reports and events, and returns the operator's requests.
-        injection: Injects faults.
     """
 
     def __init__(

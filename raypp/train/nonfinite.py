@@ -45,12 +45,7 @@ class Origin:
 
     Attributes:
         tensor: `output` of a module in a forward, or `gradient` of its output in a backward.
-        rank: The rank that saw it.
-        label: That rank's coordinates.
-        stage: The pipeline stage.
-        microbatch: The microbatch.
         module: Name of the module within the stage.
-        action: The schedule's action, such as 1F7.
     """
 
     tensor: str
@@ -59,7 +54,6 @@ class Origin:
     stage: int
     microbatch: int
     module: str
-    action: str
 
 
 class FiniteGuard:
@@ -67,9 +61,6 @@ class FiniteGuard:
 
     Args:
         job: The job; `recovery.on_nonfinite` decides.
-        seat: This rank's seat.
-        stages: This rank's stages.
-        runtime: The runtime that runs them.
         reducer: Sums the gradients of the step, over the ranks that decide.
     """
 
@@ -93,8 +84,6 @@ class FiniteGuard:
         Collective over the ranks of the step's sums.
 
         Args:
-            step: The step's number.
-            sums: The step's sums.
             again: Repeats the step's forwards and backwards from the same numbers.
             tell: Called with the `step_skipped` event.
 
@@ -170,7 +159,7 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
         kind = next((letter for letter in "FBIW" if letter in action), "F")
         stage, _, microbatch = action.partition(kind)
         if not seen and stage.isdigit() and microbatch.isdigit():
-            seen.append(Origin(tensor, seat.rank, seat.label, int(stage), int(microbatch), name[-120:], action))
+            seen.append(Origin(tensor, seat.rank, seat.label, int(stage), int(microbatch), name[-120:]))
 
     def back(name: str) -> Callable[[Tensor], None]:
         """Returns a hook for the gradient `[...]` of a module's output."""

@@ -36,7 +36,6 @@ class _Moving:
     """Copies under way.
 
     Attributes:
-        event: Their event.
         alive: Tensors that must not be freed before.
     """
 
@@ -56,8 +55,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: The optimizer. It must skip parameters without gradients, as torch's do.
-        stages: This rank's stages.
-        device: The device that computes.
         masters: Whether the weights themselves are kept in host memory: FSDP must gather them in
             bf16.
     """

@@ -18,11 +18,7 @@ def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, 
     """Returns the seat of a rank on this machine; the ranks meet at a loopback port.
 
     Args:
-        rank: The rank.
-        world: Number of ranks.
-        port: The port.
         job: The job; its mesh has `world` ranks.
-        attempt: The attempt.
         device: `cpu`, `cuda` (each rank has the device of its number), or for example `cuda:0` (all
             ranks share that one).
     """

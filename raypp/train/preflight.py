@@ -160,7 +160,6 @@ def check_links(
         seat: This rank's seat, with a secret.
         chosen: The interface of this rank's traffic.
         store: The store the ranks meet at; uses the keys `preflight/N` and `preflight/N/done`.
-        patience_s: How long to wait for the other nodes.
         tell: Called once, with the first connection that was refused.
         clock: Returns this node's time in seconds since 1970.
 

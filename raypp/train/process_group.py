@@ -80,8 +80,6 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
 
     Args:
         address: Rank 0's address.
-        port: The store's port.
-        world: Number of ranks.
         serve: Whether this process serves the store. Ignored if torchrun's agent serves one.
         timeout_s: The store's timeout, and how long to wait for its server.
 
@@ -223,7 +221,6 @@ def joined(
     CPU tensors always use gloo, also with NCCL: the ranks agree on each step without the device.
 
     Args:
-        seat: This rank's seat.
         hang_timeout_s: Maximum duration of a collective until `allow_long_steps`, if it is more
             than 5 minutes.
         store: The store the ranks meet at. None: rank 0 serves one at the seat's address.

@@ -72,7 +72,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     start = Stopwatch()
     injection = injection_for(seat, job.train.steps)
     if injection is not None:
-        reporter = FaultyReporter(reporter, injection)
+        reporter = cast(Reporter, FaultyReporter(reporter, injection))
 
     def part(name: str) -> AbstractContextManager[None]:
         """Reports and times a phase of the start; the data is part of the build."""

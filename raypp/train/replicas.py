@@ -34,9 +34,7 @@ class ReplicaCheck:
     """Compares weights that must be equal: along dp_replicate, and both ends of a tied embedding.
 
     Args:
-        stages: This rank's stages.
         names: All parameters of the model, in the same order on all ranks.
-        labels: Coordinates of every rank.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], labels: Sequence[str]) -> None:
@@ -96,9 +94,7 @@ def difference_in_words(names: Sequence[str], table: Sequence[Mapping[int, int]]
     """Describes which ranks differ from the others.
 
     Args:
-        names: Parameters that differ.
         table: For each difference, the checksum of each rank that holds the weights.
-        labels: Coordinates of every rank.
     """
     odd: set[int] = set()
     undecided: set[int] = set()

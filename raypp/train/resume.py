@@ -36,8 +36,6 @@ class Restorable:
     Attributes:
         store: Opened at the job's checkpoint.url.
         rank: The rank; the weights of its stages may be uninitialised.
-        reporter: Takes events.
-        recent: Takes the saved reports.
     """
 
     store: ObjectStore

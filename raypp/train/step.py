@@ -39,9 +39,6 @@ class Stopwatch:
     On a GPU, a part lasts until the device has done what was queued in it. Nothing waits for that:
     a part that has not ended when a step is reported (the update, a save) counts in the next one.
 
-    Args:
-        device: The device that computes.
-
     Attributes:
         parts: The seconds of this step's parts that are known.
         spans: This step's parts, in the order of their ends.
@@ -98,12 +95,10 @@ class StepRunner:
     """Runs the steps of a job on this rank.
 
     Args:
-        rank: The assembled rank.
         tell: Called with events; on rank 0, which reports for all.
         saving: Whether this rank's last save is still in progress; agreed on once per step.
         snapshots: State of the memory tier's snapshots, agreed on once per step. None: no tier.
         pace: Times steps and reports stragglers.
-        injection: Injects faults.
     """
 
     def __init__(
@@ -156,7 +151,6 @@ class StepRunner:
         Args:
             microbatches: The rows of each of this replica's microbatches.
             requests: The operator's requests as this rank knows them.
-            watch: Times the agreement.
             compute_us: From `Pace.before_step`.
             everyone: False: a replica that trains apart agrees in itself.
         """
@@ -228,8 +222,6 @@ class StepRunner:
 
         Args:
             step: The step's number, 1-based.
-            read: The result of `read`.
-            watch: Times the step's parts.
         """
         if isinstance(self.optimizer, OffloadedOptimizer):
             self.optimizer.settle()
