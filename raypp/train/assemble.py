@@ -186,13 +186,8 @@ def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callabl
 
 
 def _attention(job: Job, seat: Seat, device: torch.device, tell: Callable[[Event], None]) -> AttentionKernel:
-    """Chooses this rank's attention kernel, and reports it if there was a choice.
-
-    Rank 0 reports for all. Another rank does so if a kernel failed there.
-
-    Raises:
-        JobError: The device cannot compute what the job asks for.
-    """
+    """Chooses this rank's attention kernel, and reports it if there was a choice: rank 0 for all,
+    another rank if a kernel failed there."""
     choice = choose_attention(job, device)
     if device.type == "cuda":
         log.info("rank %d: %s", seat.rank, choice)

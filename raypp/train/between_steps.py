@@ -27,10 +27,6 @@ class BetweenSteps:
     Args:
         store: Opened at the job's checkpoint.url; the run's records are there.
         resumed: The step of the checkpoint that the attempt begins with; 0: it begins otherwise.
-
-    Raises:
-        JobError: See `Sampler`.
-        DataError: See `Sampler`.
     """
 
     def __init__(
@@ -58,9 +54,6 @@ class BetweenSteps:
 
         Collective over the world. A checkpoint may be committed before the evaluation of its step
         ends, so an attempt that resumes from it does not repeat the step.
-
-        Raises:
-            StoreError: The store does not answer.
         """
         step, self._interrupted = self._interrupted, 0
         due = self._due(step) if step else []

@@ -109,11 +109,7 @@ def interface_with(address: str) -> Interface:
 
 
 def interface_to(peer: str) -> Interface:
-    """Returns the interface of the route to a peer.
-
-    Raises:
-        UnreachableError: There is no route.
-    """
+    """Returns the interface of the route to a peer; raises an UnreachableError without one."""
     return interface_with(source_address(peer))
 
 
@@ -175,9 +171,6 @@ def prepare_network(seat: Seat, environment: MutableMapping[str, str] = os.envir
 
     Returns:
         The interface, and log lines that say what was set and why.
-
-    Raises:
-        UnreachableError: See `choose_interface`.
     """
     chosen = choose_interface(seat, environment)
     name = chosen.interface.name

@@ -189,10 +189,8 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _gathered(own: Origin | None, group: dist.ProcessGroup | None) -> list[Origin]:
-    """Gathers the observation of every rank of a group; None: of the world. Collective.
-
-    Sent as JSON in uint8 tensors `[512]`: nothing that a peer sends is unpickled.
-    """
+    """Gathers the ranks' observations as JSON in uint8 tensors `[512]`: nothing that a peer sends
+    is unpickled. Collective."""
     text = json.dumps(asdict(own)).encode() if own is not None else b""
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else message[:0]

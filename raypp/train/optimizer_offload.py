@@ -12,9 +12,8 @@ Legend: [...] shape of this rank's part of a parameter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +30,8 @@ _Place = tuple[nn.Parameter, str]
 """A parameter and the key of its state; "" is the parameter itself."""
 
 
-@dataclass
-class _Moving:
-    """Copies under way.
-
-    Attributes:
-        alive: Tensors that must not be freed before.
-    """
+class _Moving(NamedTuple):
+    """Copies under way, their event, and tensors that must not be freed before."""
 
     event: Any
     alive: list[Tensor]
