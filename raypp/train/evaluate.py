@@ -91,12 +91,7 @@ class ForwardRunner:
 
 
 class Evaluator:
-    """Evaluates the stages of a rank.
-
-    Args:
-        runner: The step runner whose stages, loader and agreement are used.
-        mark: Called with each action of the program before it begins.
-    """
+    """Evaluates the stages of a rank; see `ForwardRunner`."""
 
     def __init__(self, runner: StepRunner, mark: Mark | None = None) -> None:
         self._runner, self._forwards = runner, ForwardRunner(runner, token_loss_sum, mark)
@@ -113,9 +108,6 @@ class Evaluator:
         Args:
             steps: Steps of this replica; as many on every rank. None: the held-out part.
             progress: Called after each step with the tokens of this replica's rows so far.
-
-        Raises:
-            DataError: The ranks of a replica read different held-out rows.
         """
         started = time.perf_counter()
         # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.

@@ -18,8 +18,8 @@ from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Seat
-from raypp.spec.job import Job
-from raypp.train.reduce import GlobalSums, GradientReducer
+from raypp.train.assemble import AssembledRank
+from raypp.train.reduce import GlobalSums
 
 _MOST_IN_A_ROW = 3
 """Consecutive skipped steps that end the run: the weights themselves are then probably bad."""
@@ -57,18 +57,11 @@ class Origin:
 
 
 class FiniteGuard:
-    """Decides what to do about a step that is not finite.
+    """Decides what to do about a step that is not finite, by `recovery.on_nonfinite`."""
 
-    Args:
-        job: The job; `recovery.on_nonfinite` decides.
-        reducer: Sums the gradients of the step, over the ranks that decide.
-    """
-
-    def __init__(
-        self, job: Job, seat: Seat, stages: Sequence[nn.Module], runtime: ProgramRuntime, reducer: GradientReducer
-    ) -> None:
-        self._job, self._seat, self._stages, self._runtime = job, seat, stages, runtime
-        self._names, self._group = reducer.names, reducer.group
+    def __init__(self, rank: AssembledRank) -> None:
+        self._job, self._seat, self._stages, self._runtime = rank.job, rank.seat, rank.built.modules, rank.built.runtime
+        self._names, self._group = rank.reducer.names, rank.reducer.group
         self._in_a_row = 0
 
     def is_finite(self, sums: GlobalSums) -> bool:

@@ -120,7 +120,7 @@ class StepRunner:
         self.lookahead: LookaheadTuner | None = None
         if rank.job.pipeline.lookahead == "auto" and rank.job.mesh.pp > 1:
             self.lookahead = LookaheadTuner(rank)
-        self.guard = FiniteGuard(rank.job, rank.seat, rank.built.modules, rank.built.runtime, rank.reducer)
+        self.guard = FiniteGuard(rank)
         self._replica = rank.groups.replica
         self.share = rank.groups.context_share(rank.job.mesh.cp_style)
         self.attention = rank.attention
