@@ -181,7 +181,7 @@ def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callabl
     why = ", ".join(reason for reason, holds in against.items() if holds)
     if seat.rank == 0:
         words = f"blocks are not compiled: {why}" if why else "blocks are compiled"
-        tell(Event("compile", f"train.compile: auto: {words}", attempt=seat.attempt, rank=0, node=seat.node))
+        tell(seat.event("compile", f"train.compile: auto: {words}"))
     return job.model_copy(update={"train": job.train.model_copy(update={"compile": not why})})
 
 

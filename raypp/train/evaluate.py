@@ -30,9 +30,7 @@ class Evaluation:
     """The result of one evaluation, over all replicas.
 
     Attributes:
-        loss: Mean over the tokens with a label; 0 if there are none.
-        tokens: Number of tokens with a label.
-        seconds: Duration of the evaluation.
+        loss: Mean over the tokens with a label, which are counted; 0 if there are none.
     """
 
     loss: float
