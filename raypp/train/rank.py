@@ -13,7 +13,7 @@ from raypp.checkpoint.retention import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
-from raypp.memory.tier import Apart
+from raypp.memory.tier import Apart, MemoryTier
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import device_marks
 from raypp.records import RankResult, Reporter, Seat
@@ -101,17 +101,22 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     try:
         return train(run, start)
     except BaseException as error:
-        kind = error.failure_kind if isinstance(error, RayppError) else None
-        try:
-            if kind is not None and kind.traits.in_numbers:
-                check_groups()  # numbers computed after a communicator was aborted say nothing
-        finally:
-            abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
-        if restored.tier is not None and kind is not None and kind.traits.taints_snapshots:
-            restored.tier.close(delete=True)  # the snapshots may be bad; only earlier commits are trusted
+        _let_go(error, restored.tier)
         if out_of_device_memory(error):
             raise device_memory_error(error, job, seat, rank.built.modules, rank.optimizer) from error
         raise
+
+
+def _let_go(error: BaseException, tier: MemoryTier | None) -> None:
+    """Frees a rank that fails from its peers, and removes snapshots that may be bad."""
+    kind = error.failure_kind if isinstance(error, RayppError) else None
+    try:
+        if kind is not None and kind.traits.in_numbers:
+            check_groups()  # numbers computed after a communicator was aborted say nothing
+    finally:
+        abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
+    if tier is not None and kind is not None and kind.traits.taints_snapshots:
+        tier.close(delete=True)  # only earlier commits are trusted
 
 
 def _restored(
@@ -137,17 +142,9 @@ def _restored(
         stack.push(tier.leave)
     recent = RecentReports()
     step, together = restore_newest(Restorable(store, rank, reporter, recent), tier)
-    checkpoint = job.checkpoint
+    keep, keep_every, document = job.checkpoint.keep, job.checkpoint.keep_every, job_document(job)
     saver = CheckpointSaver(
-        store,
-        job.name,
-        job_document(job),
-        seat,
-        announcements,
-        reporter,
-        checkpoint.keep,
-        keep_every=checkpoint.keep_every,
-        pace=pace,
+        store, job.name, document, seat, announcements, reporter, keep, keep_every=keep_every, pace=pace
     )
     stack.callback(saver.close)
     return Restored(store, saver, tier, recent, step, together)

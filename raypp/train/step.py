@@ -243,17 +243,7 @@ class StepRunner:
         with watch.part("pipeline"):
             losses = self._compute(step, read, batches)
         with watch.part("reduce"):
-            zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            loss_sum = torch.stack(losses).double().sum() if losses else zero
-            if self.built.tied is not None:
-                self._mark("tie")
-                self.built.tied.sum_gradients()
-            gradients = self.reducer.gradients()
-            if self._injection is not None:
-                self._injection.gradients(gradients)
-            self._mark("sum" if self._replica is None else "replica sum")
-            sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
-            sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
+            gradients, sums = self._reduce(losses)
         rate, tokens = self.job.train.learning_rate(step), read.plan.global_tokens
         if self.outer is not None:
             tokens = read.plan.tokens_apart(self.outer.replicas)[self.outer.replica]
@@ -296,6 +286,20 @@ class StepRunner:
         if self.built.runtime.clock is clock:
             self.built.runtime.clock = None
         return losses
+
+    def _reduce(self, losses: list[torch.Tensor]) -> tuple[list[torch.Tensor], GlobalSums]:
+        """Returns the local part `[...]` of every gradient, and the sums of losses and norms."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        loss_sum = torch.stack(losses).double().sum() if losses else zero
+        if self.built.tied is not None:
+            self._mark("tie")
+            self.built.tied.sum_gradients()
+        gradients = self.reducer.gradients()
+        if self._injection is not None:
+            self._injection.gradients(gradients)
+        self._mark("sum" if self._replica is None else "replica sum")
+        sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
+        return gradients, self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
 
     def _again(self, step: int, read: ReadStep, batches: list[StageBatch]) -> None:
         """Repeats a step's forwards and backwards from the same numbers."""
