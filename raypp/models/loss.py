@@ -163,6 +163,8 @@ def _over_chunks(
     summed = torch.promote_types(x_SC.dtype, torch.float32) if len(sizes) > 1 else x_SC.dtype
     weight_grad = torch.empty_like(weight_VC, dtype=summed) if for_weight else None
     compute = for_chunks(x_SC.device)
+    if compute is losses_and_errors and not (for_x or for_weight):
+        compute = losses_and_logs
     losses, start = [], 0
     for x_sC, labels_s in zip(torch.split(x_SC, sizes), torch.split(labels_S, sizes), strict=True):
         losses_s, errors_sV = compute(F.linear(x_sC, weight_VC), labels_s, cap)
@@ -203,9 +205,8 @@ def losses_and_errors(logits_sV: Tensor, labels_s: Tensor, cap: float | None) ->
     dtype = logits_sV.dtype
     logits_sV = soft_capped(logits_sV, cap)
     slopes_sV = None if cap is None else 1 - (_wide(logits_sV) / cap).square()
-    logs_sV = _wide(logits_sV).log_softmax(-1)
+    losses_s, logs_sV = losses_and_logs(logits_sV, labels_s, None)
     del logits_sV
-    losses_s = F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="none")
     ones_s1 = (labels_s != IGNORED).unsqueeze(1).to(logs_sV.dtype)
     errors_sV = logs_sV.exp_().mul_(ones_s1)
     if torch.compiler.is_compiling():  # a scatter would not be fused; without a compiler this needs memory
@@ -215,6 +216,13 @@ def losses_and_errors(logits_sV: Tensor, labels_s: Tensor, cap: float | None) ->
     if slopes_sV is not None:
         errors_sV *= slopes_sV
     return losses_s, errors_sV.to(dtype)
+
+
+def losses_and_logs(logits_sV: Tensor, labels_s: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Returns the losses `[s]` of `losses_and_errors`, and the logarithms of probabilities
+    `[s, V]`."""
+    logs_sV = _wide(soft_capped(logits_sV, cap)).log_softmax(-1)
+    return F.nll_loss(logs_sV, labels_s, ignore_index=IGNORED, reduction="none"), logs_sV
 
 
 def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bool) -> None:

@@ -1,8 +1,8 @@
 """Kernels in Triton for what torch computes in many passes over memory: dequantisation and AdamW.
 
-Each gives the bits of its reference in torch (`quantised_rows`, `train.adamw_by_rows`): products
-and sums are rounded one by one, quotients and roots correctly. So a rank may use them while another
-does not. `fused.kernels` says whether they run here. TRITON_INTERPRET=1 runs them on a CPU.
+Each gives the bits of its reference in torch (`quantised_rows`, `train.adamw`): products and sums
+are rounded one by one, quotients and roots correctly. So a rank may use them while another does
+not. `fused.kernels` says whether they run here. TRITON_INTERPRET=1 runs them on a CPU.
 
 Legend: M rows, C weights in a row, R bytes in a row; N blocks of a row, B values of a block.
 """

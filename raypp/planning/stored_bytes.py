@@ -10,7 +10,7 @@ from raypp.spec.precision import FP32
 BLOCK = 256
 """Values that share a scale, as in `raypp.train.quantised_moments`."""
 _AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Values of one turn of `raypp.train.adamw_by_rows`."""
+"""Values of one turn of `raypp.train.adamw`."""
 _TURN_BYTES = 48
 """Bytes per value of a turn: gradient, moments, weight, random bits, codes, and what is computed
 from them."""

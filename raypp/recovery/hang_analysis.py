@@ -154,24 +154,26 @@ def _wait_of(one: RankActivity, everyone: Sequence[RankActivity], rank_of_stage:
     words = one.phase.split()
     inner = words[-1] if words else ""
     if words[:1] == ["step"] and inner == "sends":
-        neighbours = [other for other in everyone if _same_column(one, other) and _other_stage(one, other)]
         # A rank that has taken everything has finished the step's work and waits for others itself.
-        busy = [other.rank for other in neighbours if _is_busy(other)]
-        return _Wait("its last messages to be taken by", tuple(busy)) if busy else None
-    if words[:1] == ["step"] and inner == "sums":
-        stage = [other for other in everyone if other.rank != one.rank and not _other_stage(one, other)]
-        late = [other.rank for other in stage if not _there(other, inner)]
-        return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None
+        neighbours = [other for other in everyone if _same_column(one, other) and _other_stage(one, other)]
+        return _wait_for("its last messages to be taken by", [other for other in neighbours if _is_busy(other)])
     if _collective(one):
-        apart = words[1:2] == ["replica"]
-        awaited = [other for other in everyone if not apart or _same_replica(one, other)]
-        late = [other.rank for other in awaited if other.rank != one.rank and not _there(other, inner)]
-        return _Wait(f"{_COLLECTIVE_NAMES[inner]} with", tuple(late)) if late else None
+        awaited = [other for other in everyone if other.rank != one.rank]
+        if inner == "sums":
+            awaited = [other for other in awaited if not _other_stage(one, other)]
+        elif words[1:2] == ["replica"]:
+            awaited = [o for o in awaited if o.coordinates.dp_replicate == one.coordinates.dp_replicate]
+        late = [other for other in awaited if not _there(other, inner)]
+        return _wait_for(f"{_COLLECTIVE_NAMES[inner]} with", late)
     if one.reached:
         return _stage_wait(one, everyone)
     if one.inside:
         return _group_wait(one, everyone)
     return None
+
+
+def _wait_for(words: str, ranks: Sequence[RankActivity]) -> _Wait | None:
+    return _Wait(words, tuple(one.rank for one in ranks)) if ranks else None
 
 
 def _message_wait(
@@ -182,11 +184,11 @@ def _message_wait(
     if not 0 <= source < len(rank_of_stage):
         return None
     senders = [
-        other.rank
+        other
         for other in everyone
         if _same_column(one, other) and other.coordinates.pp == rank_of_stage[source] and other.rank != one.rank
     ]
-    return _Wait(f"{_KINDS[kind]} {microbatch} from stage {source} on", tuple(senders)) if senders else None
+    return _wait_for(f"{_KINDS[kind]} {microbatch} from stage {source} on", senders)
 
 
 def _group_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | None:
@@ -194,22 +196,22 @@ def _group_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | 
     starts."""
     whole_world = _WORK.fullmatch(one.phase) is None
     late = [
-        other.rank
+        other
         for other in everyone
         if other.rank != one.rank
         and (whole_world or other.coordinates.pp == one.coordinates.pp)
         and (other.silent or other.inside != one.inside)
     ]
-    return _Wait(f"{one.inside} with", tuple(late)) if late else None
+    return _wait_for(f"{one.inside} with", late)
 
 
 def _stage_wait(one: RankActivity, everyone: Sequence[RankActivity]) -> _Wait | None:
     """Returns the ranks of a device's stage that have not come to its action, which may contain
     collectives of the stage; those that are at the same one if none is behind."""
     mates = [other for other in everyone if other.rank != one.rank and not _other_stage(one, other)]
-    behind = [other.rank for other in mates if other.silent or _is_behind(other, one)]
-    level = [other.rank for other in mates if other.reached == one.reached]
-    return _Wait(f"`{one.phase}` with", tuple(behind or level)) if behind or level else None
+    behind = [other for other in mates if other.silent or _is_behind(other, one)]
+    level = [other for other in mates if other.reached == one.reached]
+    return _wait_for(f"`{one.phase}` with", behind or level)
 
 
 def _is_busy(one: RankActivity) -> bool:
@@ -237,10 +239,6 @@ def _same_column(one: RankActivity, other: RankActivity) -> bool:
     return one.coordinates.column == other.coordinates.column
 
 
-def _same_replica(one: RankActivity, other: RankActivity) -> bool:
-    return one.coordinates.dp_replicate == other.coordinates.dp_replicate
-
-
 def _other_stage(one: RankActivity, other: RankActivity) -> bool:
     return other.rank != one.rank and other.coordinates.pp != one.coordinates.pp
 
@@ -262,9 +260,7 @@ def _chain_text(chain: Sequence[int], waits: Sequence[_Wait | None], activities:
         wait = waits[rank]
         assert wait is not None
         who = _place(activities[rank]) if position == 0 else "which"
-        between = ""
-        if awaited not in wait.ranks:
-            between = " (and so on)"
+        between = "" if awaited in wait.ranks else " (and so on)"
         parts.append(f"{who} waits for {wait.words} {_place(activities[awaited])}{between}")
     return f"{', '.join(parts)}, which {_ends_with(culprit)}"
 

@@ -4,6 +4,7 @@ by. Pure functions."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
@@ -132,18 +133,16 @@ def same_again(history: Sequence[AttemptEnd]) -> bool:
     return last.kind.traits.same_by_kind or _gist(before) == _gist(last)
 
 
-def bad_nodes(history: Sequence[AttemptEnd], times: int = 2) -> dict[str, int]:
-    """Returns the addresses of nodes that were lost repeatedly, with the number of attempts each
-    has ended.
+def bad_nodes(history: Sequence[AttemptEnd]) -> dict[str, int]:
+    """Returns the addresses of nodes that were lost repeatedly, and how many attempts each ended.
 
     Only the loss of a node or of its raylet counts. The death of a rank may be the job's fault.
     """
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for end in history:
         lost = {failure.node for failure in end.failures if failure.kind.traits.node_lost and failure.node}
-        for node in lost:
-            counts[node] = counts.get(node, 0) + 1
-    return {node: count for node, count in counts.items() if count >= times}
+        counts.update(lost)
+    return {node: count for node, count in counts.items() if count > 1}
 
 
 def describe(failure: RankFailure) -> str:

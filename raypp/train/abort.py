@@ -104,25 +104,22 @@ def begin_abort() -> list[threading.Thread]:
         return list(_aborting)
 
 
-def abort_groups(timeout_s: float = _ABORT_S) -> bool:
+def abort_groups() -> bool:
     """Aborts all process groups of this process, so that nothing here waits for a peer any more.
 
     To be called first when a rank fails: until then, everything that waits for the device also
     waits for NCCL's kernels, whose peers may be gone. The groups must still be destroyed.
 
-    Args:
-        timeout_s: How long to wait for the aborts.
-
     Returns:
         Whether all groups are aborted. If not, a thread named `raypp-abort` still runs, and the
         process cannot take another seat.
     """
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + _ABORT_S
     threads = begin_abort()
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
-        log.error("process groups were not aborted within %.0f s; this process cannot be used again", timeout_s)
+        log.error("process groups were not aborted within %.0f s; this process cannot be used again", _ABORT_S)
         return False
     return True
 

@@ -1,36 +1,171 @@
-"""AdamW: torch's fused implementation; by rows for bf16 weights and 8-bit moments."""
+"""AdamW: torch's fused implementation; a few rows at a time for bf16 weights and 8-bit moments.
+
+torch's fused AdamW computes in the dtype of the weights and rounds them to nearest. By rows, some
+are computed in fp32, and weights and moments are rounded when they are put back, so the fp32 copies
+are small. That uses only operations that IEEE 754 defines to the bit, one at a time, so a value
+does not depend on its place among the rows, nor on the mesh. On CUDA one kernel computes a whole
+parameter with the same bits (`models.triton_kernels`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from raypp.checkpoint.state import SCALE
+from raypp.errors import JobError, Problem
 from raypp.kinds import OptimizerKind
+from raypp.models import fused
+from raypp.parallel.shard import local_part, local_rows, zeros_beside
 from raypp.spec.job import OptimizerOptions
 from raypp.spec.precision import PRECISIONS
-from raypp.train.adamw_by_rows import AdamWByRows
-from raypp.train.bf16_weights import Bf16Weights
+from raypp.train.bf16_weights import Bf16Weights, as_rows
 from raypp.train.optimizer import decay_groups
+from raypp.train.quantised_moments import BLOCK, blocks_of, dequantise, quantise, tables
 
 KIND = OptimizerKind("adamw", "Adam with decoupled weight decay", position=1, states_in_8bit=True, bf16_weights=True)
+
+_VALUES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Values of one turn. On CPUs they stay in the cache; on a GPU a turn takes about 0.2 GB."""
 
 
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> torch.optim.Optimizer:
     """Builds AdamW over named parameters."""
-    groups = decay_groups(named, options.weight_decay)
-    if not PRECISIONS[precision].narrow_weights and options.state == "fp32":
-        return adamw_of(groups, options)
-    return adamw_by_rows(groups, options, Bf16Weights(named))
+    return adamw_over(decay_groups(named, options.weight_decay), options, precision, Bf16Weights(named))
 
 
-def adamw_by_rows(groups: list[dict[str, Any]], options: OptimizerOptions, weights: Bf16Weights) -> AdamWByRows:
-    """Builds AdamW for bf16 weights or 8-bit moments, over groups with their own `weight_decay`."""
-    quantised = options.state == "8bit"
-    return AdamWByRows(groups, weights, lr=options.lr, betas=options.betas, eps=options.eps, quantised=quantised)
-
-
-def adamw_of(groups: list[dict[str, Any]], options: OptimizerOptions) -> torch.optim.AdamW:
+def adamw_over(
+    groups: list[dict[str, Any]], options: OptimizerOptions, precision: str, weights: Bf16Weights
+) -> torch.optim.Optimizer:
     """Builds AdamW over parameter groups that carry their own `weight_decay`."""
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True)
+    settings: dict[str, Any] = {"lr": options.lr, "betas": options.betas, "eps": options.eps}
+    if PRECISIONS[precision].narrow_weights or options.state == "8bit":
+        return AdamWByRows(groups, weights, **settings, quantised=options.state == "8bit")
+    return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+class AdamWByRows(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay. The state of a parameter is `step` and its two moments.
+
+    With 8-bit moments, those of matrices are `exp_avg` and `exp_avg_sq` (codes, uint8; the latter
+    of the root of the moment) and `exp_avg_scale` and `exp_avg_sq_scale` (fp32, one per block). The
+    moments of vectors are always fp32: they are too few to matter.
+
+    Args:
+        groups: Parameters and `weight_decay` of each group.
+        quantised: Whether moments are kept in 8 bits.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        weights: Bf16Weights,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        quantised: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self.weights, self.quantised = weights, quantised
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self._new_state(parameter))
+        state["step"] += 1
+        count, (beta1, beta2) = int(state["step"]), group["betas"]
+        rate = group["lr"] / (1 - beta1**count)
+        root = (1 - beta2**count) ** 0.5
+        local = local_part(parameter)
+        if not local.numel():
+            return
+        kernels = fused.kernels(local.device)
+        if kernels is not None:
+            place, key = self.weights.rounding(parameter)
+            small = "exp_avg" + SCALE in state
+            moments, scales = (
+                tuple(as_rows(local_part(state[name + kind])) for name in ("exp_avg", "exp_avg_sq"))
+                for kind in (("", SCALE) if small else ("", ""))
+            )
+            kernels.adamw(
+                as_rows(local_part(parameter.detach())),
+                as_rows(local_part(parameter.grad).contiguous()),  # type: ignore[arg-type]
+                moments,
+                scales if small else None,
+                tables(local.device) if small else (),
+                None if place is None else (place.rows_R, place.width, place.start, key),
+                (self.weights.factor, beta1, 1 - beta1, beta2, 1 - beta2, 1 / root, group["eps"], rate,
+                 1 - group["lr"] * group["weight_decay"]),
+            )  # fmt: skip
+            return
+        columns = local.shape[-1]
+        rows = max(1, _VALUES_AT_A_TIME.get(local.device.type, 1 << 22) // columns)
+        for first in range(0, local.numel() // columns, rows):
+            turn = slice(first, first + rows)
+            gradient = self.weights.gradient(parameter, turn)
+            average = _read(state, "exp_avg", turn).mul_(beta1).add_(gradient * (1 - beta1))
+            square = _read(state, "exp_avg_sq", turn).mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
+            _write(state, "exp_avg", turn, average)
+            _write(state, "exp_avg_sq", turn, square)
+            change = average.div_(square.sqrt_().mul_(1 / root).add_(group["eps"])).mul_(rate)
+            values = self.weights.values(parameter, turn).mul_(1 - group["lr"] * group["weight_decay"])
+            self.weights.write(parameter, values.sub_(change), turn)
+
+    def _new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Returns `step` `[]`, moments of the parameter's shape `[..., L]`, and their scales.
+
+        There are scales `[..., N]` only if the moments are in 8 bits, one for each of N blocks.
+        """
+        small = self.quantised and parameter.ndim > 1
+        dtype = torch.uint8 if small else torch.promote_types(parameter.dtype, torch.float32)
+        state = {"step": torch.zeros(())}
+        state |= {key: torch.zeros_like(parameter, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
+        if small:
+            _check_blocks(parameter)
+            blocks = blocks_of(parameter.shape[-1])
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key + SCALE] = zeros_beside(parameter, blocks, torch.float32)
+        return state
+
+
+def _read(state: dict[str, Tensor], key: str, rows: slice) -> Tensor:
+    """Returns a copy of some rows of a moment, at least fp32 `[R, L]`."""
+    kept = as_rows(local_part(state[key]))[rows]
+    if key + SCALE not in state:
+        return kept.clone()
+    signed = key == "exp_avg"
+    moments = dequantise(kept, as_rows(local_part(state[key + SCALE]))[rows], signed=signed)
+    return moments if signed else moments.mul_(moments)
+
+
+def _write(state: dict[str, Tensor], key: str, rows: slice, values: Tensor) -> None:
+    """Keeps some rows `[R, L]` of a moment."""
+    kept = as_rows(local_part(state[key]))[rows]
+    if key + SCALE not in state:
+        kept.copy_(values)
+        return
+    signed = key == "exp_avg"
+    codes, scales = quantise(values if signed else values.sqrt(), signed=signed)
+    kept.copy_(codes)
+    as_rows(local_part(state[key + SCALE]))[rows].copy_(scales)
+
+
+def _check_blocks(parameter: nn.Parameter) -> None:
+    """Raises a JobError if this rank's columns cut a block; `planning.check` says so earlier."""
+    place, columns = local_rows(parameter), local_part(parameter).shape[-1]
+    if columns != place.width and (place.start % BLOCK or columns % BLOCK):
+        what = (
+            f"8bit needs whole blocks of {BLOCK} columns on each rank, but rows of {place.width} are cut at {columns}"
+        )
+        raise JobError(Problem("train.optimizer.state", what, "use state: fp32, or another mesh.ep"))

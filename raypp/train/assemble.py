@@ -50,17 +50,7 @@ class AssembledRank:
     """Everything a rank needs to compute steps.
 
     Attributes:
-        job: The job.
-        seat: This rank's seat.
-        device: The device that holds this rank's stages.
-        pipeline: The job's resolved pipeline.
         rendezvous: The key-value store the ranks met at.
-        groups: This rank's process groups.
-        built: This rank's stages and the runtime that drives them.
-        optimizer: The optimizer over the parameters of these stages.
-        reducer: The gradient reducer over the same parameters.
-        loader: The loader of this replica's rows.
-        attention: The kernel that computes attention on this rank.
         outer: Takes the outer steps; None if replicas do not train apart.
     """
 
@@ -95,8 +85,6 @@ def assemble(
     Collective over the world.
 
     Args:
-        job: The job.
-        seat: This rank's seat.
         hang_timeout_s: Maximum duration of a collective once the run is under way.
         rendezvous: The store the ranks meet at. None: rank 0 serves one at the seat's address.
         draw: True: initialise the weights. False: the caller must set every weight.
@@ -193,18 +181,13 @@ def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callabl
     why = ", ".join(reason for reason, holds in against.items() if holds)
     if seat.rank == 0:
         words = f"blocks are not compiled: {why}" if why else "blocks are compiled"
-        tell(Event("compile", f"train.compile: auto: {words}", attempt=seat.attempt, rank=0, node=seat.node))
+        tell(seat.event("compile", f"train.compile: auto: {words}"))
     return job.model_copy(update={"train": job.train.model_copy(update={"compile": not why})})
 
 
 def _attention(job: Job, seat: Seat, device: torch.device, tell: Callable[[Event], None]) -> AttentionKernel:
-    """Chooses this rank's attention kernel, and reports it if there was a choice.
-
-    Rank 0 reports for all. Another rank does so if a kernel failed there.
-
-    Raises:
-        JobError: The device cannot compute what the job asks for.
-    """
+    """Chooses this rank's attention kernel, and reports it if there was a choice: rank 0 for all,
+    another rank if a kernel failed there."""
     choice = choose_attention(job, device)
     if device.type == "cuda":
         log.info("rank %d: %s", seat.rank, choice)

@@ -60,7 +60,6 @@ class Bf16Weights:
         """Writes some rows of this rank's part of a weight.
 
         Args:
-            parameter: The parameter.
             values: The new values, `[R, L]`, contiguous.
             rows: Their place among this rank's rows.
         """
@@ -88,13 +87,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def rounding_key(seed: int, step: int, name: str) -> int:
-    """Returns the 64-bit key of a parameter's random bits in one step, as a signed number.
-
-    Args:
-        seed: train.seed.
-        step: The step's number.
-        name: The parameter's global name.
-    """
+    """Returns the 64-bit key of a parameter's random bits in one step, as a signed number."""
     return hash_key(f"round:{seed}:{step}:{name}")
 
 

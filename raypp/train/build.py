@@ -48,8 +48,6 @@ def draw_weights(stages: Iterable[nn.Module], job: Job, *, frozen: bool | None =
     """Initialises the weights of a new run. No communication; the bits are the same on any mesh.
 
     Args:
-        stages: This rank's stages.
-        job: The job.
         frozen: True: only frozen weights. False: only those that are trained. None: all.
     """
     for stage in stages:
@@ -70,10 +68,6 @@ def build_stages(
     Collective over the rank's data mesh. Allocates memory for this rank's stages only.
 
     Args:
-        job: The job.
-        pipeline: The job's resolved pipeline.
-        groups: This rank's process groups.
-        device: The device the stages live on.
         mark: Called with each action of the program as it begins.
         draw: True: initialise the weights (`draw_weights`). False: they hold uninitialised memory,
             and the caller must set every one of them.

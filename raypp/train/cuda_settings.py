@@ -21,24 +21,20 @@ _COMPILE_THREADS = 32
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
-def prepare_allocator(environment: MutableMapping[str, str] | None = None) -> str:
+def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> str:
     """Chooses expandable segments unless the user configures torch's allocator.
 
     Microbatches of changing lengths fragment segments of a fixed size. Call it before the process
     first uses CUDA: the allocator reads its settings once, at its first use.
 
-    Args:
-        environment: Where variables are read and set; None: this process's environment.
-
     Returns:
         The setting in effect, as `NAME=value`.
     """
-    environment = os.environ if environment is None else environment
     name = next((name for name in ALLOCATOR_VARIABLES if name in environment), ALLOCATOR_VARIABLES[0])
     return f"{name}={environment.setdefault(name, _ALLOCATOR)}"
 
 
-def prepare_driver(environment: MutableMapping[str, str] | None = None) -> None:
+def prepare_driver(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets what the driver reads when it starts, and never again, unless the user sets it.
 
     The most hardware queues that a GPU has: streams that share a queue wait for each other's heads,
@@ -46,11 +42,7 @@ def prepare_driver(environment: MutableMapping[str, str] | None = None) -> None:
     for. And the order of nvidia-smi and Ray, where CUDA would number the fastest card 0.
 
     Call it before the process asks CUDA for anything, even whether there is a device.
-
-    Args:
-        environment: Where the variables are set; None: this process's environment.
     """
-    environment = os.environ if environment is None else environment
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES)
     environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
@@ -62,7 +54,6 @@ def share_compile_threads(ranks: int, environment: Mapping[str, str] = os.enviro
 
     Args:
         ranks: Ranks on this node.
-        environment: Where the user's number is.
     """
     if "TORCHINDUCTOR_COMPILE_THREADS" not in environment:
         inductor_config().compile_threads = max(1, min(_COMPILE_THREADS, len(os.sched_getaffinity(0)) // ranks))
@@ -109,10 +100,7 @@ def cuda_event(job: Job, seat: Seat, allocator: str, device: str, unfused: str |
     """Returns the `cuda` event for the run's records: device, versions, precision, allocator, CPUs.
 
     Args:
-        job: The job.
-        seat: The rank's seat.
         allocator: From `prepare_allocator`.
-        device: The device's name.
         unfused: Why Triton's kernels do not run; None: they do.
         cpus: From `bind_near`.
     """

@@ -22,6 +22,7 @@ from raypp.planning.host_memory import offloaded_by_ranks
 from raypp.planning.memory import CERTAIN, CUDA_CONTEXT, memory_of_ranks, too_little
 from raypp.planning.stored_bytes import size_text
 from raypp.records import Coordinates, Event, Seat
+from raypp.retry import Backoff
 from raypp.spec.job import Job
 from raypp.spec.precision import BF16
 from raypp.train.cuda_settings import prepare_allocator, prepare_driver
@@ -120,29 +121,21 @@ def free_bytes(ask: Callable[[], int]) -> int:
         return 0
 
 
-def wait_for(
-    need: int,
-    free: Callable[[], int],
-    clock: Callable[[], float] = time.monotonic,
-    pause: Callable[[float], None] = time.sleep,
-) -> int:
+def wait_for(need: int, ask: Callable[[], int]) -> int:
     """Waits up to a minute until a device has memory free; returns the free bytes then.
 
     The driver frees the memory of a killed process only after its kernels have ended.
-
-    Args:
-        need: The bytes that are needed.
-        free: Returns the bytes that are free.
-        clock: Returns seconds.
-        pause: Waits that many seconds.
     """
-    end, now = clock() + _FREED_S, free()
-    if now < need:
-        log.warning("the device has %s free, %s are needed: waiting for others to end", size_text(now), size_text(need))
-    while now < need and clock() < end:
-        pause(_ASK_EVERY_S)
-        now = free()
-    return now
+    free = ask()
+    if free < need:
+        words = "the device has %s free, %s are needed: waiting for others to end"
+        log.warning(words, size_text(free), size_text(need))
+    for pause_s in Backoff(_FREED_S, _ASK_EVERY_S, _ASK_EVERY_S).pauses():
+        if free >= need:
+            break
+        time.sleep(pause_s)
+        free = ask()
+    return free
 
 
 def memory_taken(
@@ -151,9 +144,6 @@ def memory_taken(
     """Returns a problem if others hold memory of a card that the rank needs.
 
     Args:
-        job: The job.
-        seat: The rank's seat.
-        card: Its card.
         need: Bytes that it needs at least.
         free: Bytes that are free.
         held: Returns who holds the rest, in words.
@@ -172,7 +162,6 @@ def host_problems(job: Job, seat: Seat, available: int) -> list[Problem]:
     """Returns a problem if a node has too little memory for what its ranks offload.
 
     Args:
-        job: The job.
         seat: The seat of the node's first rank; its other ranks are assumed to need as much.
         available: Bytes of host memory that are available, before a rank has allocated any.
     """
@@ -197,8 +186,6 @@ def device_problems(
     """Returns why a seat's card cannot run the job.
 
     Args:
-        job: The job.
-        seat: The seat.
         there: Number of CUDA devices that torch sees in this process.
         card: The seat's card; None if it is not among them.
         why: Why torch sees no card; "" if unknown.
@@ -236,7 +223,6 @@ def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bo
     """Whether a card can run kernels that were compiled for some architectures.
 
     Args:
-        capability: The card's.
         built_for: Such as `sm_86`, which runs on 8.6 to 8.9; `sm_90a`, which runs on 9.0 only;
             `compute_90`, which the driver compiles for 9.0 and newer. Empty: unknown.
     """
@@ -254,10 +240,6 @@ def compare_cards(card: Card, seat: Seat, mesh: Mesh, store: Store, tell: Callab
     """Compares the ranks' cards on rank 0. Collective.
 
     Args:
-        card: This rank's card.
-        seat: Its seat.
-        mesh: The job's mesh.
-        store: The store the ranks met at.
         tell: Called on rank 0 with an event if cards are of different kinds.
 
     Raises:
@@ -282,7 +264,6 @@ def shared_cards(places: Sequence[str], labels: Sequence[str]) -> list[Problem]:
 
     Args:
         places: Node and PCI bus of each rank's card; "" where sharing is allowed or it is unknown.
-        labels: Label of each rank.
     """
     by_place: dict[str, list[str]] = defaultdict(list)
     for place, label in zip(places, labels, strict=True):
@@ -308,8 +289,6 @@ def mixed_cards(names: Sequence[str], coordinates: Sequence[Coordinates], labels
     on which card computes which rows. Between pipeline ranks, the layers must be cut by speed.
 
     Args:
-        names: Name of each rank's card.
-        coordinates: Coordinates of each rank.
         labels: Label of each rank, such as `pp0-fsdp1`.
     """
     by_stage: dict[int, dict[str, list[str]]] = {}

@@ -134,11 +134,7 @@ def device_memory_error(
     process holds gigabytes of it.
 
     Args:
-        error: What was raised.
-        job: The job.
-        seat: This rank's seat.
         stages: This rank's stages, as far as they are built.
-        optimizer: Its optimizer, if there is one.
     """
     first = next((cause for cause in causes(error) if _says_full(cause)), error)
     lines = [f"out of device memory: {in_words(first).splitlines()[0]}"]
@@ -225,7 +221,6 @@ def changes_that_fit(job: Job, capacity: int, factor: float = 1.0, patience_s: f
     The search is no part of a rank.
 
     Args:
-        job: The job.
         capacity: Bytes of a device.
         factor: What a rank was measured to need, relative to its plan.
         patience_s: Most seconds to search.

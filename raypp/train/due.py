@@ -68,7 +68,6 @@ def before_step(place: Place, requests: Requests, *, savable: bool = True, every
 
     Args:
         place: Before the step.
-        requests: As agreed.
         savable: Whether replicas hold the same weights.
         everyone: Whether all ranks agreed; else those of one replica did, and requests wait.
     """
@@ -90,7 +89,6 @@ def after_step(place: Place, job: Job, saving: bool) -> tuple[Place, Due]:
 
     Args:
         place: Before the step.
-        job: The job.
         saving: Whether the last save was in progress on any rank when the step began: all ranks
             agreed on it, so all leave out the same saves.
     """
@@ -100,3 +98,8 @@ def after_step(place: Place, job: Job, saving: bool) -> tuple[Place, Due]:
     skip = save and not last and saving and job.checkpoint.if_busy == "skip"
     save = save and not skip
     return replace(place, done=done, saved=done if save else place.saved), Due(save=save, skip=skip, last=last)
+
+
+def is_due(step: int, every: int, steps: int) -> bool:
+    """Whether something is due after a step: every so many steps and at the end."""
+    return step % every == 0 or step == steps

@@ -22,7 +22,6 @@ from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.agreement import StepPlan
 from raypp.pipeline.runtime import LossFn, Mark, ProgramRuntime
 from raypp.records import Event, Requests
-from raypp.spec.job import Job
 from raypp.train.step import StepRunner, Stopwatch
 
 
@@ -31,9 +30,7 @@ class Evaluation:
     """The result of one evaluation, over all replicas.
 
     Attributes:
-        loss: Mean over the tokens with a label; 0 if there are none.
-        tokens: Number of tokens with a label.
-        seconds: Duration of the evaluation.
+        loss: Mean over the tokens with a label, which are counted; 0 if there are none.
     """
 
     loss: float
@@ -92,12 +89,7 @@ class ForwardRunner:
 
 
 class Evaluator:
-    """Evaluates the stages of a rank.
-
-    Args:
-        runner: The step runner whose stages, loader and agreement are used.
-        mark: Called with each action of the program before it begins.
-    """
+    """Evaluates the stages of a rank; see `ForwardRunner`."""
 
     def __init__(self, runner: StepRunner, mark: Mark | None = None) -> None:
         self._runner, self._forwards = runner, ForwardRunner(runner, token_loss_sum, mark)
@@ -114,9 +106,6 @@ class Evaluator:
         Args:
             steps: Steps of this replica; as many on every rank. None: the held-out part.
             progress: Called after each step with the tokens of this replica's rows so far.
-
-        Raises:
-            DataError: The ranks of a replica read different held-out rows.
         """
         started = time.perf_counter()
         # Ranks without the last stage add exact zeros: any cut gives the bits of a single process.
@@ -133,9 +122,3 @@ class Evaluator:
         loss = float(total) / tokens if tokens else 0.0
         check_groups()  # after an abort, forwards compute with what was never received
         return Evaluation(loss, tokens, time.perf_counter() - started)
-
-
-def evaluation_due(step: int, job: Job) -> bool:
-    """Whether weights are evaluated after `step`: every `eval_every_steps` steps and at the end."""
-    every = job.train.eval_every_steps
-    return bool(every) and (step % every == 0 or step == job.train.steps)

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 
 from raypp.errors import JobError
 from raypp.parallel.shard import local_part
-from raypp.records import Event, Reporter, Requests, Seat, StepReport
+from raypp.records import Reporter, Seat
 from raypp.storage import ObjectStore
 
 VARIABLE = "RAYPP_FAULTS"
@@ -104,13 +104,7 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 class Injection:
-    """The faults of one rank in one seat.
-
-    Args:
-        faults: All requested faults, of any rank.
-        seat: This rank's seat.
-        last_step: The run's last step.
-    """
+    """The faults of one rank in one seat."""
 
     def __init__(self, faults: Iterable[Fault], seat: Seat, last_step: int) -> None:
         self._left = [
@@ -204,18 +198,12 @@ class FaultyReporter:
     def __init__(self, reporter: Reporter, injection: Injection) -> None:
         self._reporter, self._injection = reporter, injection
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reporter, name)
+
     def phase(self, name: str, detail: str = "", reached: Callable[[], bool] | None = None) -> None:
         self._reporter.phase(name, detail, reached)
         self._injection.phase(name, detail)
-
-    def step(self, report: StepReport) -> None:
-        self._reporter.step(report)
-
-    def event(self, event: Event) -> None:
-        self._reporter.event(event)
-
-    def requests(self) -> Requests:
-        return self._reporter.requests()
 
 
 class FaultyStore:

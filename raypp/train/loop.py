@@ -4,46 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from raypp.checkpoint.save import CheckpointSaver
-from raypp.checkpoint.snapshot import Snapshot
 from raypp.checkpoint.state import Slice, state_in_objects
 from raypp.memory.tier import MemoryTier
-from raypp.pipeline.agreement import StepPlan
-from raypp.records import Event, EventKind, RankResult, Reporter, StepReport
-from raypp.spec.job import Job
+from raypp.mesh.geometry import Mesh
+from raypp.models.stage import parameter_names
+from raypp.records import Coordinates, Event, EventKind, RankResult, Reporter, StepReport
+from raypp.storage import ObjectStore
+from raypp.train.assemble import AssembledRank
 from raypp.train.between_steps import BetweenSteps
 from raypp.train.due import Due, Place, after_step, before_step
-from raypp.train.recent_reports import RecentReports
-from raypp.train.replica_reports import ReplicaReports
+from raypp.train.fault_injection import Injection
 from raypp.train.replicas import ReplicaCheck
-from raypp.train.step import StepRunner, Stopwatch
+from raypp.train.reports import RecentReports, ReplicaReports
+from raypp.train.step import ReadStep, StepRunner, Stopwatch
 from raypp.train.step_trace import StepTracer
-from raypp.train.stragglers import SpikeWatch
+from raypp.train.stragglers import Pace, SpikeWatch
 
 
-def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
-    """Trains from the restored step to the last one, or until the operator requests a stop. `start`
-    holds what took how long before."""
-    place, due, watch = run.place(restored), Due(), Stopwatch(run.runner.device)
-    position = run.runner.loader.position()
-    run.report_again()
-    if run.together and 0 < restored == place.saved:  # snapshots are taken after all that is due, checkpoints before
-        run.between.resume(restored)
+def train(run: Training, start: Stopwatch) -> RankResult:
+    """Trains from the restored step to the last one, or until the operator requests a stop.
+
+    Args:
+        start: What took how long before.
+    """
+    place, due, watch = run.begin(), Due(), Stopwatch(run.runner.device)
     while place.done < run.job.train.steps:
-        watch.next_step()
-        run.reporter.phase("step", f"{place.done + 1} read")
-        savable = run.together if place.done == restored else run.job.savable(place.done)
-        everyone = savable or run.job.savable(place.done + 1)
-        read = run.runner.read(place.requests(run.reporter.requests()), watch, everyone=everyone)
-        run.keep_snapshot(place.done, position, read.plan, watch)
-        place, due = before_step(place, read.plan.requests, savable=savable, everyone=everyone)
+        read, place, due = run.read(place, watch)
         if due.save:
-            run.save(place.done, position)
+            run.save(place.done)
         if due.stop:
-            run.tracer.finish()
             break
         run.between.make_up()
         if due.trace:
@@ -51,72 +45,121 @@ def train(run: Training, restored: int, start: Stopwatch) -> RankResult:
         own = run.runner.run(place.done + 1, read, watch)
         reports = run.note(own)
         place, due = after_step(place, run.job, read.plan.saving)
-        position = run.runner.loader.position()
         if due.skip:
             run.saver.skip(place.done)
         if due.save:
             with watch.part("save"):
-                run.save(place.done, position)
+                run.save(place.done)
         run.tracer.step_ended(place.done, watch, last=due.last)
-        run.report(own, reports, watch, start if place.done == restored + 1 else None)
+        run.report(own, reports, watch, start)
         run.between.run(place.done)
-    if place.unsaved and not due.stop:  # no step was left after what came from memory
-        run.save(place.done, position)
-    if not due.stop:
-        run.between.make_up()
-    run.reporter.phase("finish")
-    committed = run.saver.finish() if due.save_is_needed else run.saver.wait()
-    return RankResult(rank=run.runner.seat.rank, step=place.done, stopped=due.stop, checkpoint_step=committed)
+    return run.end(place, due)
 
 
 @dataclass(frozen=True)
-class Training:
-    """What the loop of one rank works with.
+class Restored:
+    """What an attempt's state came from, and where it goes.
 
-    `together`: Whether all replicas begin after the same step, between which they had agreed.
+    Attributes:
+        store: Opened at the job's checkpoint.url.
+        tier: Takes snapshots in memory; None if the job wants none.
+        step: The step after which the attempt begins; 0 for a new run.
+        together: Whether all replicas begin after the same step, at which they agree.
     """
 
-    job: Job
-    reporter: Reporter
-    runner: StepRunner
-    tracer: StepTracer
-    replicas: ReplicaCheck | None
-    between: BetweenSteps
+    store: ObjectStore
     saver: CheckpointSaver
     tier: MemoryTier | None
     recent: RecentReports
-    spikes: SpikeWatch
-    gathered: ReplicaReports | None = None
-    together: bool = True
+    step: int
+    together: bool
 
-    def place(self, restored: int) -> Place:
-        """Returns where an attempt begins. What came from memory is in no checkpoint yet."""
-        saved = restored if self.tier is None else min(restored, max(self.tier.committed, 0))
-        return Place(restored, restored, saved)
+    @property
+    def place(self) -> Place:
+        """Where the attempt begins. What came from memory is in no checkpoint yet."""
+        saved = self.step if self.tier is None else min(self.step, max(self.tier.committed, 0))
+        return Place(self.step, self.step, saved)
 
-    def keep_snapshot(self, done: int, position: dict[str, Any], plan: StepPlan, watch: Stopwatch) -> None:
-        """Takes a snapshot in memory if one is due."""
-        if self.tier is None or plan.snapshots is None:
-            return
-        tier, known = self.tier, self.saver.committed
-        with watch.part("memory"):
-            tier.committed = max(tier.committed, -1 if known is None else known)
-            may = self.runner.outer is None or self.runner.outer.quiet
-            tier.step_begins(done, plan.snapshots, self._state, lambda: self._extra(position), plan.saving, may=may)
 
-    def save(self, step: int, position: dict[str, Any]) -> None:
+class Training:
+    """What the loop of one rank works with. Building it is collective over the world.
+
+    Args:
+        rank: This rank, restored.
+        restored: Where its state came from.
+    """
+
+    def __init__(
+        self, rank: AssembledRank, restored: Restored, reporter: Reporter, injection: Injection | None
+    ) -> None:
+        self.job, self._seat, self._reporter, self._restored = rank.job, rank.seat, reporter, restored
+        self.saver, self._tier, self._recent = restored.saver, restored.tier, restored.recent
+        first = replace(rank.groups.coordinates, dp_replicate=0) == Coordinates()
+        leads = self._seat.rank == 0 or (first and rank.outer is not None)
+        timed = self.job.recovery.straggler_factor and self._seat.world_size > 1
+        self.runner = StepRunner(
+            rank,
+            tell=reporter.event if leads else lambda event: None,
+            saving=lambda: self.saver.busy,
+            snapshots=self._tier.signals if self._tier is not None else None,
+            pace=Pace(rank, restored.step) if timed else None,
+            injection=injection,
+        )
+        self.tracer = StepTracer(self.runner, restored.store, reporter.event)
+        self._replicas = None
+        tied_apart = self.job.model.tie_embeddings and self.job.mesh.pp > 1
+        if self.job.recovery.check_replicas and (self.job.mesh.dp_replicate > 1 or tied_apart):
+            names = parameter_names(self.job.model)
+            self._replicas = ReplicaCheck(rank.built.modules, names, Mesh.of(self.job.mesh).labels())
+            if rank.outer is not None:
+                self._replicas.run()  # replicas far apart may have read other stores
+        place = restored.place
+        # Snapshots are taken after all that is due, checkpoints before.
+        resumed = restored.step if restored.together and restored.step == place.saved else 0
+        self.between = BetweenSteps(rank, self.runner, restored.store, reporter, resumed)
+        self._spikes = SpikeWatch(self.job.recovery.spike_factor)
+        self._gathered = None
+        if rank.outer is not None and rank.outer.replicas > 1 and leads:
+            self._gathered = ReplicaReports(rank.groups.mesh["dp_replicate"].get_group())
+        self._position = rank.loader.position()
+
+    def begin(self) -> Place:
+        """Returns where the attempt begins. Reports what this replica has done since the last outer
+        step, in case others have not."""
+        for own in list(self._recent.own):
+            reports = [own] if self._gathered is None else self._gathered.add(own, wait=False)
+            self._tell_steps(self._new(reports))
+        return self._restored.place
+
+    def read(self, place: Place, watch: Stopwatch) -> tuple[ReadStep, Place, Due]:
+        """Reads the next step's rows, agrees with the other ranks on them and on the operator's
+        requests, and takes a snapshot in memory if one is due.
+
+        Returns:
+            The rows; the place, and what is due before the step.
+        """
+        watch.next_step()
+        self._reporter.phase("step", f"{place.done + 1} read")
+        savable = self._restored.together if place.done == place.restored else self.job.savable(place.done)
+        everyone = savable or self.job.savable(place.done + 1)
+        read = self.runner.read(place.requests(self._reporter.requests()), watch, everyone=everyone)
+        tier, plan = self._tier, read.plan
+        if tier is not None and plan.snapshots is not None:
+            with watch.part("memory"):
+                tier.committed = max(tier.committed, -1 if self.saver.committed is None else self.saver.committed)
+                may = self.runner.outer is None or self.runner.outer.quiet
+                tier.step_begins(place.done, plan.snapshots, self._state, self._extra, plan.saving, may=may)
+        return read, *before_step(place, plan.requests, savable=savable, everyone=everyone)
+
+    def save(self, step: int) -> None:
         """Begins a save, after a check of the weights that several ranks hold."""
-        if self.replicas is not None:
-            self.reporter.phase("step", "replicas")
-            self.replicas.run()
-        self.reporter.phase("save", f"step {step}")
-        extra = {**self._small(position), "recent_steps": self.recent.document()}
-        tier, runner = self.tier, self.runner
-
-        def pin() -> Snapshot | None:
-            return None if tier is None else tier.pin(step, self._state, lambda: self._extra(position))
-
-        self.saver.save(step, runner.built.modules, runner.optimizer, extra, pin)
+        if self._replicas is not None:
+            self._reporter.phase("step", "replicas")
+            self._replicas.run()
+        self._reporter.phase("save", f"step {step}")
+        extra = {**self._small(), "recent_steps": self._recent.document()}
+        pin = (lambda: None) if self._tier is None else partial(self._tier.pin, step, self._state, self._extra)
+        self.saver.save(step, self.runner.built.modules, self.runner.optimizer, extra, pin)
 
     def note(self, own: StepReport) -> list[StepReport]:
         """Keeps reports for checkpoints, and tells when a loss is unusual.
@@ -124,69 +167,77 @@ class Training:
         Returns:
             This step's report; if replicas train apart, those of steps that all have done.
         """
+        self._position = self.runner.loader.position()
         reports = [own]
         if self.runner.outer is not None:
-            self.recent.own.add(own)
-        if self.gathered is not None:
-            kept = (-1, -1) if self.tier is None else self.tier.kept(own.step)
-            reports = self.gathered.add(own, wait=self.job.all_meet(own.step), kept=kept)  # there the run may stop
-            if self.tier is not None:
-                for of_all in self.gathered.kept:
-                    self.tier.hear(of_all)
+            self._recent.own.add(own)
+        if self._gathered is not None:
+            kept = (-1, -1) if self._tier is None else self._tier.kept(own.step)
+            reports = self._gathered.add(own, wait=self.job.all_meet(own.step), kept=kept)  # there the run may stop
+            if self._tier is not None:
+                for of_all in self._gathered.kept:
+                    self._tier.hear(of_all)
         if self.job.savable(own.step):
-            self.recent.own.clear()  # all replicas have done these steps
+            self._recent.own.clear()  # all replicas have done these steps
         return self._new(reports)
 
-    def report_again(self) -> None:
-        """Reports what this replica has done since the last outer step, in case others have not."""
-        for own in list(self.recent.own):
-            reports = [own] if self.gathered is None else self.gathered.add(own, wait=False)
-            for report in self._new(reports):
-                if self.runner.seat.rank == 0:
-                    self.reporter.step(report)
-
-    def _new(self, reports: Sequence[StepReport]) -> list[StepReport]:
-        """Keeps reports of steps that had none; returns them."""
-        reports = [report for report in reports if report.step > self.recent.newest]
-        for report in reports:
-            usual = self.spikes.seen(report.loss)
-            if usual is not None:
-                ratio = report.loss / usual
-                words = f"the loss is {report.loss:.4f}, {ratio:.1f} times the recent median ({usual:.4f})"
-                self._tell("loss_spike", words, report.step)
-            self.recent.add(report)
-        return list(reports)
-
-    def report(self, own: StepReport, reports: Sequence[StepReport], watch: Stopwatch, start: Stopwatch | None) -> None:
+    def report(self, own: StepReport, reports: Sequence[StepReport], watch: Stopwatch, start: Stopwatch) -> None:
         """Reports steps on rank 0, and after the first one how long the start took."""
-        if self.runner.seat.rank:
-            return
         own.parts_s.update(watch.parts)
-        for report in reports:
-            self.reporter.step(report)
-        if start is not None:
+        self._tell_steps(reports)
+        if own.step == self._restored.step + 1:
             seconds = {name: round(value, 4) for name, value in start.parts.items()}
             seconds["first step"] = round(own.step_s, 4)
             self._tell("first_step", f"step {own.step} done", own.step, seconds=seconds)
 
-    def _state(self) -> tuple[list[Slice], list[Slice]]:
-        runner = self.runner
-        return state_in_objects(runner.built.modules, runner.optimizer, runner.seat.coordinates)
+    def end(self, place: Place, due: Due) -> RankResult:
+        """Ends the attempt after its last step, or where the operator stops it.
 
-    def _extra(self, position: dict[str, Any]) -> str:
+        Raises:
+            NotSavedError: The last state could not be saved, and the operator did not give it up.
+        """
+        self.tracer.finish()
+        if not due.stop:
+            if place.unsaved:  # no step was left after what came from memory
+                self.save(place.done)
+            self.between.make_up()
+        self._reporter.phase("finish")
+        committed = self.saver.finish() if due.save_is_needed else self.saver.wait()
+        return RankResult(rank=self._seat.rank, step=place.done, stopped=due.stop, checkpoint_step=committed)
+
+    def _new(self, reports: Sequence[StepReport]) -> list[StepReport]:
+        """Keeps reports of steps that had none; returns them."""
+        reports = [report for report in reports if report.step > self._recent.newest]
+        for report in reports:
+            usual = self._spikes.seen(report.loss)
+            if usual is not None:
+                ratio = report.loss / usual
+                words = f"the loss is {report.loss:.4f}, {ratio:.1f} times the recent median ({usual:.4f})"
+                self._tell("loss_spike", words, report.step)
+            self._recent.add(report)
+        return reports
+
+    def _state(self) -> tuple[list[Slice], list[Slice]]:
+        return state_in_objects(self.runner.built.modules, self.runner.optimizer, self._seat.coordinates)
+
+    def _extra(self) -> str:
         """Returns what a snapshot in memory also holds; only rank 0 has the reports, and the first
         rank of each replica that trains apart."""
         reports, own = "[]", "[]"
-        if self.gathered is not None or not self.runner.seat.rank:
-            reports, own = self.recent.json_text(), self.recent.own.json_text()
-        return f'{json.dumps(self._small(position))[:-1]},"recent_steps":{reports},"own_steps":{own}}}'
+        if self._gathered is not None or not self._seat.rank:
+            reports, own = self._recent.json_text(), self._recent.own.json_text()
+        return f'{json.dumps(self._small())[:-1]},"recent_steps":{reports},"own_steps":{own}}}'
 
-    def _small(self, position: dict[str, Any]) -> dict[str, Any]:
+    def _small(self) -> dict[str, Any]:
         """Returns what is saved beside tensors and reports, the same on all ranks."""
         outer = self.runner.outer
-        return {"data_position": position, **({} if outer is None else {"outer_tokens": outer.tokens})}
+        return {"data_position": self._position, **({} if outer is None else {"outer_tokens": outer.tokens})}
+
+    def _tell_steps(self, reports: Sequence[StepReport]) -> None:
+        for report in reports if self._seat.rank == 0 else ():
+            self._reporter.step(report)
 
     def _tell(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
-        seat = self.runner.seat
-        if seat.rank == 0:
-            self.reporter.event(Event(kind, message, attempt=seat.attempt, step=step, details=details))
+        if self._seat.rank == 0:
+            event = Event(kind, message, attempt=self._seat.attempt, step=step, details=details)
+            self._reporter.event(event)

@@ -46,52 +46,35 @@ _IFNAME = "set NCCL_SOCKET_IFNAME in resources.env to an interface that is up on
 _MEMLOCK = f"raise the limit (`ulimit -l unlimited`; Docker: --ulimit memlock=-1), or {_IB}"
 _MEMORY = "end what else uses this card (nvidia-smi), or let the job use less of it (`raypp plan`)"
 
-NCCL_OWN = (
-    ("creating shared memory segment", "this node has too little shared memory (/dev/shm)", _SHM),
-    ("failed to extend /dev/shm", "this node has too little shared memory (/dev/shm)", _SHM),
-    ("failed to create shared memory file", "this node has no usable shared memory (/dev/shm)", _SHM),
-    ("No space left", "a file system of this node is full, in a container mostly /dev/shm", _SHM),
-    ("no socket interface found", "NCCL finds no network interface on this node", _IFNAME),
-    ("No usable listening interface", "NCCL finds no network interface on this node", _IFNAME),
-    ("No IP interface found", "NCCL finds no network interface on this node", _IFNAME),
-    ("ibv_reg_mr", "NCCL may not lock memory for InfiniBand or RoCE", _MEMLOCK),
-    ("ibv_create_", "NCCL may not lock memory for InfiniBand or RoCE", _MEMLOCK),
-    ("ibv_", "InfiniBand or RoCE does not work on this node, though it has such a port", _IB),
-    ("NVLink SHARP", "the switch of this node's NVLink refuses multicast", "set NCCL_NVLS_ENABLE=0 in resources.env"),
+_P2P = "set NCCL_P2P_DISABLE=1 in resources.env"
+_OWN_CARD = "give each rank its own card: fewer ranks a node, or a CUDA_VISIBLE_DEVICES without duplicates"
+_SAME_TORCH = "install the same torch on every node (`raypp doctor` lists them)"
+_DRIVER = "install a newer driver, or a torch built for an older CUDA"
+_XID = "look for `Xid` in `dmesg` on this node, and at `nvidia-smi -q`; restart the node if the card is gone"
+
+_ROWS = (
     (
-        "failed to peer with device",
-        "this card cannot read another card's memory",
-        "set NCCL_P2P_DISABLE=1 in resources.env",
+        "this node has too little shared memory (/dev/shm)", _SHM,
+        "creating shared memory segment", "failed to extend /dev/shm",
     ),
-    ("Failed to CUDA", "NCCL finds no memory for its buffers on this card", _MEMORY),
-    ("out of memory", "NCCL finds no memory for its buffers on this card", _MEMORY),
-    ("Too many open files", "this process may not open more files", "raise the limit: `ulimit -n 65536`"),
+    ("this node has no usable shared memory (/dev/shm)", _SHM, "failed to create shared memory file"),
+    ("a file system of this node is full, in a container mostly /dev/shm", _SHM, "No space left"),
     (
-        "Duplicate GPU",
-        "two ranks of this node have the same card",
-        "give each rank its own card: fewer ranks a node, or a CUDA_VISIBLE_DEVICES without duplicates",
+        "NCCL finds no network interface on this node", _IFNAME,
+        "no socket interface found", "No usable listening interface", "No IP interface found",
     ),
-    (
-        "Multiple Ranks are using the same GPU",
-        "two ranks of this node have the same card",
-        "give each rank its own card: fewer ranks a node, or a CUDA_VISIBLE_DEVICES without duplicates",
-    ),
-    (
-        "Mismatched NCCL version",
-        "the nodes have different versions of NCCL",
-        "install the same torch on every node (`raypp doctor` lists them)",
-    ),
-    (
-        "driver version is insufficient",
-        "this node's GPU driver is too old for this build of torch",
-        "install a newer driver, or a torch built for an older CUDA",
-    ),
-    (
-        "Cuda failure",
-        "CUDA failed on this card",
-        "look for `Xid` in `dmesg` on this node, and at `nvidia-smi -q`; restart the node if the card is gone",
-    ),
-)
+    ("NCCL may not lock memory for InfiniBand or RoCE", _MEMLOCK, "ibv_reg_mr", "ibv_create_"),
+    ("InfiniBand or RoCE does not work on this node, though it has such a port", _IB, "ibv_"),
+    ("the switch of this node's NVLink refuses multicast", "set NCCL_NVLS_ENABLE=0 in resources.env", "NVLink SHARP"),
+    ("this card cannot read another card's memory", _P2P, "failed to peer with device"),
+    ("NCCL finds no memory for its buffers on this card", _MEMORY, "Failed to CUDA", "out of memory"),
+    ("this process may not open more files", "raise the limit: `ulimit -n 65536`", "Too many open files"),
+    ("two ranks of this node have the same card", _OWN_CARD, "Duplicate GPU", "Multiple Ranks are using the same GPU"),
+    ("the nodes have different versions of NCCL", _SAME_TORCH, "Mismatched NCCL version"),
+    ("this node's GPU driver is too old for this build of torch", _DRIVER, "driver version is insufficient"),
+    ("CUDA failed on this card", _XID, "Cuda failure"),
+)  # fmt: skip
+NCCL_OWN = tuple((text, cause, fix) for cause, fix, *texts in _ROWS for text in texts)
 """NCCL's texts for errors of this rank, its card or its node: part of the text, cause, fix. The
 first that fits counts."""
 

@@ -20,7 +20,7 @@ from raypp.parallel.shard import local_part
 from raypp.parallel.whole_tensors import apply_to_whole
 from raypp.spec.job import OptimizerOptions
 from raypp.spec.precision import PRECISIONS
-from raypp.train.adamw import adamw_by_rows, adamw_of
+from raypp.train.adamw import adamw_over
 from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.optimizer import decay_groups, is_matrix
 
@@ -36,16 +36,15 @@ _RMS = 0.2
 def build(named: list[tuple[str, nn.Parameter]], options: OptimizerOptions, precision: str) -> Muon:
     """Builds Muon over named parameters; hidden matrices are those below `model.layers`."""
     weights = Bf16Weights(named)
-    dtypes = PRECISIONS[precision]
     hidden = {id(p) for name, p in named if name.startswith("model.layers.") and is_matrix(name, p)}
     return Muon(
         [p for _, p in named if id(p) in hidden],
         decay_groups([(name, p) for name, p in named if id(p) not in hidden], options.weight_decay),
-        lambda groups: adamw_by_rows(groups, options, weights) if dtypes.narrow_weights else adamw_of(groups, options),
+        lambda groups: adamw_over(groups, options, precision, weights),
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
-        dtype=torch_dtype(dtypes.compute),
+        dtype=torch_dtype(PRECISIONS[precision].compute),
         weights=weights,
     )
 
@@ -89,7 +88,7 @@ class Muon(torch.optim.Optimizer):
         momentum: Coefficient of the moving average; Nesterov momentum is always on.
         weight_decay: Decoupled weight decay of the matrices.
         dtype: The dtype of the Newton-Schulz iteration.
-        weights: Updates weights that are in bf16. None: there are none.
+        weights: Reads gradients and writes the matrices.
     """
 
     def __init__(
@@ -102,14 +101,14 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype,
-        weights: Bf16Weights | None = None,
+        weights: Bf16Weights,
     ) -> None:
         self._adamw = adamw(list(rest)) if rest else None
         groups = list(self._adamw.param_groups) if self._adamw is not None else []
         if matrices:
             groups.append({"params": list(matrices), "momentum": momentum, "weight_decay": weight_decay, "muon": True})
         super().__init__(groups, {"lr": lr, "muon": False})
-        self._dtype, self.weights = dtype, weights or Bf16Weights([])
+        self._dtype, self.weights = dtype, weights
         if self._adamw is not None:
             # Shares groups and state: setting a rate or loading a checkpoint sees one optimizer.
             self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]

@@ -109,25 +109,19 @@ def interface_with(address: str) -> Interface:
 
 
 def interface_to(peer: str) -> Interface:
-    """Returns the interface of the route to a peer.
-
-    Raises:
-        UnreachableError: There is no route.
-    """
+    """Returns the interface of the route to a peer; raises an UnreachableError without one."""
     return interface_with(source_address(peer))
 
 
-def choose_interface(seat: Seat, environment: MutableMapping[str, str] | None = None) -> Chosen:
+def choose_interface(seat: Seat, environment: MutableMapping[str, str] = os.environ) -> Chosen:
     """Returns the interface for this rank's traffic: the user's, else that of the route to a peer.
 
     Args:
         seat: `nodes` names the peers; without peers the interface of Ray's address is used.
-        environment: Where the user's variables are read; None: this process's environment.
 
     Raises:
         UnreachableError: This machine lacks the interface the user named, or there is no route.
     """
-    environment = os.environ if environment is None else environment
     gloo, nccl = (_users(environment, name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
     named = gloo or nccl
     if named:
@@ -170,18 +164,14 @@ def _has_other_nodes(seat: Seat) -> bool:
     return len(set(seat.nodes)) > 1 if seat.nodes else seat.local_world_size < seat.world_size
 
 
-def prepare_network(seat: Seat, environment: MutableMapping[str, str] | None = None) -> tuple[Chosen, list[str]]:
+def prepare_network(seat: Seat, environment: MutableMapping[str, str] = os.environ) -> tuple[Chosen, list[str]]:
     """Sets the interface and NCCL's socket variables in the environment; keeps the user's values.
 
     Called once per attempt, before the process group is created.
 
     Returns:
         The interface, and log lines that say what was set and why.
-
-    Raises:
-        UnreachableError: See `choose_interface`.
     """
-    environment = os.environ if environment is None else environment
     chosen = choose_interface(seat, environment)
     name = chosen.interface.name
     # NCCL takes a plain name for a prefix: eth1 would also mean eth10.

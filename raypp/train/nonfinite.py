@@ -18,8 +18,8 @@ from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Event, Seat
-from raypp.spec.job import Job
-from raypp.train.reduce import GlobalSums, GradientReducer
+from raypp.train.assemble import AssembledRank
+from raypp.train.reduce import GlobalSums
 
 _MOST_IN_A_ROW = 3
 """Consecutive skipped steps that end the run: the weights themselves are then probably bad."""
@@ -45,12 +45,7 @@ class Origin:
 
     Attributes:
         tensor: `output` of a module in a forward, or `gradient` of its output in a backward.
-        rank: The rank that saw it.
-        label: That rank's coordinates.
-        stage: The pipeline stage.
-        microbatch: The microbatch.
         module: Name of the module within the stage.
-        action: The schedule's action, such as 1F7.
     """
 
     tensor: str
@@ -59,25 +54,14 @@ class Origin:
     stage: int
     microbatch: int
     module: str
-    action: str
 
 
 class FiniteGuard:
-    """Decides what to do about a step that is not finite.
+    """Decides what to do about a step that is not finite, by `recovery.on_nonfinite`."""
 
-    Args:
-        job: The job; `recovery.on_nonfinite` decides.
-        seat: This rank's seat.
-        stages: This rank's stages.
-        runtime: The runtime that runs them.
-        reducer: Sums the gradients of the step, over the ranks that decide.
-    """
-
-    def __init__(
-        self, job: Job, seat: Seat, stages: Sequence[nn.Module], runtime: ProgramRuntime, reducer: GradientReducer
-    ) -> None:
-        self._job, self._seat, self._stages, self._runtime = job, seat, stages, runtime
-        self._names, self._group = reducer.names, reducer.group
+    def __init__(self, rank: AssembledRank) -> None:
+        self._job, self._seat, self._stages, self._runtime = rank.job, rank.seat, rank.built.modules, rank.built.runtime
+        self._names, self._group = rank.reducer.names, rank.reducer.group
         self._in_a_row = 0
 
     def is_finite(self, sums: GlobalSums) -> bool:
@@ -93,8 +77,6 @@ class FiniteGuard:
         Collective over the ranks of the step's sums.
 
         Args:
-            step: The step's number.
-            sums: The step's sums.
             again: Repeats the step's forwards and backwards from the same numbers.
             tell: Called with the `step_skipped` event.
 
@@ -170,7 +152,7 @@ def _watched(stages: Sequence[nn.Module], runtime: ProgramRuntime, seat: Seat) -
         kind = next((letter for letter in "FBIW" if letter in action), "F")
         stage, _, microbatch = action.partition(kind)
         if not seen and stage.isdigit() and microbatch.isdigit():
-            seen.append(Origin(tensor, seat.rank, seat.label, int(stage), int(microbatch), name[-120:], action))
+            seen.append(Origin(tensor, seat.rank, seat.label, int(stage), int(microbatch), name[-120:]))
 
     def back(name: str) -> Callable[[Tensor], None]:
         """Returns a hook for the gradient `[...]` of a module's output."""
@@ -200,10 +182,8 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _gathered(own: Origin | None, group: dist.ProcessGroup | None) -> list[Origin]:
-    """Gathers the observation of every rank of a group; None: of the world. Collective.
-
-    Sent as JSON in uint8 tensors `[512]`: nothing that a peer sends is unpickled.
-    """
+    """Gathers the ranks' observations as JSON in uint8 tensors `[512]`: nothing that a peer sends
+    is unpickled. Collective."""
     text = json.dumps(asdict(own)).encode() if own is not None else b""
     message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else message[:0]

@@ -75,8 +75,6 @@ def begin_update(
         gradients: The local part `[...]` of every gradient. Scaled in place, except those of bf16
             weights: they would be rounded, so the optimizer scales them in fp32.
         factor: What gradients are multiplied by.
-        rate: The learning rate.
-        step: The step's number.
     """
     weights = bf16_weights(optimizer)
     if weights is not None:
@@ -85,10 +83,5 @@ def begin_update(
         weights.factor = factor
     else:
         scale(gradients, factor)
-    set_learning_rate(optimizer, rate)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Sets the learning rate of every parameter group."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = rate

@@ -12,9 +12,8 @@ Legend: [...] shape of this rank's part of a parameter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +30,8 @@ _Place = tuple[nn.Parameter, str]
 """A parameter and the key of its state; "" is the parameter itself."""
 
 
-@dataclass
-class _Moving:
-    """Copies under way.
-
-    Attributes:
-        event: Their event.
-        alive: Tensors that must not be freed before.
-    """
+class _Moving(NamedTuple):
+    """Copies under way, their event, and tensors that must not be freed before."""
 
     event: Any
     alive: list[Tensor]
@@ -56,8 +49,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: The optimizer. It must skip parameters without gradients, as torch's do.
-        stages: This rank's stages.
-        device: The device that computes.
         masters: Whether the weights themselves are kept in host memory: FSDP must gather them in
             bf16.
     """

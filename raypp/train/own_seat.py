@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 
 import torch
 
@@ -18,11 +19,7 @@ def local_seat(rank: int, world: int, port: int, job: Job, *, attempt: int = 1, 
     """Returns the seat of a rank on this machine; the ranks meet at a loopback port.
 
     Args:
-        rank: The rank.
-        world: Number of ranks.
-        port: The port.
         job: The job; its mesh has `world` ranks.
-        attempt: The attempt.
         device: `cpu`, `cuda` (each rank has the device of its number), or for example `cuda:0` (all
             ranks share that one).
     """
@@ -58,27 +55,19 @@ def seat_from_environment(job: Job) -> Seat:
     if missing:
         how = "start it with: torchrun --local-addr 127.0.0.1 --nproc-per-node N -m raypp.train --job JOB"
         raise JobError(Problem("", f"{', '.join(missing)} not set", how))
-    mesh = Mesh.of(job.mesh)
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if world != mesh.world:
-        fix = f"start {mesh.world} processes in total, or change the mesh"
-        raise JobError(Problem("mesh", f"the mesh has {mesh.world} ranks, but torchrun started {world}", fix))
+    if world != job.mesh.world:
+        fix = f"start {job.mesh.world} processes in total, or change the mesh"
+        raise JobError(Problem("mesh", f"the mesh has {job.mesh.world} ranks, but torchrun started {world}", fix))
     local = int(environment.get("LOCAL_RANK", rank))
-    return Seat(
-        run=job.name,
-        attempt=0,
-        rank=rank,
-        world_size=world,
-        coordinates=mesh.coordinates(rank),
-        mesh_sizes=mesh.sizes,
+    device = f"{_device(job)}:{local}"
+    return replace(
+        local_seat(rank, world, int(environment["MASTER_PORT"]), job, attempt=0, device=device),
         local_rank=local,
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
         node_rank=int(environment.get("GROUP_RANK", 0)),
         node=socket.gethostname(),
         master_addr=environment["MASTER_ADDR"],
-        master_port=int(environment["MASTER_PORT"]),
-        device=_device(job),
-        device_index=local,
     )
 
 

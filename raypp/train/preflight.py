@@ -160,7 +160,6 @@ def check_links(
         seat: This rank's seat, with a secret.
         chosen: The interface of this rank's traffic.
         store: The store the ranks meet at; uses the keys `preflight/N` and `preflight/N/done`.
-        patience_s: How long to wait for the other nodes.
         tell: Called once, with the first connection that was refused.
         clock: Returns this node's time in seconds since 1970.
 
@@ -244,8 +243,7 @@ def _link_error(seat: Seat, chosen: Chosen, place: Place, why: str) -> Unreachab
     )
     with contextlib.suppress(UnreachableError):
         right = interface_to(place.node)
-        named = "named" in chosen.why or "named" in place.why
-        if named:
+        if "named" in chosen.why or "named" in place.why:
             fix = (
                 "remove GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME from resources.env, or name the interface of the "
                 f"route between them: on {seat.node} that is {right.name} ({right.address}) to {place.node}"

@@ -80,8 +80,6 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
 
     Args:
         address: Rank 0's address.
-        port: The store's port.
-        world: Number of ranks.
         serve: Whether this process serves the store. Ignored if torchrun's agent serves one.
         timeout_s: The store's timeout, and how long to wait for its server.
 
@@ -100,7 +98,7 @@ def connect(address: str, port: int, world: int, *, serve: bool, timeout_s: floa
             address, port, world, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening
         )
     except (OSError, dist.DistNetworkError) as error:
-        if not _port_is_taken(error):
+        if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise
         what = f"another process has taken port {port} of {address}, where the ranks were to meet, since it was chosen"
         fix = "the next attempt chooses another; under torchrun, set another --master-port"
@@ -112,9 +110,6 @@ def _join_store(address: str, port: int, world: int, timeout: timedelta) -> TCPS
 
     TCPStore tries again until its timeout if the server goes while it connects, and no cut
     connection ends that. So it gets little time, again and again.
-
-    Raises:
-        DistNetworkError: The attempt is aborted, or nothing listens in time.
     """
     began = time.monotonic()
     while True:
@@ -131,18 +126,11 @@ def _join_store(address: str, port: int, world: int, timeout: timedelta) -> TCPS
             return store
 
 
-def _port_is_taken(error: OSError | dist.DistNetworkError) -> bool:
-    return getattr(error, "errno", None) == errno.EADDRINUSE or "EADDRINUSE" in str(error)
-
-
 def _listening(address: str, port: int) -> int | None:
     """Returns the descriptor of a socket that listens on this address only.
 
     None lets torch listen on all addresses: for a host name, which may mean another address on the
     other nodes, and for an address that this machine does not have itself (behind NAT).
-
-    Raises:
-        OSError: The port is taken.
     """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
@@ -186,11 +174,8 @@ def _wait_for_server(address: str, port: int, timeout_s: float) -> None:
 
 
 def _allow_descriptors() -> None:
-    """Lets this process open as many files and connections as Ray lets its workers open.
-
-    gloo keeps connections from other programs open, and ends the process when it can accept no
-    more.
-    """
+    """Lets this process open as many files and connections as Ray lets its workers open: gloo keeps
+    those from other programs open, and ends the process when it can accept no more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -223,7 +208,6 @@ def joined(
     CPU tensors always use gloo, also with NCCL: the ranks agree on each step without the device.
 
     Args:
-        seat: This rank's seat.
         hang_timeout_s: Maximum duration of a collective until `allow_long_steps`, if it is more
             than 5 minutes.
         store: The store the ranks meet at. None: rank 0 serves one at the seat's address.

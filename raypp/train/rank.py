@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,34 +13,26 @@ from raypp.checkpoint.retention import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.errors import RayppError
 from raypp.memory.restore import open_memory_tier
-from raypp.memory.tier import Apart
-from raypp.mesh.geometry import Mesh
-from raypp.models.stage import parameter_names
+from raypp.memory.tier import Apart, MemoryTier
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import device_marks
-from raypp.records import Coordinates, RankResult, Reporter, Seat
+from raypp.records import RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
-from raypp.storage.rate_limit import OtherTraffic
-from raypp.storage.rate_limit import Pace as CablePace
+from raypp.storage.rate_limit import OtherTraffic, Pace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
 from raypp.train.abort import abort_groups
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble
-from raypp.train.between_steps import BetweenSteps
 from raypp.train.device_memory import device_memory_error, out_of_device_memory
 from raypp.train.device_memory import free_cache as free_cache
-from raypp.train.fault_injection import FaultyReporter, FaultyStore, injection_for
-from raypp.train.loop import Training, train
+from raypp.train.fault_injection import FaultyReporter, FaultyStore, Injection, injection_for
+from raypp.train.loop import Restored, Training, train
 from raypp.train.lost_peer import LostPeerError, explained, lost_peer
-from raypp.train.recent_reports import RecentReports
-from raypp.train.replica_reports import ReplicaReports
-from raypp.train.replicas import ReplicaCheck, has_replicas
+from raypp.train.reports import RecentReports
 from raypp.train.resume import Restorable, check_shared, restore_newest
-from raypp.train.step import StepRunner, Stopwatch
-from raypp.train.step_trace import StepTracer
-from raypp.train.stragglers import Pace, SpikeWatch
+from raypp.train.step import Stopwatch
 
 
 def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:
@@ -81,112 +72,79 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     start = Stopwatch()
     injection = injection_for(seat, job.train.steps)
     if injection is not None:
-        reporter = FaultyReporter(reporter, injection)
-    rank = stack.enter_context(_assembled(job, seat, reporter, rendezvous, start))
+        reporter = cast(Reporter, FaultyReporter(reporter, injection))
 
-    reporter.phase("load")
-    with start.part("load"):
-        # Connects before the ranks agree on what they load: otherwise rank 0 could end, and its
-        # server with it, before all have connected, if no step is left.
-        announcements = Announcements(rank.rendezvous, seat.attempt)
-        store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
-        if injection is not None:
-            store = cast(ObjectStore, FaultyStore(store, injection))
-        check_shared(store, job.name, seat)
-        if seat.rank == 0:
-            look_after_store(store, job.name, seat, reporter)
-        recent = RecentReports()
-        rate = job.checkpoint.max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size)
-        pace = CablePace(rate, gives_way=OtherTraffic().is_under_way)
-        apart = None if rank.outer is None else Apart(job, rank.outer, rank.groups.replica)
-        tier = open_memory_tier(job, seat, store, reporter, pace, apart)
-        if tier is not None:
-            stack.push(tier.leave)
-        mine = Restorable(
-            store, job, rank.built.modules, rank.optimizer, rank.loader, seat, reporter, recent, rank.outer
+    def part(name: str) -> AbstractContextManager[None]:
+        """Reports and times a phase of the start; the data is part of the build."""
+        if name != "data":
+            reporter.phase(name)
+        return start.part(name)
+
+    rank = stack.enter_context(
+        assemble(
+            job,
+            seat,
+            hang_timeout_s=job.recovery.hang_timeout_s,
+            rendezvous=rendezvous,
+            draw=False,
+            part=part,
+            mark=device_marks(reporter.phase, "step", torch.device(seat.device, seat.device_index)),
+            tell=reporter.event,
         )
-        restored, together = restore_newest(mine, tier)
-    saver = CheckpointSaver(
-        store,
-        job.name,
-        job_document(job),
-        seat,
-        announcements,
-        reporter,
-        job.checkpoint.keep,
-        keep_every=job.checkpoint.keep_every,
-        pace=pace,
     )
-    stack.callback(saver.close)
+    with part("load"):
+        restored = _restored(job, rank, reporter, stack, injection)
     if injection is not None:
         injection.watch(rank.built.modules)
-    first = replace(rank.groups.coordinates, dp_replicate=0) == Coordinates()
-    leads = seat.rank == 0 or (first and rank.outer is not None)
-    runner = StepRunner(
-        rank,
-        tell=reporter.event if leads else lambda event: None,
-        saving=lambda: saver.busy,
-        snapshots=tier.signals if tier is not None else None,
-        pace=Pace(rank, restored) if job.recovery.straggler_factor and seat.world_size > 1 else None,
-        injection=injection,
-    )
-    tracer = StepTracer(runner, store, reporter.event)
-    stack.callback(tracer.close)
-    replicas = _replica_check(rank)
-    if replicas is not None and rank.outer is not None:
-        replicas.run()  # replicas far apart may have read other stores
-    between = BetweenSteps(rank, runner, store, reporter)
+    run = Training(rank, restored, reporter, injection)
+    stack.callback(run.tracer.close)
     try:
-        spikes = SpikeWatch(job.recovery.spike_factor)
-        gathered = None
-        if rank.outer is not None and rank.outer.replicas > 1 and leads:
-            gathered = ReplicaReports(rank.groups.mesh["dp_replicate"].get_group())
-        run = Training(
-            job, reporter, runner, tracer, replicas, between, saver, tier, recent, spikes, gathered, together
-        )
-        return train(run, restored, start)
+        return train(run, start)
     except BaseException as error:
-        kind = error.failure_kind if isinstance(error, RayppError) else None
-        try:
-            if kind is not None and kind.traits.in_numbers:
-                check_groups()  # numbers computed after a communicator was aborted say nothing
-        finally:
-            abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
-        if tier is not None and kind is not None and kind.traits.taints_snapshots:
-            tier.close(delete=True)  # the snapshots may be bad; only earlier commits are trusted
+        _let_go(error, restored.tier)
         if out_of_device_memory(error):
             raise device_memory_error(error, job, seat, rank.built.modules, rank.optimizer) from error
         raise
 
 
-def _assembled(
-    job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None, start: Stopwatch
-) -> AbstractContextManager[AssembledRank]:
-    """Assembles the rank without initial weights; reports and times its phases."""
+def _let_go(error: BaseException, tier: MemoryTier | None) -> None:
+    """Frees a rank that fails from its peers, and removes snapshots that may be bad."""
+    kind = error.failure_kind if isinstance(error, RayppError) else None
+    try:
+        if kind is not None and kind.traits.in_numbers:
+            check_groups()  # numbers computed after a communicator was aborted say nothing
+    finally:
+        abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
+    if tier is not None and kind is not None and kind.traits.taints_snapshots:
+        tier.close(delete=True)  # only earlier commits are trusted
 
-    def part(name: str) -> AbstractContextManager[None]:
-        if name != "data":
-            reporter.phase(name)
-        return start.part(name)
 
-    return assemble(
-        job,
-        seat,
-        hang_timeout_s=job.recovery.hang_timeout_s,
-        rendezvous=rendezvous,
-        draw=False,
-        part=part,
-        mark=device_marks(reporter.phase, "step", torch.device(seat.device, seat.device_index)),
-        tell=reporter.event,
+def _restored(
+    job: Job, rank: AssembledRank, reporter: Reporter, stack: ExitStack, injection: Injection | None
+) -> Restored:
+    """Opens the store and the memory tier, and restores the newest state. Collective over the
+    world."""
+    seat = rank.seat
+    # Connects before the ranks agree on what they load: otherwise rank 0 could end, and its server
+    # with it, before all have connected, if no step is left.
+    announcements = Announcements(rank.rendezvous, seat.attempt)
+    store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
+    if injection is not None:
+        store = cast(ObjectStore, FaultyStore(store, injection))
+    check_shared(store, job.name, seat)
+    if seat.rank == 0:
+        look_after_store(store, job.name, seat, reporter)
+    rate = job.checkpoint.max_upload_mbps * 1e6 / 8 / max(1, seat.local_world_size)
+    pace = Pace(rate, gives_way=OtherTraffic().is_under_way)
+    apart = None if rank.outer is None else Apart(job, rank.outer, rank.groups.replica)
+    tier = open_memory_tier(job, seat, store, reporter, pace, apart)
+    if tier is not None:
+        stack.push(tier.leave)
+    recent = RecentReports()
+    step, together = restore_newest(Restorable(store, rank, reporter, recent), tier)
+    keep, keep_every, document = job.checkpoint.keep, job.checkpoint.keep_every, job_document(job)
+    saver = CheckpointSaver(
+        store, job.name, document, seat, announcements, reporter, keep, keep_every=keep_every, pace=pace
     )
-
-
-def _replica_check(rank: AssembledRank) -> ReplicaCheck | None:
-    """Builds the check of weights that several ranks hold; None if there are none or it is off.
-
-    Collective over the world.
-    """
-    job = rank.job
-    if job.recovery.check_replicas and has_replicas(job.mesh.dp_replicate, job.mesh.pp, job.model.tie_embeddings):
-        return ReplicaCheck(rank.built.modules, parameter_names(job.model), Mesh.of(job.mesh).labels())
-    return None
+    stack.callback(saver.close)
+    return Restored(store, saver, tier, recent, step, together)

@@ -34,9 +34,7 @@ class ReplicaCheck:
     """Compares weights that must be equal: along dp_replicate, and both ends of a tied embedding.
 
     Args:
-        stages: This rank's stages.
         names: All parameters of the model, in the same order on all ranks.
-        labels: Coordinates of every rank.
     """
 
     def __init__(self, stages: Sequence[nn.Module], names: Sequence[str], labels: Sequence[str]) -> None:
@@ -48,7 +46,9 @@ class ReplicaCheck:
             for stage in stages
             for name, parameter in stage.named_parameters()
         }
-        self._shards = int(_most(max((count for _, _, count in self._own.values()), default=1)))
+        shards = torch.tensor([max((count for _, _, count in self._own.values()), default=1)])
+        dist.all_reduce(shards, op=dist.ReduceOp.MAX)
+        self._shards = int(shards)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -96,9 +96,7 @@ def difference_in_words(names: Sequence[str], table: Sequence[Mapping[int, int]]
     """Describes which ranks differ from the others.
 
     Args:
-        names: Parameters that differ.
         table: For each difference, the checksum of each rank that holds the weights.
-        labels: Coordinates of every rank.
     """
     odd: set[int] = set()
     undecided: set[int] = set()
@@ -155,15 +153,3 @@ def shard_of(parameter: Tensor) -> tuple[int, int]:
         if isinstance(layout, Shard):
             shard, count = shard * size + index, count * size
     return shard, count
-
-
-def _most(number: int) -> int:
-    """Returns the maximum over all ranks. Collective over the world."""
-    tensor = torch.tensor([number])
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return int(tensor)
-
-
-def has_replicas(dp_replicate: int, pp: int, tied: bool) -> bool:
-    """Whether several ranks hold the same weights."""
-    return dp_replicate > 1 or (tied and pp > 1)

@@ -9,56 +9,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit, read_extra
 from raypp.checkpoint.compatibility import rate_jump
 from raypp.checkpoint.layout import commit_key, spec_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.base_identity import with_base_id
-from raypp.hf.initial_weights import LoadedFromHf, load_from_hf
-from raypp.hf.model_files import HfFiles
 from raypp.memory.restore import load_from_memory
 from raypp.memory.tier import MemoryTier
-from raypp.parallel.outer_sync import OuterSync
 from raypp.records import Event, EventKind, Reporter, Seat
-from raypp.spec.job import Job
 from raypp.storage import ObjectStore
+from raypp.train.assemble import AssembledRank
 from raypp.train.build import draw_weights
-from raypp.train.recent_reports import RecentReports
+from raypp.train.reports import RecentReports
 
 
 @dataclass(frozen=True)
 class Restorable:
-    """The state of a rank that a checkpoint restores, its source, and its reporter.
+    """A rank that a checkpoint restores, its source, and its reporter.
 
     Attributes:
         store: Opened at the job's checkpoint.url.
-        job: The job.
-        stages: This rank's stages; their weights may be uninitialised.
-        optimizer: The optimizer over their parameters.
-        loader: Resumes at the saved data position.
-        seat: This rank's seat.
-        reporter: Takes events.
-        recent: Takes the saved reports.
-        outer: Begins with the restored state; None if replicas do not train apart.
+        rank: The rank; the weights of its stages may be uninitialised.
     """
 
     store: ObjectStore
-    job: Job
-    stages: Sequence[nn.Module]
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    seat: Seat
+    rank: AssembledRank
     reporter: Reporter
     recent: RecentReports
-    outer: OuterSync | None = None
 
     def tell(self, kind: EventKind, message: str, step: int, **more: Any) -> None:
         """Reports an event of this attempt."""
-        self.reporter.event(Event(kind, message, attempt=self.seat.attempt, step=step, **more))
+        self.reporter.event(Event(kind, message, attempt=self.rank.seat.attempt, step=step, **more))
 
 
 def check_shared(store: ObjectStore, run: str, seat: Seat) -> None:
@@ -100,14 +82,14 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
         UnreachableError: The store does not answer. This is no reason to use an older checkpoint.
         JobError: `model.from_hf` names another base than the one the adapters belong to.
     """
-    seat = mine.seat
+    seat = mine.rank.seat
     _set_frozen(mine)
-    candidates = [c.step for c in list_checkpoints(mine.store, mine.job.name)] if seat.rank == 0 else []
+    candidates = [c.step for c in list_checkpoints(mine.store, mine.rank.job.name)] if seat.rank == 0 else []
     if tier is None:
         return _from_store(mine, candidates), True
     started = time.monotonic()
     newest = _from_rank_zero(candidates[-1] if candidates else -1)
-    restored = load_from_memory(tier, newest, mine.stages, mine.optimizer)
+    restored = load_from_memory(tier, newest, mine.rank.built.modules, mine.rank.optimizer)
     step = restored.step
     if step:
         _take_up(mine, restored.extra, step, restored.remark, restored.origins)
@@ -120,12 +102,13 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
         mine.tell("restored", restored.in_words(step, newest), step, details=details)
     best = restored.best
     kept = None if best is None else (best.attempt, {owner: best.step_of(owner) for owner in best.holders})
-    tier.start(restored.nodes, restored.addresses, step, restored.slot, mine.optimizer, newest, kept)
-    return step, best is None or (mine.job.savable(step) and len(restored.steps) == 1)
+    tier.start(restored.nodes, restored.addresses, step, restored.slot, mine.rank.optimizer, newest, kept)
+    return step, best is None or (mine.rank.job.savable(step) and len(restored.steps) == 1)
 
 
 def _from_store(mine: Restorable, candidates: list[int]) -> int:
     """Loads the newest checkpoint every rank can use; `candidates` are rank 0's, oldest first."""
+    rank, run = mine.rank, mine.rank.job.name
     rejected: list[Problem] = []
     while True:
         step = _from_rank_zero(candidates.pop() if candidates else -1)
@@ -136,23 +119,23 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
             return 0
         loaded = None
         try:
-            checkpoint = load_checkpoint(mine.store, mine.job.name, step, list(mine.stages), mine.optimizer)
+            checkpoint = load_checkpoint(mine.store, run, step, rank.built.modules, rank.optimizer)
             if checkpoint is not None:
-                read_extra(checkpoint.extra, commit_key(mine.job.name, step))
+                read_extra(checkpoint.extra, commit_key(run, step))
             loaded = checkpoint
         except CheckpointError as error:
             rejected.extend(error.problems)
             message = f"step {step} cannot be used: {error}"
-            mine.tell("checkpoint_rejected", message, step, rank=mine.seat.rank, node=mine.seat.node)
+            mine.tell("checkpoint_rejected", message, step, rank=rank.seat.rank, node=rank.seat.node)
         if not _everyone(loaded is not None):
             if loaded is not None:
                 rejected.append(Problem(f"step-{step:08d}", "another rank could not use its part"))
             continue
         assert loaded is not None
         _take_up(mine, loaded.extra, step, loaded.remark)
-        if mine.seat.rank == 0:
-            before = read_commit(mine.store, mine.job.name, step).job
-            if jump := rate_jump(before, mine.job, step):
+        if rank.seat.rank == 0:
+            before = read_commit(mine.store, run, step).job
+            if jump := rate_jump(before, rank.job, step):
                 mine.tell("learning_rate", jump, step)
         return step
 
@@ -161,11 +144,11 @@ def _take_up(mine: Restorable, extra: dict[str, Any], step: int, remark: str, or
     """Restores what is saved with the tensors: the data position and the recent reports."""
     known = read_extra(extra, f"step {step}")
     if known.data_position is not None:
-        mine.loader.seek(asdict(known.data_position))
+        mine.rank.loader.seek(asdict(known.data_position))
     mine.recent.restore(known.recent_steps, known.own_steps)
-    if mine.outer is not None:
-        mine.outer.begin(known.outer_tokens, origins)
-    if mine.seat.rank == 0:
+    if mine.rank.outer is not None:
+        mine.rank.outer.begin(known.outer_tokens, origins)
+    if mine.rank.seat.rank == 0:
         mine.recent.report_again(mine.reporter)
         mine.tell("resumed", f"from step {step}", step)
         if remark:
@@ -174,30 +157,37 @@ def _take_up(mine: Restorable, extra: dict[str, Any], step: int, remark: str, or
 
 def _set_frozen(mine: Restorable) -> None:
     """Sets the frozen weights: those of `model.from_hf`, or initial values."""
-    model = mine.job.model
-    if all(weight.requires_grad for stage in mine.stages for weight in stage.parameters()):
+    model = mine.rank.job.model
+    if all(weight.requires_grad for stage in mine.rank.built.modules for weight in stage.parameters()):
         return
     if model.from_hf is None:
-        draw_weights(mine.stages, mine.job, frozen=True)
+        draw_weights(mine.rank.built.modules, mine.rank.job, frozen=True)
         return
-    if mine.seat.rank == 0:
-        with_base_id(model, HfFiles(model.from_hf))
-    _tell_of_load(mine, model.from_hf, load_from_hf(model.from_hf, mine.stages, frozen=True))
+    _load_from_hf(mine, model.from_hf, frozen=True)
 
 
 def _begin(mine: Restorable) -> None:
     """Sets a new run's trained weights: those of `model.from_hf`, or initial values."""
-    model = mine.job.model
+    model = mine.rank.job.model
     if model.from_hf is None or model.lora is not None:
-        draw_weights(mine.stages, mine.job, frozen=False)
+        draw_weights(mine.rank.built.modules, mine.rank.job, frozen=False)
     else:
-        _tell_of_load(mine, model.from_hf, load_from_hf(model.from_hf, mine.stages))
-    if mine.outer is not None:
-        mine.outer.begin()
+        _load_from_hf(mine, model.from_hf, frozen=False)
+    if mine.rank.outer is not None:
+        mine.rank.outer.begin()
 
 
-def _tell_of_load(mine: Restorable, url: str, loaded: LoadedFromHf) -> None:
-    if mine.seat.rank == 0:
+def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
+    # Only runs with model.from_hf import these.
+    from raypp.hf.base_identity import with_base_id
+    from raypp.hf.initial_weights import load_from_hf
+    from raypp.hf.model_files import HfFiles
+
+    rank = mine.rank
+    if frozen and rank.seat.rank == 0:
+        with_base_id(rank.job.model, HfFiles(url))
+    loaded = load_from_hf(url, rank.built.modules, frozen=frozen)
+    if rank.seat.rank == 0:
         megabytes = round(loaded.bytes_read / 1e6, 1)
         what = f"{url}: {loaded.tensors} tensors, {megabytes} MB on this rank, {loaded.seconds:.1f} s"
         mine.tell("loaded_from_hf", what, 0)

@@ -19,7 +19,7 @@ from raypp.parallel.compute_copies import computing
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.decode import LENGTH, Choice, PipelineDecoder, Prompt, length_that_changes_keys
 from raypp.records import Event
-from raypp.spec.job import Job, SampleOptions
+from raypp.spec.job import SampleOptions
 from raypp.train.assemble import AssembledRank
 
 _SHOWN = 160
@@ -104,9 +104,3 @@ def decoder_on(rank: AssembledRank) -> PipelineDecoder:
         rank.attention,
         length_that_changes_keys(rank.job.model),
     )
-
-
-def sample_due(step: int, job: Job) -> bool:
-    """Whether samples are taken after `step`: every `every_steps` steps and at the end."""
-    sample = job.train.sample
-    return sample is not None and (step % sample.every_steps == 0 or step == job.train.steps)

@@ -31,16 +31,13 @@ class Sgd(torch.optim.SGD):
 
     Args:
         groups: Parameters and `weight_decay` of each group.
-        lr: Learning rate.
         momentum: Coefficient of v; 0 keeps no state.
-        weights: Updates weights that are in bf16; v is then in fp32. None: there are none.
+        weights: Updates weights that are in bf16; v is then in fp32.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], lr: float, momentum: float, weights: Bf16Weights | None = None
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, weights: Bf16Weights) -> None:
         super().__init__([{**g, "decay": g["weight_decay"], "weight_decay": 0.0} for g in groups], lr, momentum)
-        self.weights = weights or Bf16Weights([])
+        self.weights = weights
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -39,9 +39,6 @@ class Stopwatch:
     On a GPU, a part lasts until the device has done what was queued in it. Nothing waits for that:
     a part that has not ended when a step is reported (the update, a save) counts in the next one.
 
-    Args:
-        device: The device that computes.
-
     Attributes:
         parts: The seconds of this step's parts that are known.
         spans: This step's parts, in the order of their ends.
@@ -98,12 +95,10 @@ class StepRunner:
     """Runs the steps of a job on this rank.
 
     Args:
-        rank: The assembled rank.
         tell: Called with events; on rank 0, which reports for all.
         saving: Whether this rank's last save is still in progress; agreed on once per step.
         snapshots: State of the memory tier's snapshots, agreed on once per step. None: no tier.
         pace: Times steps and reports stragglers.
-        injection: Injects faults.
     """
 
     def __init__(
@@ -125,7 +120,7 @@ class StepRunner:
         self.lookahead: LookaheadTuner | None = None
         if rank.job.pipeline.lookahead == "auto" and rank.job.mesh.pp > 1:
             self.lookahead = LookaheadTuner(rank)
-        self.guard = FiniteGuard(rank.job, rank.seat, rank.built.modules, rank.built.runtime, rank.reducer)
+        self.guard = FiniteGuard(rank)
         self._replica = rank.groups.replica
         self.share = rank.groups.context_share(rank.job.mesh.cp_style)
         self.attention = rank.attention
@@ -156,7 +151,6 @@ class StepRunner:
         Args:
             microbatches: The rows of each of this replica's microbatches.
             requests: The operator's requests as this rank knows them.
-            watch: Times the agreement.
             compute_us: From `Pace.before_step`.
             everyone: False: a replica that trains apart agrees in itself.
         """
@@ -228,8 +222,6 @@ class StepRunner:
 
         Args:
             step: The step's number, 1-based.
-            read: The result of `read`.
-            watch: Times the step's parts.
         """
         if isinstance(self.optimizer, OffloadedOptimizer):
             self.optimizer.settle()
@@ -251,17 +243,7 @@ class StepRunner:
         with watch.part("pipeline"):
             losses = self._compute(step, read, batches)
         with watch.part("reduce"):
-            zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            loss_sum = torch.stack(losses).double().sum() if losses else zero
-            if self.built.tied is not None:
-                self._mark("tie")
-                self.built.tied.sum_gradients()
-            gradients = self.reducer.gradients()
-            if self._injection is not None:
-                self._injection.gradients(gradients)
-            self._mark("sum" if self._replica is None else "replica sum")
-            sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
-            sums = self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
+            gradients, sums = self._reduce(losses)
         rate, tokens = self.job.train.learning_rate(step), read.plan.global_tokens
         if self.outer is not None:
             tokens = read.plan.tokens_apart(self.outer.replicas)[self.outer.replica]
@@ -304,6 +286,20 @@ class StepRunner:
         if self.built.runtime.clock is clock:
             self.built.runtime.clock = None
         return losses
+
+    def _reduce(self, losses: list[torch.Tensor]) -> tuple[list[torch.Tensor], GlobalSums]:
+        """Returns the local part `[...]` of every gradient, and the sums of losses and norms."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        loss_sum = torch.stack(losses).double().sum() if losses else zero
+        if self.built.tied is not None:
+            self._mark("tie")
+            self.built.tied.sum_gradients()
+        gradients = self.reducer.gradients()
+        if self._injection is not None:
+            self._injection.gradients(gradients)
+        self._mark("sum" if self._replica is None else "replica sum")
+        sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
+        return gradients, self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
 
     def _again(self, step: int, read: ReadStep, batches: list[StageBatch]) -> None:
         """Repeats a step's forwards and backwards from the same numbers."""

@@ -23,13 +23,7 @@ _WRITE_PATIENCE_S = 20.0
 
 
 class StepTracer:
-    """Traces steps of one rank. Every rank has one and is asked at the same step.
-
-    Args:
-        runner: Runs the steps.
-        store: Where the parts go.
-        tell: Called with events.
-    """
+    """Traces steps of one rank. Every rank has one and is asked at the same step."""
 
     def __init__(self, runner: StepRunner, store: ObjectStore, tell: Callable[[Event], None]) -> None:
         self._runner, self._store, self._tell = runner, store, tell

@@ -132,8 +132,6 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     """Writes the job to the store, or checks it against the existing run; claims the next attempt.
 
     Args:
-        store: The store.
-        job: The job.
         seat: Rank 0's, whose device decides `train.precision: auto` of a new run.
 
     Returns:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -149,7 +150,8 @@ class LookaheadTuner:
         stages, ranks = self.pipeline.num_stages, self.pipeline.rank_of_stage
         own = torch.zeros(9, stages, dtype=torch.float64)
         own[6:] = -float("inf")
-        own[8] = -total_bytes(self._rank.device)
+        device = self._rank.device
+        own[8] = -torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
         for (kind, stage), seconds in self._clock.medians().items():
             if kind == "F":
                 own[0, stage] = seconds
@@ -197,7 +199,6 @@ def choose(
     """Chooses the depth from the measurements of all ranks; depends on its arguments alone.
 
     Args:
-        pipeline: The job's resolved pipeline.
         figures: `[8 · S]`, eight groups of one number per stage: seconds of a forward, of a
             backward, of its input half (0: backwards are not split), of a message to the next stage
             alone, of one among all others; by what fraction actions vary; the node; and minus the
@@ -229,34 +230,20 @@ def choose(
     return Choice(times, candidates, chosen, free, most, list(wire[:-1]), list(crowded[:-1]))
 
 
-def total_bytes(device: torch.device) -> int:
-    """Returns the memory of a GPU; 0 for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
 def free_bytes(device: torch.device, sharers: int) -> float:
     """Returns the memory this rank can still use: of its GPU, or its share of the host's.
 
     Args:
-        device: This rank's device.
         sharers: Ranks on this host.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    free = _meminfo_available()
+    free = int(psutil.virtual_memory().available)
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (bound := limit.read_text().strip()) != "max":
         free = min(free, int(bound) - int(used.read_text()))
     return max(0, free) / sharers
-
-
-def _meminfo_available() -> int:
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return 2**62  # unknown: the job's own plan decides
-    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024
 
 
 def chosen_event(choice: Choice, step: int, attempt: int) -> Event:

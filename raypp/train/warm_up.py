@@ -38,10 +38,7 @@ def warm_up(
     The pipeline's channels are not used: `connect` has connected them when the stages were built.
 
     Args:
-        built: This rank's stages.
-        program: The program of the next step.
         batch: A microbatch of the next step, `[B, t]`: the kernels depend on its shape.
-        share: This rank's share of every row.
         router_losses: The sums that the stages' routers add to.
     """
     rows, length = batch.tokens_BT.shape
@@ -70,7 +67,6 @@ class Rehearsal(ProgramRuntime):
 
     Args:
         runtime: Runs the program. It may not be in a step.
-        program: The program.
     """
 
     def __init__(self, runtime: ProgramRuntime, program: Program) -> None:
@@ -108,9 +104,7 @@ class RouterLosses:
     the gradient norm. So a pipeline of any cut gives the bits of a single process.
 
     Args:
-        stages: This rank's stages.
         options: The `model:` section; without experts there is nothing to report.
-        device: The device that holds the stages.
     """
 
     def __init__(self, stages: Sequence[nn.Module], options: DecoderOptions, device: torch.device) -> None:

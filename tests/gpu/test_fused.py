@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from raypp.models import fused
 from raypp.models.experts import grouped
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
-from raypp.train.adamw_by_rows import AdamWByRows
+from raypp.train.adamw import AdamWByRows
 from raypp.train.bf16_weights import Bf16Weights
 
 DTYPES = torch.float32, torch.bfloat16

@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("raypp/models", "raypp/parallel", "raypp/pipeline")
 _OF_TRAIN = (
     "adamw",
-    "adamw_by_rows",
     "bf16_weights",
     "evaluate",
     "muon",

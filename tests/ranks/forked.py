@@ -12,7 +12,7 @@ import training  # noqa: F401
 import raypp.train.rank  # noqa: F401
 from raypp.schedules import one_f_one_b  # noqa: F401 - imported when a job names it
 from raypp.spec.load import parse_job
-from raypp.train import adamw, adamw_by_rows, quantised_moments  # noqa: F401 - likewise
+from raypp.train import adamw, quantised_moments  # noqa: F401 - likewise
 
 if harness.OWN_PATH in os.environ:
     os.environ["PYTHONPATH"] = os.environ.pop(harness.OWN_PATH)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from harness import run_in_living, run_in_turn, run_ranks
 from test_mesh_does_not_change_numbers import document
+from told import Told
 from training import seat_of, thinned
 
 from raypp.checkpoint.layout import commit_key
@@ -25,7 +26,7 @@ from raypp.observe.recorder import RunRecorder
 from raypp.parallel.context import WholeRows
 from raypp.parallel.rank_groups import before_abort
 from raypp.pipeline.collate import collate
-from raypp.records import Event, Requests, StepReport
+from raypp.records import Event, Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.lost_peer import LostPeerError
@@ -46,25 +47,15 @@ def evaluated(*, every: int = 2, **settings: Any) -> dict[str, Any]:
     return found
 
 
-class Listener:
-    """Keeps what a rank reports."""
+class Listener(Told):
+    """Keeps what a rank reports, and its phases."""
 
     def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-        self.events: list[Event] = []
+        super().__init__()
         self.phases: set[str] = set()
 
     def phase(self, name: str, detail: str = "", reached: object = None) -> None:
         self.phases.add(name)
-
-    def step(self, report: StepReport) -> None:
-        self.reports.append(report)
-
-    def event(self, event: Event) -> None:
-        self.events.append(event)
-
-    def requests(self) -> Requests:
-        return Requests()
 
 
 def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:

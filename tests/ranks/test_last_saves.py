@@ -12,7 +12,7 @@ import pytest
 from harness import run_ranks
 from lives import Lives, same
 from test_memory_tier import STEPS, document, shared_memory, undisturbed  # noqa: F401 - fixtures
-from told import Told
+from told import Asking
 from training import thinned
 
 from raypp.checkpoint.commit import list_checkpoints
@@ -82,18 +82,6 @@ def test_without_snapshots_the_next_attempt_trains_again_from_the_newest_checkpo
     assert second.losses == losses and same(lives.final_state(), state)
 
 
-class Operator(Told):
-    """Wants the run to stop, from the n-th query on."""
-
-    def __init__(self, stop_at: int, save: bool) -> None:
-        super().__init__()
-        self.asked, self.stop_at, self.save = 0, stop_at, save
-
-    def requests(self) -> Requests:
-        self.asked += 1
-        return Requests(stop=self.asked >= self.stop_at, save_before_stop=self.save)
-
-
 def stopped_life(
     rank: int,
     world: int,
@@ -111,7 +99,7 @@ def stopped_life(
     parsed = parse_job(job)
     seat = local_seat(rank, world, port, parsed, attempt=attempt)
     try:
-        result = run_rank(parsed, seat, Operator(stop_at, save))
+        result = run_rank(parsed, seat, Asking(lambda query: Requests(stop=query >= stop_at, save_before_stop=save)))
     except RayppError as error:
         return kind_and_cause(error)
     assert result.stopped

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import run_ranks
 from test_mesh_does_not_change_numbers import document
-from told import Told
+from told import Asking
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.ranged_reads import verify_checkpoint
@@ -22,20 +22,8 @@ pytestmark = pytest.mark.ranks
 STEPS = 8
 
 
-class Operator(Told):
-    """Requests a save or a stop from the n-th query on."""
-
-    def __init__(self, stop_at: int) -> None:
-        super().__init__()
-        self.asked, self.stop_at = 0, stop_at
-
-    def requests(self) -> Requests:
-        self.asked += 1
-        return Requests(stop=self.asked >= self.stop_at > 0)
-
-
 def life(rank: int, world: int, port: int, job: dict[str, Any], stop_at: int) -> tuple[int | None, list[Any]]:
-    reporter = Operator(stop_at)
+    reporter = Asking(lambda query: Requests(stop=query >= stop_at > 0))
     parsed = parse_job(job)
     result = run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
     return result.checkpoint_step, [(event.kind, event.step, event.details) for event in reporter.events]
@@ -91,20 +79,8 @@ def test_the_save_before_a_stop_is_not_skipped(tmp_path: Path) -> None:
     assert steps_of(results[0][1], "committed") == [1, 3]
 
 
-class Early(Told):
-    """Requests a save once, before the first step of the attempt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = 0
-
-    def requests(self) -> Requests:
-        self.asked += 1
-        return Requests(save=self.asked == 1)
-
-
 def early(rank: int, world: int, port: int, job: dict[str, Any]) -> list[int]:
-    reporter, parsed = Early(), parse_job(job)
+    reporter, parsed = Asking(lambda query: Requests(save=query == 1)), parse_job(job)
     run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
     return [event.step for event in reporter.events if event.kind == "committed" and event.step is not None]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness import run_ranks
 from test_mesh_does_not_change_numbers import document
-from told import Told
+from told import Asking
 from traces import chrome_faults
 
 from raypp.cli.main import run
@@ -30,23 +30,11 @@ pytestmark = pytest.mark.ranks
 STEPS, FIRST, TRACED, MICROBATCHES = 6, 3, 2, 8
 
 
-class Asking(Told):
-    """Asks for a trace before the third step."""
-
-    def __init__(self, trace: int) -> None:
-        super().__init__()
-        self._trace, self._asked = trace, 0
-
-    def requests(self) -> Requests:
-        self._asked += 1
-        return Requests(trace=self._trace if self._asked == FIRST else 0)
-
-
 def live(rank: int, world: int, port: int, job: dict[str, Any], trace: int, nodes: list[int]) -> dict[str, Any]:
     """Runs a rank on the node that its seat names: clocks of nodes are compared by messages."""
     parsed = parse_job(job)
     seat = replace(local_seat(rank, world, port, parsed), node_rank=nodes[rank])
-    told = Asking(trace if rank == 0 else 0)
+    told = Asking(lambda query: Requests(trace=trace if rank == 0 and query == FIRST else 0))
     run_rank(parsed, seat, told)
     parts = [report.parts_s for report in told.reports]
     return {"losses": [report.loss for report in told.reports], "parts": parts, "kinds": told.kinds()}

@@ -1,11 +1,15 @@
-"""A reporter for tests: it keeps all reports and makes no requests."""
+"""Reporters for tests: they keep all reports."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from raypp.records import Event, Requests, StepReport
 
 
 class Told:
+    """Makes no requests."""
+
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.reports: list[StepReport] = []
@@ -24,3 +28,15 @@ class Told:
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
+
+
+class Asking(Told):
+    """Makes the requests that a function of the query's number, from 1, returns."""
+
+    def __init__(self, wanted: Callable[[int], Requests]) -> None:
+        super().__init__()
+        self._wanted, self._queries = wanted, 0
+
+    def requests(self) -> Requests:
+        self._queries += 1
+        return self._wanted(self._queries)

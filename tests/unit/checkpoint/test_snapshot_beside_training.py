@@ -65,7 +65,8 @@ def optimizer_of(kind: str, stage: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in stage.parameters() if p.ndim > 1]
     rest = [{"params": [p for p in stage.parameters() if p.ndim <= 1], "weight_decay": 0.0}]
     adam = lambda groups: torch.optim.AdamW(groups, lr=0.01)  # noqa: E731
-    return Muon(matrices, rest, adam, lr=0.01, momentum=0.9, weight_decay=0.1, dtype=torch.float32)
+    settings: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "dtype": torch.float32}
+    return Muon(matrices, rest, adam, **settings, weights=Bf16Weights([]))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])

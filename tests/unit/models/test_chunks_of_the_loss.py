@@ -108,6 +108,17 @@ def test_without_gradients_the_loss_has_the_same_bits() -> None:
     assert not loss.requires_grad and torch.equal(loss, loss_sum_in_chunks(x, weight, Targets(labels)).detach())
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_without_gradients_those_of_the_logits_are_not_computed(cap: float | None) -> None:
+    x, weight, labels = drawn()
+    computed = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), profile(activities=[ProfilerActivity.CPU]) as profiler:
+            loss_sum_in_chunks(x, weight, Targets(labels), cap)
+        computed.append({"aten::exp_", "aten::scatter_add_"} & {event.key for event in profiler.key_averages()})
+    assert computed == [{"aten::exp_", "aten::scatter_add_"}, set()]
+
+
 def test_a_microbatch_without_a_label_has_loss_and_gradients_zero() -> None:
     x, weight, labels = drawn()
     found = results(loss_sum_in_chunks(x, weight, Targets(torch.full_like(labels, IGNORED))), x, weight)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from raypp import retry
 from raypp.environment import c_compiler
 from raypp.errors import JobError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.train import device_check
 from raypp.train.assemble import with_compile
 from raypp.train.device_check import (
     Card,
@@ -120,27 +123,21 @@ def test_a_card_runs_what_was_compiled_for_it(capability: tuple[int, int], built
     assert [f"has kernels for {', '.join(built_for)} only" in one.fault for one in problems] == [True] * (not runs)
 
 
-class Freeing:
-    """A device on which a dead process' memory becomes free after some seconds."""
-
-    def __init__(self, after_s: float) -> None:
-        self.now, self._after_s = 0.0, after_s
-
-    def clock(self) -> float:
-        return self.now
-
-    def pause(self, seconds: float) -> None:
-        self.now += seconds
-
-    def free(self) -> int:
-        return 70 * GIB if self.now >= self._after_s else 2 * GIB
-
-
 @pytest.mark.parametrize(("after_s", "waited_s", "found"), [(0, 0, 70), (20, 20, 70), (500, 60, 2)])
-def test_memory_of_a_process_that_was_killed_is_waited_for(after_s: float, waited_s: float, found: int) -> None:
-    device = Freeing(after_s)
-    assert wait_for(30 * GIB, device.free, device.clock, device.pause) == found * GIB
-    assert device.now == waited_s
+def test_memory_of_a_process_that_was_killed_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, waited_s: float, found: int
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    for module in (retry, device_check):
+        monkeypatch.setattr(module, "time", clock)
+    assert wait_for(30 * GIB, lambda: (70 if now >= after_s else 2) * GIB) == found * GIB
+    assert now == waited_s
 
 
 def test_two_ranks_on_one_card_are_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from raypp.records import Requests
 from raypp.spec.load import parse_job
-from raypp.train.due import Due, Place, after_step, before_step
+from raypp.train.due import Due, Place, after_step, before_step, is_due
 
 SAVE, STOP, DROP = Requests(save=True), Requests(stop=True), Requests(stop=True, save_before_stop=False)
 
@@ -84,3 +84,7 @@ def test_after_a_step(done: int, saving: bool, checkpoint: dict[str, Any], saved
     job = parse_job({"name": "a-run", "train": {"steps": 10}, "checkpoint": {"every_steps": 4, **checkpoint}})
     place = Place(done, 0, 0, asked=True)
     assert after_step(place, job, saving) == (Place(done + 1, 0, saved, asked=True), due)
+
+
+def test_evaluation_and_samples_are_due_every_so_many_steps_and_at_the_end() -> None:
+    assert [step for step in range(1, 8) if is_due(step, 3, 7)] == [3, 6, 7]

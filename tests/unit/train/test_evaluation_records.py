@@ -17,7 +17,7 @@ from raypp.records import RunState
 from raypp.spec.checks import check_spec
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
-from raypp.train.evaluate import Evaluation, evaluation_due
+from raypp.train.evaluate import Evaluation
 
 
 def test_an_evaluation_comes_back_from_the_store_and_the_last_attempt_counts(tmp_path: Path) -> None:
@@ -45,12 +45,6 @@ def test_the_summary_of_a_run_shows_the_last_evaluation() -> None:
 
 def job(**train: int) -> dict[str, object]:
     return {"name": "r", "data": {"kind": "synthetic"}, "train": train}
-
-
-def test_evaluation_is_due_every_so_many_steps_and_at_the_end() -> None:
-    often = parse_job(job(steps=7, eval_every_steps=3))
-    assert [step for step in range(1, 8) if evaluation_due(step, often)] == [3, 6, 7]
-    assert not evaluation_due(7, parse_job(job(steps=7)))
 
 
 def test_evaluating_without_a_held_out_part_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from raypp.families.gpt_oss import GptOssOptions
 from raypp.models.stage import build_stage
 from raypp.spec.job import OptimizerOptions
 from raypp.spec.models import DecoderOptions
+from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.muon import Muon, orthogonalised
 from raypp.train.optimizer import build_optimizer
 
@@ -75,8 +78,8 @@ def test_muons_updates_have_about_the_size_of_adamws() -> None:
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon of its own to compare with")
 def test_muon_agrees_with_torchs_own_in_bf16() -> None:
     ours, theirs = (torch.nn.Parameter(torch.eye(24, 16)) for _ in range(2))
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    own = Muon([ours], [], torch.optim.AdamW, dtype=torch.bfloat16, **settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    own = Muon([ours], [], torch.optim.AdamW, dtype=torch.bfloat16, weights=Bf16Weights([]), **settings)
     reference = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **settings)
     for step in range(3):
         torch.manual_seed(step)

@@ -3,26 +3,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from told import Told
+
 from raypp.checkpoint.commit import read_extra
-from raypp.records import Event, Requests, StepReport
-from raypp.train.recent_reports import RecentReports
-
-
-class Listener:
-    """A reporter that keeps the reported steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepReport] = []
-
-    def phase(self, name: str, detail: str = "", reached: object = None) -> None: ...
-
-    def event(self, event: Event) -> None: ...
-
-    def requests(self) -> Requests:
-        return Requests()
-
-    def step(self, report: StepReport) -> None:
-        self.steps.append(report)
+from raypp.records import StepReport
+from raypp.train.reports import RecentReports
 
 
 def _report(step: int) -> StepReport:
@@ -34,20 +19,20 @@ def again(document: list[dict[str, Any]]) -> tuple[StepReport, ...]:
 
 
 def test_reports_come_back_from_a_checkpoint_bit_for_bit_and_go_on() -> None:
-    first, second, listener = RecentReports(), RecentReports(), Listener()
+    first, second, listener = RecentReports(), RecentReports(), Told()
     for step in range(1, 4):
         first.add(_report(step))
     second.restore(again(first.document()))
     second.add(_report(4))
     second.report_again(listener)
-    assert [(told.step, told.loss, told.attempt) for told in listener.steps] == [(n, 1 / n, 1) for n in range(1, 5)]
+    assert [(told.step, told.loss, told.attempt) for told in listener.reports] == [(n, 1 / n, 1) for n in range(1, 5)]
 
 
 def test_only_the_newest_are_kept_and_unknown_fields_are_passed_over() -> None:
-    recent, listener = RecentReports(), Listener()
+    recent, listener = RecentReports(), Told()
     for step in range(1, 1000):
         recent.add(_report(step))
     later = RecentReports()
     later.restore(again([{**entry, "colour": "blue"} for entry in recent.document()]))
     later.report_again(listener)
-    assert [told.step for told in listener.steps] == list(range(744, 1000))
+    assert [told.step for told in listener.reports] == list(range(744, 1000))

@@ -10,7 +10,6 @@ from raypp.errors import JobError
 from raypp.spec.checks import check_spec, check_training
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.train.sample import sample_due
 
 SAMPLE = {"prompts": ["In the beginning"], "every_steps": 3, "max_new_tokens": 8}
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "ffn_size": 48, "vocab_size": 257}
@@ -22,11 +21,6 @@ def job(**sections: dict[str, Any]) -> Job:
     return parse_job(
         {"name": "a", "model": {**SIZES, **sections.pop("model", {})}, "data": data, "train": train, **sections}
     )
-
-
-def test_samples_are_taken_every_few_steps_and_at_the_end() -> None:
-    assert [step for step in range(1, 8) if sample_due(step, job())] == [3, 6, 7]
-    assert not sample_due(7, job(train={"sample": None}))
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"fsdp": 2}, {"pp": 2, "dp_replicate": 2}])

@@ -66,7 +66,7 @@ def test_the_rank_that_stands_alone_is_named_where_three_hold_the_weights() -> N
 
 
 def _origin(what: str, stage: int, microbatch: int) -> Origin:
-    return Origin(what, stage, f"pp{stage}", stage, microbatch, "layers.1", "")
+    return Origin(what, stage, f"pp{stage}", stage, microbatch, "layers.1")
 
 
 def test_of_forwards_the_earliest_stage_is_the_origin_and_of_backwards_the_latest() -> None:
