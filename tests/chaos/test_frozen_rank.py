@@ -8,10 +8,9 @@ import pytest
 from held_back import held_back
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_frozen_rank_is_named_and_the_run_ends_as_if_nothing_had_been(laptop: Laptop, undisturbed: Run) -> None:
     run = laptop.start(laptop.job("frozen", recovery__hang_timeout_s=6), "--json")

@@ -7,10 +7,9 @@ from laptop import EVERY, Laptop, wait_for
 
 from raypp.train.fault_injection import VARIABLE
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_device_that_is_full_at_the_same_step_again_ends_the_run_and_names_its_rank(laptop: Laptop) -> None:
     fault = f"oom@forward:rank=1,step={EVERY + 1},attempt=0"  # attempt 0: every one

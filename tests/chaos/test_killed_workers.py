@@ -16,7 +16,7 @@ from actor_names import without_digest
 from held_back import held_back
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers, wait_for
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 MOMENTS = ("before the first step", "while training", "while a save is under way", "while the next attempt loads")
 

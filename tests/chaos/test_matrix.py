@@ -14,7 +14,7 @@ from matrix import CASES, CHAINS, EACH_KIND, Chain, title
 from ordeal import Ordeal, reference_chain
 from struck import Strike
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 Survived = Callable[[Chain], Ordeal]
 

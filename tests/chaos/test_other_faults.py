@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, numbers, wait_for
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def _own_text(laptop: Laptop, name: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from laptop import EVERY, STEPS, Laptop, Run, numbers
 
-pytestmark = [pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 _ANSWER_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
 

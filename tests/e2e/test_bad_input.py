@@ -14,7 +14,7 @@ from laptop import Answer, Laptop
 
 from raypp.ports import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 NAME = "bad-input"
 

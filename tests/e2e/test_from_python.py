@@ -29,8 +29,6 @@ def run_cells(laptop: Laptop, folder: Path, cells: list[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.gate
 def test_the_page_trains_plans_and_sweeps(laptop: Laptop, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
@@ -44,8 +42,6 @@ def test_the_page_trains_plans_and_sweeps(laptop: Laptop, tmp_path: Path) -> Non
     assert [f"{row['step']} {row['loss']}" in said for row in rows] == [True] * 20
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.gate
 def test_the_notebook_trains_shows_the_run_and_generates(laptop: Laptop, tmp_path: Path) -> None:
     cells = [

@@ -12,7 +12,7 @@ import pytest
 from held_back import held_back
 from laptop import EVERY, STEPS, Answer, Laptop, Run, assert_same_weights, numbers, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 NAME = "journey"
 

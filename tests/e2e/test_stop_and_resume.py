@@ -10,10 +10,7 @@ import sys
 import pytest
 from laptop import Answer, Laptop, Run, assert_same_weights, numbers, weights
 
-pytestmark = [
-    *(pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)),
-    *(pytest.mark.slow, pytest.mark.gate),
-]
+pytestmark = [pytest.mark.gate, pytest.mark.timeout(600)]
 
 NAME = "wanderer"
 MANY = 4000

@@ -13,7 +13,7 @@ import pytest
 from laptop import Answer, Laptop, wait_for
 from local_tasks import TASKS, write_tasks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NAME = "used"
 PROMPTS = ["In the beginning", "G", "And it came to pass, that", "Verily", "x"]

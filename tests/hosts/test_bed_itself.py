@@ -19,7 +19,7 @@ from cluster.testbed.bed import remove
 from cluster.testbed.network import leftovers
 from raypp.errors import JobError
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _LISTEN = """
 import socket

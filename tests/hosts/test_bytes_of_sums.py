@@ -11,7 +11,7 @@ import pytest
 
 from cluster.testbed import TestBed, why_not
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _HERE = Path(__file__).parent
 _NEEDED = 4_000_000

@@ -14,7 +14,7 @@ from probing import HOSTS
 from cluster.testbed import TestBed, why_not
 from raypp.planning.choose_lookahead import cards_and_links
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _PROGRAM = str(Path(__file__).parent / "probing.py")
 _BYTES = 512 * 1024

@@ -13,7 +13,7 @@ import pytest
 from cluster.testbed import TestBed, why_not
 from raypp.storage.rate_limit import YIELDED
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _PROGRAM = str(Path(__file__).parent / "giving_way.py")
 _CAP_MBPS = 20.0

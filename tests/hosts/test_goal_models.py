@@ -22,7 +22,7 @@ from raypp.ports import free_port
 from raypp.spec.job import Job
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 GOALS = ["full-8b", "lora-8b", "qlora-30b", "qlora-70b"]
 HOSTS = 4

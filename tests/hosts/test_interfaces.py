@@ -14,7 +14,7 @@ import pytest
 
 from cluster.testbed import Cut, TestBed, why_not
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _PROGRAM = Path(__file__).parent / "joining.py"
 

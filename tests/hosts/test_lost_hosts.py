@@ -11,14 +11,7 @@ from laptop import EVERY, STEPS, Run, assert_same_weights, numbers, wait_for
 
 from cluster.testbed import TestBed
 
-pytestmark = [
-    pytest.mark.hosts,
-    pytest.mark.chaos,
-    pytest.mark.ray,
-    pytest.mark.s3,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HARM: dict[str, Callable[[TestBed, int], object]] = {
     "killed": lambda bed, host: bed.kill(host),

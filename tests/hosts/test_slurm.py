@@ -21,7 +21,7 @@ from cluster.testbed import TestBed
 from raypp.observe.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = [pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TWO_NODES = ("--nodes=2", "--cpus-per-task=2", "--time=20")
 

@@ -52,7 +52,6 @@ def rows(kind: str, path: Path) -> list[Any]:
     return [row.tokens.tolist() for step in steps for microbatch in step for row in microbatch.rows]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
     first = command(room)
@@ -74,7 +73,6 @@ def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
     assert rows("tokens", room / "out") == rows("text", room / "source.txt")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_conversations_and_mixtures_are_tokenised_in_several_processes(room: Path) -> None:
     (room / "template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")

@@ -92,7 +92,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
                 process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     found = node.worker("first", OF_ITS_OWN="1")
@@ -116,7 +115,6 @@ def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     assert found["environment"].keys() - other["environment"].keys() == set()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(node: Node) -> None:
     clients = [node.client(f"worker-{number}", 300) for number in range(3)]
@@ -159,7 +157,6 @@ def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
             starter.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None:
     """And its arguments, exit code and streams are those of any interpreter."""
@@ -217,7 +214,6 @@ def _waits_on_a_socket(pid: int) -> bool:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_server_that_cannot_fork_goes_on_and_the_worker_imports_everything_itself(node: Node) -> None:
     program = """

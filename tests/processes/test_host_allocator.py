@@ -34,7 +34,6 @@ def given_back(way: str, **settings: str) -> tuple[str, int]:
     return kept, int(megabytes)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_what_is_freed_stays_with_the_process() -> None:
     kept, megabytes = given_back("kept")

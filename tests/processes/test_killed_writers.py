@@ -123,7 +123,6 @@ while True:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_writer_that_is_killed_leaves_whole_lines_and_every_flushed_step(store: DirectoryStore) -> None:
     """Kills the writer with kill -9 during a write, in three consecutive lives."""

@@ -20,9 +20,7 @@ from raypp.train.fault_injection import VARIABLE
 END_S = 200
 
 
-@pytest.mark.slow
 @pytest.mark.gate
-@pytest.mark.ranks
 def test_the_process_fails_with_the_cause_and_a_second_start_saves(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()

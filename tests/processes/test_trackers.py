@@ -94,7 +94,6 @@ def two_lives(begin: Callable[..., tuple[Trackers, Told]], kind: str, options: d
     return [told, told_again]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @needs("tensorboard")
 def test_tensorboard_shows_one_curve_and_forgets_what_was_repeated(begin: Any, tmp_path: Path) -> None:
@@ -125,7 +124,6 @@ def test_a_run_that_goes_back_within_one_life_goes_on_in_one_curve(begin: Any, t
     assert [(one.step, one.value > 20) for one in curve] == [(step, step > 2) for step in range(1, 8)]
 
 
-@pytest.mark.slow
 @needs("mlflow")
 @needs("sqlalchemy")
 def test_mlflow_has_one_run_with_each_step_once(begin: Any, tmp_path: Path) -> None:
@@ -255,7 +253,6 @@ def test_a_broken_tracker_is_told_once_and_nothing_waits(begin: Any, broken: Non
     assert message == f"tracker broken_trackers:{function}: {why}: stopped; the run continues"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_tracker_that_is_too_slow_is_stopped_when_its_queue_is_full(begin: Any, broken: None) -> None:
     trackers, told = begin("broken_trackers:hangs", patience_s=500.0, waiting=20)
@@ -322,7 +319,6 @@ def test_wandb_without_a_key_is_told_by_the_run_too(begin: Any) -> None:
 
 
 @needs("tensorboard")
-@pytest.mark.slow
 def test_under_torchrun_rank_0_writes(tmp_path: Path) -> None:
     import subprocess
 

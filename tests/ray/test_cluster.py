@@ -27,7 +27,7 @@ from raypp.spec.load import parse_job
 from tests.ray.conftest import running
 from tests.ray.extra_nodes import ExtraNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_starting_it_twice_starts_it_once(cluster: Cluster) -> None:

@@ -23,7 +23,7 @@ from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from tests.ray.conftest import Started, StartRun, running
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def _environment(run, rank: int) -> dict[str, str]:
@@ -86,7 +86,6 @@ def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) ->
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(start_run: StartRun) -> None:
     run = start_run("data", fault="data:1:3:99")
@@ -95,7 +94,6 @@ def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(sta
     assert run.exit_code() == 2
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_policy_of_the_users_own_decides_in_place_of_the_default_one(start_run: StartRun) -> None:
     run = start_run("own-policy", fault="raise:1:3:99", recovery={"policy": "own_policy:build"})
@@ -126,7 +124,6 @@ def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: Sta
     assert run.status()["state"] != "STOPPED"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_whose_last_save_fails_is_started_again_and_succeeds_once_it_is_saved(start_run: StartRun) -> None:
     run = start_run("unsaved", steps=8, every=5, fault="unsaved:-1:0:1")
@@ -239,7 +236,6 @@ def test_a_driver_that_was_silent_when_the_run_ended_has_its_exit_code(start_run
     assert run.exit_code() == 0
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     start_run: StartRun, monkeypatch: pytest.MonkeyPatch
@@ -265,7 +261,6 @@ def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     assert "of-mine" not in run.cluster.dashboard.job_logs(run.submission_id)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -291,7 +286,6 @@ def test_a_controller_that_cannot_be_made_ends_the_job_with_the_reason(
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_runs_of_one_name_in_two_stores_are_led_beside_each_other(start_run: StartRun, tmp_path: Path) -> None:
     mine = start_run("twice", steps=2000, mesh={"pp": 2}, url=str(tmp_path / "mine"))

@@ -12,7 +12,7 @@ from raypp.clusters.find import Cluster
 from tests.ray.conftest import StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node, ray_command
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def _drain(cluster: Cluster, node: Node, deadline_s: int) -> None:

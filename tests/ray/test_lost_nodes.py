@@ -13,7 +13,7 @@ from raypp.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 _CPUS = 20
 """CPUs per rank. Two ranks fit on each extra node, none on the head."""
 
@@ -100,7 +100,6 @@ def _assert_no_step_twice_or_left_out(run: Started) -> None:
     assert min(step for attempt, step in taken if attempt == grown) == last + 1
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     nodes: ExtraNodes, start_run: StartRun

@@ -16,7 +16,7 @@ from raypp.inference.prompts import Encoded
 from raypp.inference.source import find_source
 from tests.ray.extra_nodes import CPUS, ExtraNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 TINY = Path(__file__).parents[2] / "jobs" / "data" / "tiny-qwen3"
 CHOICE: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 5}
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ray.conftest import Started, StartRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 FROM_RANKS = 4
 """Number of ranks from which a run has relays. Low enough for the small runs of these tests."""
@@ -60,7 +60,6 @@ def _assert_lines_are_written(run: Started) -> None:
         assert not missing, f"lines of rank {rank} are missing: {missing}"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_when_the_relay_is_killed_nothing_is_lost_and_the_run_leaves_nothing_behind(start_run: StartRun) -> None:
     run = start_run(

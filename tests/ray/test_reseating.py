@@ -10,7 +10,7 @@ import pytest
 
 from tests.ray.conftest import Started, StartRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def _kill_controller(run: Started) -> None:
@@ -90,7 +90,6 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_run: StartRun) -> None:
     run = start_run("both", steps=120, hold=9)
@@ -106,7 +105,6 @@ def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_ru
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_restarts_that_were_used_up_under_a_killed_controller_count_under_the_next(start_run: StartRun) -> None:
     recovery = {"max_restarts": 1}

@@ -13,7 +13,7 @@ import pytest
 from raypp.clusters.dashboard import Dashboard
 from raypp.ports import port_is_free
 
-pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 UP = """
 import sys

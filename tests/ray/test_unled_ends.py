@@ -11,7 +11,7 @@ import pytest
 
 from tests.ray.conftest import Started, StartRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 STEPS = 120
 
@@ -59,7 +59,6 @@ def status_code(status: dict[str, Any]) -> int:
     return {"FAILED": 2, "STOPPED": int(not saved)}.get(status["state"], 0)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) -> None:
     run = start_run("waiting", steps=STEPS, hold=4)

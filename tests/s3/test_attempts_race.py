@@ -18,7 +18,7 @@ from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
 
-pytestmark = [pytest.mark.s3, pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,6 @@ from raypp.checkpoint.save import CheckpointSaver
 from raypp.records import Coordinates, Seat
 from raypp.storage.s3 import S3Store
 
-pytestmark = pytest.mark.s3
-
 
 @pytest.fixture
 def store(server: Any) -> S3Store:
@@ -76,7 +74,6 @@ class Layers(nn.Module):
         self.layers = nn.ModuleDict({str(number): nn.Linear(700, 700 + number) for number in numbers})
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_what_two_stages_wrote_one_stage_reads_and_back(store: S3Store, run: str) -> None:
     attempt, together, reporter = claim_next_attempt(store, run), Together(), Told()

@@ -21,8 +21,6 @@ from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import AlreadyExists, s3
 from raypp.storage.s3 import BIDS, S3Store, create_by_bids
 
-pytestmark = pytest.mark.s3
-
 
 @pytest.fixture(scope="module")
 def ignoring() -> Iterator[RcloneServer]:
@@ -72,7 +70,6 @@ def test_a_server_that_ignores_the_condition_is_found_out_and_told_once(
     assert sum("ignores If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_server_that_refuses_the_header_gets_bids_too(
     proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
@@ -97,7 +94,6 @@ def test_of_writers_racing_by_bids_exactly_one_wins_and_no_bid_is_left(ignoring:
     assert [info.key for info in stores[0].list_all(f"{BIDS}/")] == []
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(
     ignoring: RcloneServer, run: str, monkeypatch: pytest.MonkeyPatch
@@ -113,7 +109,6 @@ def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(
     assert store.get("x/COMMIT") == b"mine"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_saves_attempts_and_zombies_are_safe_on_a_server_that_ignores_the_condition(
     ignoring: RcloneServer, run: str

@@ -19,7 +19,7 @@ from raypp.errors import DataError, UnreachableError
 from raypp.spec.job import Job
 from raypp.storage import open_store
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("in_seaweed")]
+pytestmark = pytest.mark.usefixtures("in_seaweed")
 
 
 def documents(**data: Any) -> list[list[int]]:
@@ -38,7 +38,6 @@ def test_text_objects_below_a_prefix_are_read_in_order_of_key() -> None:
     assert documents(kind="text", path=f"s3://{BUCKET}/texts/b.txt") == [[66, 256]]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_compressed_objects_are_read_as_what_they_hold() -> None:
     store = open_store(f"s3://{BUCKET}/packed")
@@ -61,7 +60,6 @@ def test_a_token_object_is_fetched_once_to_be_mapped(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("raypp.data.source_files.SourceFile.chunks", None)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_hugging_face_datasets_are_read_from_a_prefix(tmp_path: Path) -> None:
     """As `save_to_disk` writes them, and as they are on the hub, larger than one range."""
@@ -91,7 +89,6 @@ def test_hugging_face_datasets_are_read_from_a_prefix(tmp_path: Path) -> None:
         documents(kind="hf", path=damaged)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_what_is_not_there_is_named() -> None:
     with pytest.raises(DataError, match=r"^data\.path: no object at s3://.*/none"):
@@ -100,7 +97,6 @@ def test_what_is_not_there_is_named() -> None:
         documents(kind="text", path="s3://no-such-bucket/x")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     open_store(f"s3://{BUCKET}/there").put("a.txt", b"A")
@@ -113,7 +109,6 @@ def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     assert "no object at" in problems[0].fault and "no-such-bucket" in problems[1].fault
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_refused_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")

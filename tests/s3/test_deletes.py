@@ -16,8 +16,6 @@ from raypp.doctor.node import NodeProbe
 from raypp.storage import StoreError
 from raypp.storage.s3 import S3Store
 
-pytestmark = pytest.mark.s3
-
 # What each answers to a DeleteObjects without Content-MD5.
 SERVERS = {
     "MinIO of January 2025, Dell OneFS": (400, "MissingContentMD5"),

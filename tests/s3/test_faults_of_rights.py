@@ -22,7 +22,7 @@ from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import AccessRefused, StoreError
 from raypp.storage.s3 import S3Store
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 ALL = ["Admin", "Read", "Write", "List", "Tagging"]
 
 

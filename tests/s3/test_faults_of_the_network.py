@@ -20,7 +20,6 @@ from raypp.storage import AlreadyExists, ServerNotThere, StoreError
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience
 
-pytestmark = pytest.mark.s3
 PATIENT = Patience(30.0, 30.0)
 HASTY = Patience(1.5, 1.5)
 
@@ -95,7 +94,6 @@ def test_a_storm_of_refusals_delays_saves_and_loads_and_fails_neither(
     assert storm.hits >= 3
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_storm_that_does_not_end_fails_the_save_in_words_and_the_older_checkpoint_stays(
     proxy: FaultProxy, seaweed_server: SeaweedServer, beside: S3Store, run: str
@@ -115,7 +113,6 @@ def test_a_storm_that_does_not_end_fails_the_save_in_words_and_the_older_checkpo
         store_at(proxy, seaweed_server, HASTY).put("a", b"1")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 1000])
 def test_uploads_go_on_after_connections_are_reset_in_the_middle(
@@ -129,7 +126,6 @@ def test_uploads_go_on_after_connections_are_reset_in_the_middle(
     assert newest(store, run) == (1, [])
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize("how", ["cut_answer_at", "end_answer_at"])
 def test_a_load_reads_again_what_came_in_part_only(how: str, proxy: FaultProxy, store: S3Store, run: str) -> None:
@@ -151,7 +147,6 @@ def test_a_body_that_never_comes_whole_is_told_with_the_objects_name(
         rank.loads(store_at(proxy, seaweed_server, HASTY), 1)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkpoint(
     proxy: FaultProxy, store: S3Store, run: str
@@ -166,7 +161,6 @@ def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkp
     assert newest(store, run) == (1, [])
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_byte_flipped_on_the_way_to_the_server_is_sent_again(proxy: FaultProxy, store: S3Store, run: str) -> None:
     """This server does not compare a part with its signature. It compares the part with the
@@ -181,7 +175,7 @@ def test_a_byte_flipped_on_the_way_to_the_server_is_sent_again(proxy: FaultProxy
 
 @pytest.mark.parametrize(
     "lost",
-    [*(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.gate]) for one in (is_part, is_completion)), is_commit],
+    [*(pytest.param(one, marks=pytest.mark.gate) for one in (is_part, is_completion)), is_commit],
 )
 def test_a_lost_answer_is_no_lost_save(
     lost: Callable[[Request], bool], proxy: FaultProxy, store: S3Store, run: str
@@ -194,7 +188,6 @@ def test_a_lost_answer_is_no_lost_save(
     assert list(store.unfinished(run)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_conditional_write_whose_answer_was_lost_counts_as_ours_and_only_ours(
     proxy: FaultProxy, store: S3Store, run: str
@@ -275,7 +268,6 @@ def test_a_damaged_object_is_named_and_the_newest_whole_checkpoint_is_used(
     assert rank.loads(beside, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_bucket_that_turns_read_only_fails_saves_in_words_and_loads_as_before(
     proxy: FaultProxy, store: S3Store, run: str

@@ -16,7 +16,7 @@ from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 class Mortal:

@@ -15,7 +15,7 @@ from seaweed import BUCKET
 
 from raypp.cli.main import run as raypp
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.gate]
+pytestmark = pytest.mark.gate
 
 
 def test_a_model_in_a_bucket_is_imported_and_exported_to_a_bucket(

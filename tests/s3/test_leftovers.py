@@ -16,8 +16,6 @@ from raypp.checkpoint.retention import find_leftovers, look_after_store, remove_
 from raypp.records import Coordinates, Seat
 from raypp.storage.s3 import S3Store
 
-pytestmark = pytest.mark.s3
-
 
 def begin_upload(store: S3Store, key: str) -> None:
     """Starts an upload of which one part arrives and whose writer then disappears."""
@@ -53,7 +51,6 @@ def test_unfinished_uploads_and_uncommitted_objects_of_older_attempts_go_and_not
     assert newest(store, run) == (1, [])
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_attempt_removes_at_its_start_what_the_ones_before_left(store: S3Store, run: str) -> None:
     """Objects that the previous attempt may be about to commit stay until the next attempt."""

@@ -23,7 +23,6 @@ from raypp.storage.s3 import S3Store
 from raypp.storage.s3_upload import low_priority_options
 from raypp.storage.store import MemorySource, ObjectStore
 
-pytestmark = pytest.mark.s3
 HEAD = 1000
 
 

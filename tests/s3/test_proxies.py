@@ -13,7 +13,6 @@ from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import StoreError, open_store
 from raypp.storage.s3 import S3Store
 
-pytestmark = pytest.mark.s3
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 ELSEWHERE = "http://s3.example:9000"
 

@@ -18,7 +18,7 @@ from raypp.storage import AlreadyExists, NotFound
 from raypp.storage.s3 import S3Store
 from raypp.storage.store import MemorySource, StoreError
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 _PREFIXES = (f"sink-{number}" for number in itertools.count())
 
 

@@ -15,7 +15,7 @@ from raypp.data.write_shards import Options, write_shards
 from raypp.spec.job import Job
 from raypp.storage import open_store
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("in_seaweed")]
+pytestmark = pytest.mark.usefixtures("in_seaweed")
 OUT = f"s3://{BUCKET}/shards"
 
 
@@ -31,7 +31,6 @@ def rows(**data: Any) -> list[Any]:
     return [(row.tokens.tolist(), row.labels.tolist()) for row in rows]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_reads_shards_by_ranges_and_keeps_only_what_it_read(tmp_path: Path) -> None:
     source = tmp_path / "source.txt"

@@ -16,7 +16,7 @@ from raypp.records import Event, StepReport
 from raypp.spec.load import parse_job
 from raypp.storage import open_store
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 URL = f"s3://{BUCKET}/tracked"
 
 

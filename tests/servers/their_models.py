@@ -49,7 +49,7 @@ def family_cases(slow: Collection[str] = ()) -> pytest.MarkDecorator:
     Args:
         slow: Names of cases that are slow tests, run in CI, for every family but Llama.
     """
-    marks = [pytest.mark.slow, pytest.mark.gate]
+    marks = pytest.mark.gate
     marked = [
         pytest.param(kind, case, marks=marks if case in slow and kind != "llama" else ()) for kind, case in FAMILY_CASES
     ]
