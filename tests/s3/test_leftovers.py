@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from saving import PART, OneRank, newest
+from saving import PART, newest, saved
 from seaweed import BUCKET
 from told import Told
 
@@ -32,8 +32,7 @@ def store(server: Any) -> Iterator[S3Store]:
 def test_unfinished_uploads_and_uncommitted_objects_of_older_attempts_go_and_nothing_else(
     store: S3Store, run: str
 ) -> None:
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1), rank.failures()
+    saved(store, run, 1)
     begin_upload(store, rank_key(run, 2, 1, 0))
     store.put(rank_key(run, 2, 1, 1), b"of a rank that was done")
     assert claim_next_attempt(store, run) == 2

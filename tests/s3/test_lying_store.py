@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_proxy import FaultProxy, fault_proxy
+from fault_proxy import FaultProxy, asks, fault_proxy
 from hf_folder import write_hf_folder
 from lies import LIES, answer, redirect
 from seaweed import BUCKET
@@ -201,11 +201,7 @@ def test_training_stays_as_patient_as_it_was(place: FaultProxy, monkeypatch: pyt
 def test_a_large_object_is_read_in_ranges_from_a_server_that_ignores_ranges(place: FaultProxy) -> None:
     store = open_store(f"s3://{BUCKET}/{PREFIX}")
     store.put("numbers", bytes(range(256)) * 1000)
-    place.add(
-        lambda request: request.method == "GET",
-        times=None,
-        lie=lambda client, _, __: answer(client, 200, {}, bytes(range(256)) * 1000),
-    )
+    place.add(asks("GET"), times=None, lie=lambda client, _, __: answer(client, 200, {}, bytes(range(256)) * 1000))
     assert store.get("numbers", 1000, 1010) == bytes(range(232, 242))
     assert store.get("numbers", 255_990) == bytes(range(246, 256))
     assert store.get("numbers", 255_999, 300_000) == b"\xff"

@@ -52,6 +52,13 @@ class Answer:
 
 
 Wanted = Callable[[Request], bool]
+
+
+def asks(method: str, words: str = "") -> Wanted:
+    """Selects requests with this method and these words in their target."""
+    return lambda request: request.method == method and words in request.target
+
+
 Lie = Callable[[socket.socket, Request, Answer], None]
 """Sends the client an answer of its own."""
 
