@@ -53,11 +53,15 @@ def test_a_controller_that_does_not_come_back_is_not_taken_for_one_that_has_ende
         answer_of(_ask([_away()] * 1000), 0.5)
 
 
-def test_a_save_waits_until_the_restarted_controller_has_taken_its_ranks_over(tmp_path: Path) -> None:
-    job = parse_job({"name": "r", "checkpoint": {"url": str(tmp_path)}})
-    leader = Leader(RunRequest("r", job_document(job)), None, restarted=True)
+def _controller(folder: Path, *, restarted: bool) -> tuple[Controller, Leader]:
+    job = parse_job({"name": "r", "checkpoint": {"url": str(folder)}})
     controller = Controller.__new__(Controller)
-    controller._leader = leader
+    controller._leader = Leader(RunRequest("r", job_document(job)), None, restarted)
+    return controller, controller._leader
+
+
+def test_a_save_waits_until_the_restarted_controller_has_taken_its_ranks_over(tmp_path: Path) -> None:
+    controller, leader = _controller(tmp_path, restarted=True)
 
     def take_over() -> None:
         leader.machine = replace(leader.machine, phase=RunPhase.RUNNING, committed_step=7)
@@ -69,12 +73,8 @@ def test_a_save_waits_until_the_restarted_controller_has_taken_its_ranks_over(tm
 
 
 def test_a_save_that_takes_long_is_waited_for_and_not_requested_again(tmp_path: Path) -> None:
-    leader = Leader(
-        RunRequest("r", job_document(parse_job({"name": "r", "checkpoint": {"url": str(tmp_path)}}))), None, False
-    )
+    controller, leader = _controller(tmp_path, restarted=False)
     leader.begun.set()
-    controller = Controller.__new__(Controller)
-    controller._leader = leader
     leader.machine = replace(leader.machine, phase=RunPhase.RUNNING, attempt=2)
     assert controller.save(0.0)["pending"] == (1, 2)
     assert leader.reports.save_wanted

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from raypp.control.protocol import BatchAnswer
 from raypp.control.report.reporter import ReportBuffer
 from raypp.records import Coordinates, Event, Requests, Seat
@@ -37,35 +34,3 @@ def test_what_nobody_took_waits_before_what_is_newer_and_the_oldest_go_first() -
     for number in range(5):
         buffer.add_event(Event("one", str(number)))
     assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["2", "3", "4"]
-
-
-_MOVES = st.lists(st.sampled_from(["event", "hand over", "fail", "write", "die"]), max_size=60)
-
-
-@settings(max_examples=300, deadline=None)
-@given(_MOVES)
-def test_whenever_the_controller_dies_every_event_comes_into_the_store(moves: list[str]) -> None:
-    buffer = ReportBuffer(SEAT)
-    count, stored = 0, []
-    life, taken, durable = 1, [], 0
-    for move in [*moves, "hand over", "hand over", "write"]:
-        if move == "event":
-            buffer.add_event(Event("one", str(count)))
-            count += 1
-        elif move == "write":
-            stored += [event.message for batch in taken for event in batch.events]
-            durable = max([durable, *(batch.number for batch in taken)])
-            taken = []
-        elif move == "die":
-            life, taken, durable = life + 1, [], 0
-        else:
-            batch = buffer.next_batch("step", 0.0)
-            if move == "fail":
-                buffer.requeue(batch)
-                continue
-            taken.append(batch)
-            buffer.sent(batch, _answer(life, durable))
-    left = buffer.unwritten()
-    known = list(dict.fromkeys([*stored, *(event.message for event in (left.events if left else ()))]))
-    assert sorted(known, key=int) == [str(number) for number in range(count)]
-    assert sorted(set(stored), key=int) == [str(number) for number in range(count)]
