@@ -4,11 +4,10 @@ without Ray."""
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import pytest
 from laptop import Answer, Laptop, Run, assert_same_weights, numbers, weights
+from programs import run_python
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(600)]
 
@@ -58,14 +57,9 @@ def without_ray(laptop: Laptop, story: dict[str, Answer | int]) -> Answer:
     """Runs the job of `wanderer` under torchrun, without a stop."""
     job = laptop.job("never-stopped", train__steps=story["last"], checkpoint__every_steps=0)
     launch = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0"
-    done = subprocess.run(
-        [sys.executable, *launch.split(), "-m", "raypp.train", "--job", str(job)],
-        env=laptop.environment | laptop.s3.environment() | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=laptop.directory,
-    )
+    environment = laptop.environment | laptop.s3.environment() | {"OMP_NUM_THREADS": "1"}
+    words = (*launch.split(), "-m", "raypp.train", "--job", str(job))
+    done = run_python(*words, code=None, env=environment, timeout=240, cwd=laptop.directory)
     return Answer(done.returncode, done.stdout, done.stderr)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from laptop import wait_for
+from programs import run_program
 
 from cluster.testbed import Cut, TestBed, why_not
 from cluster.testbed.bed import remove
@@ -71,9 +72,7 @@ def test_a_cable_is_limited_at_both_ends_and_carries_all_bytes(bare: TestBed, li
     for rate in ("20mbit", "40mbit"):
         bare.set_rate(1, rate)
         outward = bare.run(1, ["tc", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True)
-        inward = subprocess.run(
-            ["tc", "qdisc", "show", "dev", bare.network.cable(1)], capture_output=True, text=True, check=True
-        )
+        inward = run_program("tc", "qdisc", "show", "dev", bare.network.cable(1))
         assert f"rate {rate}" in outward.stdout.lower() and f"rate {rate}" in inward.stdout.lower()
         assert _send(bare, 4_000_000) == 0
         assert listener.stdout.readline() == "4000000\n"
@@ -223,13 +222,8 @@ def test_beside_docker_the_hosts_reach_each_other_and_a_firewall_that_drops_thei
     if shutil.which("iptables") is None or not Path("/proc/sys/net/bridge/bridge-nf-call-iptables").exists():
         pytest.skip("no iptables, or a kernel that does not filter bridges")
     name = _name()
-    done = subprocess.run(
-        ["unshare", "--net", "--mount", sys.executable, "-c", _BESIDE_DOCKER, name],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
+    alone = ("unshare", "--net", "--mount", sys.executable, "-c")
+    done = run_program(*alone, _BESIDE_DOCKER, name, cwd=Path(__file__).parents[2])
     rule, *error = done.stdout.splitlines()
     assert f"-i rt-{name}-br -o rt-{name}-br" in rule and f'--comment "raypp test bed {name}"' in rule
     told = "\n".join(error)

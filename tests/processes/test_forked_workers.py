@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from programs import run_program, run_python
 
 import raypp
 from raypp.control.fork_client import FOLDER, INTERPRETER, LOG, SOCKET
@@ -105,11 +106,7 @@ def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     assert found["main"] == "__main__"
     assert found["group"] == found["pid"]  # a raylet ends whole process groups
     assert found["threads"] == 1
-    plain = subprocess.run(
-        [sys.executable, "worker.py", "plain", "0"],
-        cwd=node.folder, env=found["environment"], check=True, capture_output=True,
-    )  # fmt: skip
-    assert plain.returncode == 0
+    run_python("worker.py", "plain", "0", cwd=node.folder, env=found["environment"])
     other = json.loads((node.folder / "plain").read_text())
     assert found["path"] == other["path"]
     assert found["environment"].keys() - other["environment"].keys() == set()
@@ -163,11 +160,9 @@ def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None
     program = "import sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site); sys.exit(7)"
     environment = {**os.environ, "PYTHONPATH": str(Path(raypp.__file__).parent.parent)}
     for _ in range(2):
-        done = subprocess.run(
-            [*CLIENT, "--beside", "-c", program, "save", "x y"],
-            cwd=node.folder, env=environment, text=True, capture_output=True, check=False,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout) == (7, "['save', 'x y'] 0 0\n"), done.stderr
+        words = ("--beside", "-c", program, "save", "x y")
+        done = run_program(*CLIENT, *words, code=7, cwd=node.folder, env=environment)
+        assert done.stdout == "['save', 'x y'] 0 0\n"
         until("a server listens", (node.folder / SOCKET).exists)
     assert len(node.servers()) == 1
     assert node.worker("first")["imported"] == ["torch", "ray", "raypp.train.rank"]

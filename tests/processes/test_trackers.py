@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 
 from raypp.control.run_record import RunRecord
 from raypp.observe.reader import RunReader
@@ -56,16 +56,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         monkeypatch.delenv(name, raising=False)
 
     def start(kind: str, options: dict[str, str] | None = None, **how: Any) -> tuple[Trackers, Told]:
-        entry = {"kind": kind, "options": options or {}}
-        secret = {"resources": {"env": {"MY_TOKEN": "open-sesame"}}}
-        job = parse_job(
-            {
-                "name": "tracked",
-                "checkpoint": {"url": str(tmp_path / "store")},
-                "observe": {"trackers": [entry]},
-                **secret,
-            }
-        )
+        observe = {"trackers": [{"kind": kind, "options": options or {}}]}
+        secret, url = {"env": {"MY_TOKEN": "open-sesame"}}, str(tmp_path / "store")
+        job = parse_job({"name": "tracked", "checkpoint": {"url": url}, "observe": observe, "resources": secret})
         told = Told()
         return Trackers(job, told.append, **how), told
 
@@ -320,19 +313,14 @@ def test_wandb_without_a_key_is_told_by_the_run_too(begin: Any) -> None:
 
 @needs("tensorboard")
 def test_under_torchrun_rank_0_writes(tmp_path: Path) -> None:
-    import subprocess
-
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "job.yaml").write_text(
         f"name: alone\ndata: {{kind: synthetic}}\ntrain: {{steps: 3}}\n"
         f"checkpoint: {{url: {tmp_path}/store, memory_tier: false}}\nobserve: {{trackers: [tensorboard]}}\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.train"]
-    done = subprocess.run(
-        [*command, "--job", str(tmp_path / "job.yaml")], capture_output=True, text=True, timeout=END_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.train", "--job")
+    run_python(*words, str(tmp_path / "job.yaml"), timeout=END_S)
     reader = RunReader(open_store(str(tmp_path / "store")), "alone")
     assert [event.kind for event in reader.events() if event.kind.startswith("track")] == ["tracking"]
     curve = EventAccumulator(str(tmp_path / "store/alone/trackers/tensorboard")).Reload().Scalars("loss")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from laptop import bare_environment
+from programs import run_python
 
 from raypp.clusters.dashboard import Dashboard
 from raypp.ports import port_is_free
@@ -30,19 +32,13 @@ DOWN = "from raypp.clusters import local; local.down(delete_data=True)"
 @pytest.mark.slow
 def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path: Path) -> None:
     port = next(port for port in random.SystemRandom().sample(range(6_000, 9_000), 100) if port_is_free(port))
-    bare = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY"))}
-    homes = [bare | {"PYTHONPATH": str(ROOT), "RAYPP_HOME": str(tmp_path / name)} for name in ("first", "second")]
+    homes = [
+        bare_environment() | {"PYTHONPATH": str(ROOT), "RAYPP_HOME": str(tmp_path / name)}
+        for name in ("first", "second")
+    ]
     try:
-        starts = [
-            subprocess.Popen(
-                [sys.executable, "-c", UP, str(port)],
-                env=home,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for home in homes
-        ]
+        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        starts = [subprocess.Popen([sys.executable, "-c", UP, str(port)], env=home, **out) for home in homes]
         outputs = [process.communicate() for process in starts]
         assert [process.returncode for process in starts] == [0, 0], outputs
         clusters = [out.split() for out, _ in outputs]
@@ -51,4 +47,4 @@ def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path:
         assert [len(listed) for listed in nodes] == [1, 1] and nodes[0][0].node_id != nodes[1][0].node_id
     finally:
         for home in homes:
-            subprocess.run([sys.executable, "-c", DOWN], env=home, check=True, timeout=120)
+            run_python("-c", DOWN, env=home, timeout=120)
