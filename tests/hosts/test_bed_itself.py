@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from beds import bare_bed, bed_name
 from laptop import wait_for
 from programs import run_program
 
@@ -41,15 +41,9 @@ link.sendall(bytes(int(sys.argv[2])))
 """
 
 
-def _name() -> str:
-    return f"b{time.monotonic_ns() % 10**6}"
-
-
 @pytest.fixture(scope="module")
 def bare() -> Iterator[TestBed]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with TestBed.up(_name(), hosts=2, rate="40mbit", ray=False, store=False) as bed:
+    with bare_bed(2, "40mbit") as bed:
         yield bed
 
 
@@ -135,10 +129,10 @@ def test_hosts_have_names_of_their_own_and_know_each_other(bare: TestBed) -> Non
         assert told == [bare.network.hostname(host), bare.network.address(host)]
 
 
-def test_what_a_killed_owner_left_is_removed_by_name() -> None:
+def test_what_a_killed_owner_left_is_removed_bybed_name() -> None:
     if reason := why_not():
         pytest.skip(reason)
-    name = _name()
+    name = bed_name()
     program = (
         "import time; from cluster.testbed import TestBed\n"
         f"bed = TestBed.up({name!r}, hosts=2, ray=False)\n"
@@ -162,7 +156,7 @@ def test_what_a_killed_owner_left_is_removed_by_name() -> None:
 
 
 def test_two_beds_stand_beside_each_other_and_a_name_is_taken_once(bare: TestBed) -> None:
-    with TestBed.up(_name(), hosts=1, ray=False, store=False) as other:
+    with TestBed.up(bed_name(), hosts=1, ray=False, store=False) as other:
         assert other.network.subnet != bare.network.subnet
         with pytest.raises(JobError, match="already exists"):
             TestBed.up(other.network.name, ray=False, store=False)
@@ -221,7 +215,7 @@ def test_beside_docker_the_hosts_reach_each_other_and_a_firewall_that_drops_thei
         pytest.skip(reason)
     if shutil.which("iptables") is None or not Path("/proc/sys/net/bridge/bridge-nf-call-iptables").exists():
         pytest.skip("no iptables, or a kernel that does not filter bridges")
-    name = _name()
+    name = bed_name()
     alone = ("unshare", "--net", "--mount", sys.executable, "-c")
     done = run_program(*alone, _BESIDE_DOCKER, name, cwd=Path(__file__).parents[2])
     rule, *error = done.stdout.splitlines()

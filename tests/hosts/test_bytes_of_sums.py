@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-
-from cluster.testbed import TestBed, why_not
+from beds import bare_bed, outputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-_HERE = Path(__file__).parent
 _NEEDED = 4_000_000
 """Bytes of the other rank's part: half of two million numbers of four bytes."""
 
 
 def sent(program: str, *arguments: str) -> int:
     """Runs two ranks on two hosts, and returns the bytes that the second has sent."""
-    if reason := why_not():
-        pytest.skip(reason)
-    with TestBed.up(f"s{time.monotonic_ns() % 10**6}", hosts=2, rate="1gbit", ray=False, store=False) as bed:
+    with bare_bed(2, "1gbit") as bed:
         cable = Path(f"/sys/class/net/{bed.network.cable(1)}/statistics/rx_bytes")
-        before, address = int(cable.read_text()), bed.network.address(0)
-        commands = [[sys.executable, str(_HERE / program), str(rank), address, *arguments] for rank in range(2)]
-        ranks = [bed.popen(host, command, stdout=subprocess.PIPE, text=True) for host, command in enumerate(commands)]
-        told = [process.communicate(timeout=120)[0] for process in ranks]
-        assert told == ["right", "right"]
+        before = int(cable.read_text())
+        assert outputs(bed, program, bed.network.address(0), *arguments) == ["right", "right"]
         return int(cable.read_text()) - before
 
 

@@ -245,15 +245,8 @@ def test_credentials_reach_the_ranks_and_stay_off_the_dashboard(
     monkeypatch.setenv("AWS_REGION", "mars-1")
     run = start_run("secret", steps=40)
     run.wait_step(1)
-    seen = [
-        run.cluster.dashboard.request("GET", path).decode()
-        for path in (
-            "/api/jobs/",
-            "/api/v0/actors?detail=1",
-            "/api/v0/workers?detail=1",
-            "/api/v0/runtime_envs?detail=1",
-        )
-    ]
+    pages = ("jobs/", "v0/actors?detail=1", "v0/workers?detail=1", "v0/runtime_envs?detail=1")
+    seen = [run.cluster.dashboard.request("GET", f"/api/{page}").decode() for page in pages]
     assert "mars-1" in seen[0]
     assert not any("of-mine" in text for text in seen)
     run.wait_end()

@@ -30,29 +30,26 @@ def _drain(cluster: Cluster, node: Node, deadline_s: int) -> None:
 
 
 def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure(
-    cluster: Cluster, start_run: StartRun
+    cluster: Cluster, nodes: ExtraNodes, start_run: StartRun
 ) -> None:
-    with ExtraNodes(cluster) as extra:
-        three = extra.add(41, 42, 43)
-        resources, recovery = {"cpus_per_rank": 20}, {"max_restarts": 0}
-        run = start_run("drained", steps=900, every=500, hold=21, resources=resources, recovery=recovery)
-        run.wait_step(20)
-        used = {rank["node"] for rank in run.status()["ranks"]}
-        victim = next(node for node in three if node.address in used)
-        at = time.time()
-        _drain(cluster, victim, 120)
-        run.let_go()
-        run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
-        assert {rank["node"] for rank in run.status()["ranks"]} == {node.address for node in three} - {victim.address}
-        victim.kill()  # as the cloud does at the deadline
-        status = run.wait_end()
-        assert (status["state"], status["step"]) == ("SUCCEEDED", 900)
-        events = run.reader.events()
-        notice = next(event for event in events if event.kind == "preemption_notice")
-        saved = next(event for event in events if event.kind == "committed" and event.time > at)
-        failed = next(event for event in events if event.kind == "rank_failed")
-        assert notice.node == victim.address and "drains" in notice.message
-        assert failed.details["kind"] == "preempted" and f"a checkpoint at step {saved.step}" in failed.message
-        second = [step for attempt, step in run.taken() if attempt == 2]
-        assert second == list(range(saved.step + 1, 901)), "the next attempt went on behind the save"
-        run.assert_nothing_left()
+    three = nodes.add(41, 42, 43)
+    resources, recovery = {"cpus_per_rank": 20}, {"max_restarts": 0}
+    run = start_run("drained", steps=900, every=500, hold=21, resources=resources, recovery=recovery)
+    run.wait_step(20)
+    used = {rank["node"] for rank in run.status()["ranks"]}
+    victim = next(node for node in three if node.address in used)
+    at = time.time()
+    _drain(cluster, victim, 120)
+    run.let_go()
+    run.wait_attempt(2)
+    assert {rank["node"] for rank in run.status()["ranks"]} == {node.address for node in three} - {victim.address}
+    victim.kill()  # as the cloud does at the deadline
+    status = run.wait_end()
+    assert (status["state"], status["step"]) == ("SUCCEEDED", 900)
+    notice, failed = run.event("preemption_notice"), run.event("rank_failed")
+    saved = next(event for event in run.reader.events() if event.kind == "committed" and event.time > at)
+    assert notice.node == victim.address and "drains" in notice.message
+    assert failed.details["kind"] == "preempted" and f"a checkpoint at step {saved.step}" in failed.message
+    second = [step for attempt, step in run.taken() if attempt == 2]
+    assert second == list(range(saved.step + 1, 901)), "the next attempt went on behind the save"
+    run.assert_nothing_left()

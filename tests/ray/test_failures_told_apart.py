@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def _failure(run: Started) -> tuple[str, str, str]:
-    event = next(event for event in run.reader.events() if event.kind == "rank_failed")
-    return event.details["kind"], event.details["cause"], event.details["evidence"]
+    details = run.event("rank_failed").details
+    return details["kind"], details["cause"], details["evidence"]
 
 
 @pytest.mark.gate

@@ -16,15 +16,11 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 120
 
 
-def _controller(run: Started) -> int:
-    return next(int(one["pid"]) for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["pid"])
-
-
 def _freeze_and_run_out(run: Started) -> int:
     """Freezes the controller after a few steps and waits until its ranks have taken all steps.
     Returns the controller's pid."""
     run.wait_step(3)
-    controller = _controller(run)
+    controller = run.controller()
     os.kill(controller, signal.SIGSTOP)
     run.let_go()
     run.wait((run.place / "over-1").exists, "the last step")
@@ -77,7 +73,7 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number:
     running, others end them too."""
     run = start_run(f"stop-{number.name.lower()}", steps=100_000, every=0)
     run.wait_step(3)
-    controller = _controller(run)
+    controller = run.controller()
     _all(run, signal.SIGSTOP)
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: answers.append(run.stop()))
