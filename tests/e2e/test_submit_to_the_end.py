@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from laptop import EVERY, STEPS, Laptop, Run, assert_same_weights, copy_run, numbers
+from laptop import EVERY, STEPS, Laptop, Run, copy_run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -140,8 +140,7 @@ def test_a_run_in_a_directory_gives_the_numbers_of_a_run_in_s3(laptop: Laptop, u
     assert "raypp status in-directory --watch" in run.out
     laptop.raypp("status", "in-directory", "--watch", timeout=150)
     assert run.wait_end()["state"] == "SUCCEEDED"
-    assert numbers(run.history()) == numbers(undisturbed.history())
-    assert_same_weights(run.weights(), undisturbed.weights())
+    run.assert_like(undisturbed)
     assert run.commits() == undisturbed.commits()
 
 

@@ -62,11 +62,7 @@ _found: dict[str, Target] = {}
 
 
 def target(*samples: Sample, words: Sequence[bytes] = (), name: str = "") -> Callable[[Run], Run]:
-    """Registers the decorated function as a target with these samples and words.
-
-    Args:
-        name: Instead of the function's.
-    """
+    """Registers the decorated function, by its name or this one, with these samples and words."""
 
     def register(run: Run) -> Run:
         full = f"{run.__module__.rpartition('.')[2]}.{name or run.__name__}"

@@ -28,12 +28,8 @@ def why_no_slurm() -> str | None:
 
 
 class SlurmBed:
-    """Slurm on a test bed. Host 0 runs slurmctld, and is where a user types.
-
-    Args:
-        bed: The hosts, without Ray.
-        folder: On the file system that all hosts share; gets Slurm's files and the user's.
-    """
+    """Slurm on hosts without Ray. Host 0 runs slurmctld, and is where a user types. The folder, on
+    the file system that all share, gets Slurm's files and the user's."""
 
     def __init__(self, bed: TestBed, folder: Path) -> None:
         self.bed, self.folder = bed, folder

@@ -49,11 +49,8 @@ def settings(name: str, folder: Path) -> list[str]:
 
 
 def trained(job: Path, words: list[str], ranks: int, address: str, start: Callable[..., subprocess.Popen[Any]]) -> None:
-    """Runs all ranks of a job, which meet at an address, and waits until they have ended.
-
-    Args:
-        start: Starts a rank, given its number, its command and its environment.
-    """
+    """Runs all ranks of a job, which meet at an address. `start` takes number, command,
+    environment."""
     command = [sys.executable, "-m", "raypp.train", "--job", str(job)]
     command += [word for setting in words for word in ("--set", setting)]
     port = str(PORT if address != "127.0.0.1" else free_port())

@@ -49,8 +49,7 @@ _ASK = "from raypp.train.device_check import why_no_card; print(why_no_card())"
 
 
 def with_driver(folder: Path, version: int) -> dict[str, str]:
-    """Returns the variables of a process that finds a driver of this version, which has no
-    device."""
+    """Returns the variables of a process that finds a driver of this version without a device."""
     (driver := folder / "driver").mkdir()
     build = ["cc", "-shared", "-fPIC", f"-DVERSION={version}", "-x", "c", "-", "-o", str(driver / "libcuda.so.1")]
     subprocess.run(build, input=_DRIVER, text=True, check=True)

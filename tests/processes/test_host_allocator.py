@@ -26,8 +26,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 
 
 def given_back(way: str, **settings: str) -> tuple[str, int]:
-    """Returns what the process reports about its allocator, and how many of 48 MB it returns to the
-    system when it frees them."""
+    """Returns whether freed memory is kept, and how many of 48 MB go back to the system."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | settings
     kept, megabytes = run_python("-c", PROGRAM, way, env=environment).stdout.split()
     return kept, int(megabytes)

@@ -27,8 +27,7 @@ RAY = (
 
 
 def _sleeper(log: Path, title: str) -> subprocess.Popen[bytes]:
-    """Starts a process that has a rank's title and can report its stacks. Its stderr goes to a
-    rank's log."""
+    """Starts a process with a rank's title, that can report its stacks, and a rank's log."""
     code = """
 from raypp.control import process_evidence
 import time
@@ -117,8 +116,7 @@ over.set()
 
 @pytest.fixture(scope="module")
 def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns what faulthandler writes for the thread of a rank in `attention`, whatever the
-    current names of its frames."""
+    """Returns what faulthandler writes for the thread of a rank in `attention`."""
     source = tmp_path_factory.mktemp("me") / "model.py"
     source.write_text(f"import sys{_LIVE}")
     words = run_python(str(source), timeout=60).stderr

@@ -51,13 +51,8 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def distributions(requirements: list[str], own: list[str], extras: set[str]) -> dict[str, metadata.Distribution]:
-    """Returns the installed distributions that requirements name, and those that these require.
-
-    Args:
-        requirements: For example `ray[default]>=2.50; extra == "node"`.
-        own: The requirements of raypp itself, which its extras name.
-        extras: The extras that were asked for.
-    """
+    """Returns the installed distributions that requirements name, such as `ray[default]>=2.50`, and
+    those that these require. `own` are raypp's, which its extras name."""
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(text, extra) for text in requirements for extra in extras | {""}]

@@ -181,8 +181,8 @@ class Started:
 
 
 def running(pids: list[int]) -> list[int]:
-    """Returns the processes that have not ended. One whose parent was killed may stay a zombie: not
-    every container has a first process that reaps."""
+    """Returns those that have not ended: not every container has a first process that reaps
+    zombies."""
     running = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -222,8 +222,7 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         url: str = "",
         **more: Any,
     ) -> Started:
-        """Starts a run. From attempt `hold_from` on, step `hold` is not taken before `let_go` is
-        called."""
+        """From attempt `hold_from` on, step `hold` is not taken before `let_go` is called."""
         rank_function = more.pop("rank_function", "stand_in:run_rank")
         relays_from_ranks = more.pop("relays_from_ranks", RELAYS_FROM_RANKS)
         environment = {"STAND_IN_DIR": str(tmp_path / name), "STAND_IN_HOLD": f"{hold}:{hold_from}"}

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from raypp.clusters.find import Cluster, find_cluster
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.control import client
 from raypp.errors import ResourcesError, UnreachableError
+from raypp.ports import port_is_free
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 from tests.ray.conftest import running
@@ -208,3 +210,37 @@ def test_a_killed_up_leaves_nothing_that_down_does_not_end(tmp_path: Path) -> No
         output = down()
     assert "the embedded cluster is down" in output
     assert not running([process.pid for process in started])
+
+
+_UP = """
+import sys
+from raypp.clusters import local
+
+local._DASHBOARD_PORT = int(sys.argv[1])  # another cluster of this machine may have the usual one
+cluster, started = local.up(1)
+assert started
+print(cluster.dashboard, cluster.token())
+"""
+_DOWN = "from raypp.clusters import local; local.down(delete_data=True)"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path: Path) -> None:
+    port = next(port for port in random.SystemRandom().sample(range(6_000, 9_000), 100) if port_is_free(port))
+    homes = [
+        bare_environment() | {"PYTHONPATH": str(Path(raypp.__file__).parents[1]), "RAYPP_HOME": str(tmp_path / name)}
+        for name in ("first", "second")
+    ]
+    try:
+        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        starts = [subprocess.Popen([sys.executable, "-c", _UP, str(port)], env=home, **out) for home in homes]
+        outputs = [process.communicate() for process in starts]
+        assert [process.returncode for process in starts] == [0, 0], outputs
+        clusters = [out.split() for out, _ in outputs]
+        assert sum(address.endswith(f":{port}") for address, _ in clusters) == 1, clusters
+        nodes = [Dashboard(address, token).nodes() for address, token in clusters]
+        assert [len(listed) for listed in nodes] == [1, 1] and nodes[0][0].node_id != nodes[1][0].node_id
+    finally:
+        for home in homes:
+            run_python("-c", _DOWN, env=home, timeout=120)

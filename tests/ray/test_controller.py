@@ -76,24 +76,6 @@ def test_what_a_rank_prints_is_kept_with_its_seat_native_output_too(start_run: S
     assert ("native words of pp1-fsdp1", "err") in [(line.text, line.stream) for line in lines]
 
 
-@pytest.mark.slow
-def test_a_run_fails_when_restarts_bring_no_newer_commit(start_run: StartRun) -> None:
-    run = start_run("hopeless", every=0, fault="exit:3:2:99", recovery={"max_restarts": 1})
-    status = run.wait_end()
-    assert (status["state"], status["restarts"]) == ("FAILED", 1)
-    assert "recovery.max_restarts" in status["error"]
-    assert run.exit_code() == 1
-    run.assert_nothing_left()
-
-
-@pytest.mark.gate
-def test_a_data_error_ends_the_run_at_once_with_the_exit_code_of_wrong_input(start_run: StartRun) -> None:
-    run = start_run("data", fault="data:1:3:99")
-    status = run.wait_end()
-    assert (status["state"], status["restarts"]) == ("FAILED", 0)
-    assert run.exit_code() == 2
-
-
 @pytest.mark.gate
 def test_a_policy_of_the_users_own_decides_in_place_of_the_default_one(start_run: StartRun) -> None:
     run = start_run("own-policy", fault="raise:1:3:99", recovery={"policy": "own_policy:build"})
@@ -112,16 +94,6 @@ def test_a_policy_that_the_cluster_lacks_ends_the_run_with_the_exit_code_of_wron
     assert "cannot import 'not_installed'" in status["error"]
     assert run.exit_code() == 2
     run.assert_nothing_left()
-
-
-@pytest.mark.slow
-def test_save_answers_with_the_committed_step_and_the_run_goes_on(start_run: StartRun) -> None:
-    run = start_run("save", steps=100_000, every=0)
-    run.wait_step(3)
-    answer = run.command("save")
-    assert answer["found"] and answer["committed"] >= 3
-    assert run.kinds().count("committed") <= 1
-    assert run.status()["state"] != "STOPPED"
 
 
 @pytest.mark.gate
@@ -206,17 +178,6 @@ def test_stopping_the_ray_job_ends_the_run(start_run: StartRun) -> None:
     run.wait_step(3)
     run.cluster.dashboard.stop_job(run.submission_id)
     assert run.wait_end()["state"] == "STOPPED"
-    run.assert_nothing_left()
-
-
-@pytest.mark.slow
-def test_the_run_goes_on_when_its_driver_is_killed(start_run: StartRun) -> None:
-    run = start_run("driver", steps=120, hold=6)
-    run.wait_step(5)
-    os.kill(int(run.job()["driver_info"]["pid"]), signal.SIGKILL)
-    run.let_go()
-    status = run.wait_end()
-    assert (status["state"], status["step"], status["restarts"]) == ("SUCCEEDED", 120, 0)
     run.assert_nothing_left()
 
 

@@ -1,15 +1,18 @@
-"""One of several nodes is lost: tests spares, smaller meshes, and the return to larger meshes. The
-ranks are stand-ins, the nodes are raylets."""
+"""One of several nodes is lost or drained: tests spares, smaller meshes, and the return to larger
+meshes. The ranks are stand-ins, the nodes are raylets."""
 
 from __future__ import annotations
 
+import subprocess
+import time
 from typing import Any
 
 import pytest
 from held_back import held_back
 
+from raypp.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
-from tests.ray.extra_nodes import ExtraNodes, Node
+from tests.ray.extra_nodes import ExtraNodes, Node, ray_command
 
 pytestmark = pytest.mark.timeout(600)
 _CPUS = 20
@@ -78,8 +81,8 @@ def _trains_on(run: Started, mesh: dict[str, int]) -> None:
 
 
 def _assert_no_step_twice_or_left_out(run: Started) -> None:
-    """Asserts that the current attempt began where the one before ended. Waits for its first step:
-    a rank reports the step that it begins, and writes the step that it has taken."""
+    """Asserts that the current attempt, once it has taken a step, began where the last one
+    ended."""
     grown = run.status()["attempt"]
     run.wait(lambda: run.taken()[-1][0] == grown, f"a step of attempt {grown}")
     taken = run.taken()
@@ -220,4 +223,45 @@ def test_real_ranks_go_on_without_a_lost_site_and_take_it_back_at_an_outer_step(
     words = [event.message for event in run.reader.events() if event.kind == "sync"]
     assert "of 1 replicas that trained apart, 2 go on" in words[-1]
     assert [row["step"] for row in run.reader.history()] == list(range(1, 1 + run.status()["step"]))
+    run.assert_nothing_left()
+
+
+def _drain(cluster: Cluster, node: Node, deadline_s: int) -> None:
+    assert cluster.embedded is not None
+    command, environment = ray_command(
+        cluster.embedded,
+        "drain-node",
+        f"--address={cluster.embedded.gcs}",
+        f"--node-id={node.node_id}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=the cloud wants it back",
+        f"--deadline-remaining-seconds={deadline_s}",
+    )
+    subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure(
+    cluster: Cluster, nodes: ExtraNodes, start_run: StartRun
+) -> None:
+    three = nodes.add(41, 42, 43)
+    resources, recovery = {"cpus_per_rank": 20}, {"max_restarts": 0}
+    run = start_run("drained", steps=900, every=500, hold=21, resources=resources, recovery=recovery)
+    run.wait_step(20)
+    used = {rank["node"] for rank in run.status()["ranks"]}
+    victim = next(node for node in three if node.address in used)
+    at = time.time()
+    _drain(cluster, victim, 120)
+    run.let_go()
+    run.wait_attempt(2)
+    assert {rank["node"] for rank in run.status()["ranks"]} == {node.address for node in three} - {victim.address}
+    victim.kill()  # as the cloud does at the deadline
+    status = run.wait_end()
+    assert (status["state"], status["step"]) == ("SUCCEEDED", 900)
+    notice, failed = run.event("preemption_notice"), run.event("rank_failed")
+    saved = next(event for event in run.reader.events() if event.kind == "committed" and event.time > at)
+    assert notice.node == victim.address and "drains" in notice.message
+    assert failed.details["kind"] == "preempted" and f"a checkpoint at step {saved.step}" in failed.message
+    second = [step for attempt, step in run.taken() if attempt == 2]
+    assert second == list(range(saved.step + 1, 901)), "the next attempt went on behind the save"
     run.assert_nothing_left()

@@ -17,8 +17,7 @@ STEPS = 120
 
 
 def _freeze_and_run_out(run: Started) -> int:
-    """Freezes the controller after a few steps and waits until its ranks have taken all steps.
-    Returns the controller's pid."""
+    """Freezes the controller, until its ranks have taken all steps. Returns its process."""
     run.wait_step(3)
     controller = run.controller()
     os.kill(controller, signal.SIGSTOP)
@@ -69,8 +68,7 @@ def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGCONT, marks=pytest.mark.gate), signal.SIGKILL])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
-    """The controller dies before the ranks learn of the stop request: some cases keep the ranks
-    running, others end them too."""
+    """The controller dies before the ranks learn of the stop; they go on, or are killed too."""
     run = start_run(f"stop-{number.name.lower()}", steps=100_000, every=0)
     run.wait_step(3)
     controller = run.controller()

@@ -26,13 +26,7 @@ PART = 5 << 20
 
 
 class OneRank:
-    """Trains a small model and saves it.
-
-    Args:
-        store: Where the model is saved.
-        run: The run's name. Its next attempt is claimed.
-        keep: Number of committed checkpoints to keep.
-    """
+    """Claims the next attempt of a run, trains a small model and saves it."""
 
     def __init__(self, store: ObjectStore, run: str, keep: int = 9) -> None:
         self.store, self.run, self.reporter = store, run, Told()

@@ -51,13 +51,8 @@ class Died(BaseException):
 
 
 class Mortal:
-    """Simulates a process that dies at its n-th request: that request and all later ones raise.
-
-    Args:
-        store: The store whose requests count from now on.
-        at: n.
-        answered: Whether the server carries out the n-th request.
-    """
+    """A process that dies at its n-th request, which the server may still carry out
+    (`answered`)."""
 
     def __init__(self, store: S3Store, at: int, answered: bool) -> None:
         self._left, self._lock, self.dead = at, threading.Lock(), False
@@ -81,8 +76,7 @@ class Mortal:
 def test_a_death_at_any_request_leaves_the_old_or_the_new_state_whole(
     seaweed_server: SeaweedServer, answered: bool
 ) -> None:
-    """The death falls between the parts of an upload, at its completion, at the check of the claim,
-    at COMMIT, and while old checkpoints are removed."""
+    """Between parts, at a completion, at the check of the claim, at COMMIT, in retention."""
     seen, at = set(), 0
     while True:
         at += 1

@@ -209,8 +209,7 @@ print(rank.attempt, committed(store, run), newest(store, run), int(time.time()))
 
 @pytest.fixture(scope="module")
 def other_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds a library that shifts the clock of a whole process by CLOCK_SHIFT_S, as on a host with
-    a wrong clock."""
+    """Builds a library that shifts the clock of a process by CLOCK_SHIFT_S."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler to make another clock with")
@@ -247,8 +246,7 @@ def save_elsewhere(
 def test_hosts_whose_clocks_differ_share_a_run_and_the_step_alone_says_what_is_newest(
     kind: str, identities: Identities, run: str, other_clock: Path, tmp_path: Path
 ) -> None:
-    """The clock of the first attempt's host is 10 minutes ahead, the second's 10 minutes behind:
-    its commits look older."""
+    """The first attempt's clock is 10 minutes ahead, the second's 10 minutes behind."""
     url = f"s3://{BUCKET}/clocks" if kind == "s3" else str(tmp_path / "clocks")
     environment = identities.server.environment()
     ahead = save_elsewhere(url, run, "1,2", +600, other_clock, **environment)

@@ -131,8 +131,7 @@ def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkp
 
 @pytest.mark.gate
 def test_a_byte_flipped_on_the_way_to_the_server_is_sent_again(proxy: FaultProxy, store: S3Store, run: str) -> None:
-    """This server does not compare a part with its signature. It compares the part with the
-    checksum that is sent along."""
+    """This server compares a part with the checksum that is sent along, not with its signature."""
     assert store.sums.compared()
     flip = proxy.add(is_part, times=2, flip_request_at=12_345)
     saved(store, run, 1)

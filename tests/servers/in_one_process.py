@@ -10,11 +10,7 @@ from raypp.checkpoint.announce import Announcements
 
 
 class InOneProcess(Announcements):
-    """Keeps what the ranks of one attempt announce.
-
-    Args:
-        patient: Whether a message that is missing is waited for.
-    """
+    """Keeps what the ranks of one attempt announce; a patient one waits for what is missing."""
 
     def __init__(self, *, patient: bool = True) -> None:
         self.messages: dict[tuple[int, int], dict[str, Any]] = {}

@@ -26,11 +26,8 @@ NODES = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}", "NodeManagerHo
 
 
 def stand_still(monkeypatch: pytest.MonkeyPatch, *modules: Any, at: float = 1e6) -> StandInClock:
-    """Stops the clock of attempts and of these modules; a process that ended was killed.
-
-    Args:
-        at: What the clock shows; what was made before took the real time.
-    """
+    """Stops the clock of attempts and of these modules at a time that is later than what came
+    before."""
     clock = StandInClock()
     for module in (attempt, rank_ends, *modules):
         monkeypatch.setattr(module, "time", clock)

@@ -39,8 +39,7 @@ def attempt(clock: StandInClock) -> StandIns:
 
 
 def starting(attempt: StandIns, reused: int | None = None, runs: bool = True) -> StandIns:
-    """The devices are there; `reused` is a bundle that already has a process, of an earlier
-    attempt."""
+    """The devices are there, and in the bundle `reused` a process of an earlier attempt."""
     if reused is not None:
         attempt.workers.seated[reused] = Member(Actor(), "12"[reused // 2])
     attempt.launch()

@@ -18,7 +18,7 @@ from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.control.client import no_such_controller
 from raypp.control.controller import Controller
-from raypp.control.driver import _end_without_controller, _recorded_end, answer_of
+from raypp.control.driver import _end_without_controller, _recorded_end, answer_of, why_no_controller
 from raypp.control.leader import Leader
 from raypp.control.machine import RunPhase
 from raypp.control.protocol import RunRequest
@@ -150,3 +150,37 @@ def test_a_run_that_nobody_could_lead_has_an_end(tmp_path: Path) -> None:
 def test_a_run_without_a_controller_may_only_just_have_been_submitted(state: str, again: bool) -> None:
     fix = no_such_controller("r", state).problems[0].fix
     assert ("try again" in fix) == again and "--resume --set name=r" in fix
+
+
+_HEAD = (
+    "The actor died because of an error raised in its creation task, "
+    "\x1b[36mray::raypp/a:Controller.__init__()\x1b[39m (pid=7, ip=10.0.0.1, actor_id=ab, repr=raypp/a)\n"
+    '  File "/somewhere/raypp/control/controller.py", line 44, in __init__\n'
+    "    self._leader = Leader(request)\n"
+    "                   ^^^^^^^^^^^^^^^\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "code"),
+    [
+        (
+            "raypp.errors.JobError: checkpoint.url: is empty\n  fix: use s3://",
+            "checkpoint.url: is empty\n  fix: use s3://",
+            2,
+        ),
+        ("raypp.storage.store.StoreError: no answer", "no answer", 3),
+        ("raypp.errors.Problem: not an error", "raypp.errors.Problem: not an error", 1),
+        ("raypp.not_there.JobError: x", "raypp.not_there.JobError: x", 1),
+        ("ModuleNotFoundError: No module named 'boto3'", "ModuleNotFoundError: No module named 'boto3'", 1),
+        ("KeyError", "KeyError", 1),
+    ],
+)
+def test_an_error_of_the_constructor_is_told_in_its_own_words(error: str, words: str, code: int) -> None:
+    assert why_no_controller(f"{_HEAD}{error}\n") == (words, code)
+
+
+def test_an_end_without_a_traceback_is_told_by_its_last_line() -> None:
+    text = "The actor died unexpectedly before finishing this task.\n\tclass_name: Controller\nThe node has died."
+    assert why_no_controller(text) == ("The node has died.", 1)
+    assert why_no_controller("") == ("", 1)

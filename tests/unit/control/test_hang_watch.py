@@ -76,8 +76,7 @@ def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
 
 
 def test_no_verdict_before_the_news_of_a_late_rank_is_overdue() -> None:
-    """With a limit below that: the frozen rank's last word would make a ring with its neighbour's
-    wait."""
+    """Else the frozen rank's last word would make a ring with its neighbour's wait."""
     watch = training(4.0, step_s=0.1)
     watch.add_heartbeat(1, "step agree", 0.2, 100.0)  # frozen in forward 0 just behind it
 

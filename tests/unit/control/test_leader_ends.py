@@ -135,8 +135,7 @@ def _write_machine(folder: Path, number: int) -> None:
 
 
 def _write_failed(folder: Path) -> None:
-    """Writes the records of a first submission that failed, as raypp wrote them when it had no
-    machine in the store."""
+    """Writes a first submission that failed, as raypp did when it had no machine in the store."""
     store = DirectoryStore(folder)
     of_old = {"submission_id": "old"}
     write_spec(store, "r", job_document(parse_job({"name": "r"})))
@@ -187,8 +186,7 @@ def test_a_directory_that_the_head_does_not_share_with_the_submitting_machine_en
 
 
 def test_the_status_of_an_earlier_submission_is_not_the_end_of_one_that_was_recorded(tmp_path: Path) -> None:
-    """The controller was killed after it wrote the event of the submission and before it wrote its
-    status."""
+    """The controller was killed between the event of the submission and its status."""
     _write_failed(tmp_path)
     write_spec(DirectoryStore(tmp_path), "r", {}, 2)
     _write_machine(tmp_path, 2)

@@ -90,8 +90,7 @@ class Led(Leader):
         self._turn()
 
     def stand(self, clock: StandInClock, phase: str, *ranks: int) -> None:
-        """These ranks report after step 9 that they have been in a phase since, until that ends the
-        attempt."""
+        """After step 9 these ranks stay in a phase, until that ends the attempt."""
         self.step_done(9)
         self._turn()
         for seconds in range(1, 10):

@@ -111,8 +111,7 @@ def test_a_stop_whose_save_never_succeeds_fails_the_run_and_names_the_newest_che
 
 
 def test_a_stop_whose_state_is_lost_with_its_ranks_has_failed() -> None:
-    """Without snapshots in memory the next attempt begins at the newest checkpoint and has nothing
-    to save."""
+    """Without snapshots in memory the next attempt has nothing to save."""
     machine, _ = play(m.Machine(), *RUNNING, m.Committed(5), m.StopAsked(True), UNSAVED, *AGAIN)
     machine, commands = play(machine, m.Finished(True, 5), m.AttemptEnded())
     assert machine.state is RunState.FAILED and "the state was in no memory" in commands[-1].reason  # type: ignore[union-attr]
@@ -408,8 +407,7 @@ def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_ofte
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40), st.integers(0, 30))
 def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[tuple[bool, bool]], steps: int) -> None:
-    """Every attempt either finds no room and shrinks, or trains, may take a step, and is offered
-    room."""
+    """An attempt finds no room and shrinks, or trains, may take a step, and is offered room."""
     shapes = [Shape(1, 1, 1, 1, 1, 8), HALF, WHOLE]
     machine, _ = play(m.Machine(), m.Start(shape=WHOLE))
     launches, step = 1, 0
