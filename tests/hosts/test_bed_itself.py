@@ -129,7 +129,7 @@ def test_hosts_have_names_of_their_own_and_know_each_other(bare: TestBed) -> Non
         assert told == [bare.network.hostname(host), bare.network.address(host)]
 
 
-def test_what_a_killed_owner_left_is_removed_bybed_name() -> None:
+def test_what_a_killed_owner_left_is_removed_by_name() -> None:
     if reason := why_not():
         pytest.skip(reason)
     name = bed_name()
