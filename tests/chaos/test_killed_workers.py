@@ -71,7 +71,8 @@ class Killer:
             ranks[self.victim].wait(10)
 
     def while_loading(self, ranks: dict[str, psutil.Process]) -> None:
-        """Rank 0 waits for the store, which it asks for the checkpoint to start from."""
+        """Rank 0 waits for the store: the attempt is claimed before the ranks get their seats, so
+        it asks for the checkpoint to start from."""
         laptop = self.run.laptop
         with laptop.frozen_store():
             self.run.until(lambda: laptop.asks_frozen_store(ranks["pp0"]), "a rank that loads")
