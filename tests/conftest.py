@@ -50,6 +50,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         gc.freeze()  # pytest collects twice more
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("gate"):
+        item.add_marker("slow")
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

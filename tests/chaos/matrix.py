@@ -18,14 +18,8 @@ HANG_S = 4.0
 
 @dataclass(frozen=True)
 class Chain:
-    """A run and the faults that hit it.
-
-    Attributes:
-        name: Name of the run.
-        shape: Key of SHAPES.
-        tier: Value of checkpoint.memory_tier.
-        strikes: Faults in order.
-    """
+    """A run of a shape (a key of SHAPES), with or without the memory tier, and its faults in
+    order."""
 
     name: str
     shape: str

@@ -47,12 +47,8 @@ KINDS = {
 
 @dataclass
 class Ordeal:
-    """One run, submitted and observed from this process.
-
-    Attributes:
-        fallen: What each strike's rank recorded, by the strike's number.
-        recovered: Seconds from each strike to the next finished step, where there was one.
-    """
+    """One run, submitted and observed from this process. `fallen` has what a strike's rank
+    recorded."""
 
     laptop: Laptop
     chain: Chain
@@ -72,8 +68,8 @@ class Ordeal:
     # Running --------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """Submits the run, applies the strikes outside the ranks, and returns when the run has
-        ended or the timeout has expired."""
+        """Submits the run and strikes outside the ranks, until the run or the patience is at its
+        end."""
         write_plan(self.directory, list(self.chain.strikes))
         begun = time.monotonic()
         self._submit()
@@ -176,8 +172,8 @@ class Ordeal:
         return [event for event in self.events if event.kind == "rank_failed" and event.attempt == attempt]
 
     def judge_strike(self, strike: Strike) -> None:
-        """Asserts that the strike fell and that the events report rank, kind and time. If no rank
-        was meant to fail, asserts that no failure is reported."""
+        """Asserts that the strike fell, and that events report rank, kind and time, or no
+        failure."""
         assert strike.number in self.fallen, f"it never fell: the run is {self.state}, {self._last_words()}"
         fact = self.fallen[strike.number]
         told = self.failures_after(strike)
@@ -202,8 +198,8 @@ class Ordeal:
         return [self.chain.strikes[number] for number, fact in self.fallen.items() if fact["attempt"] == attempt]
 
     def judge_run(self, reference: Ordeal | None) -> None:
-        """Asserts that the run ends like an undisturbed one, with the expected number of restarts
-        and nothing left over."""
+        """Asserts an undisturbed run's end, the expected number of restarts, and nothing left
+        over."""
         assert self.state == "SUCCEEDED", self._last_words()
         due = sum(strike.ends_attempt for strike in self.chain.strikes)
         restarts = [event for event in self.events if event.kind == "restarting"]
@@ -219,13 +215,11 @@ class Ordeal:
             assert_same_weights(self.weights(), reference.weights())
 
     def judge_leftovers(self) -> None:
-        """Asserts that no process (so no port), actor, placement group, shared memory or file is
-        left."""
+        """Asserts that no process, actor, placement group, shared memory or file is left."""
         laptop, name = self.laptop, self.name
         wait_for(lambda: not laptop.workers(f"{name}/"), f"the end of every rank: {laptop.workers()}", 30)
         wait_for(lambda: not [one for one in laptop.actors() if one.startswith(f"raypp/{name}")], "no actor", 30)
-        groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
-        assert {group["state"] for group in groups if group["name"].startswith(f"raypp/{name}")} <= {"REMOVED"}
+        assert laptop.groups(f"raypp/{name}") <= {"REMOVED"}
         assert not [pid for pid in self.pids if _is_worker(pid)]
         assert not list(Path("/dev/shm").glob(f"*{name}*"))
         assert not list(Path(tempfile.gettempdir()).glob(f"*{name}*"))
@@ -240,8 +234,8 @@ class Ordeal:
         return min(event.time for event in told) - self.fallen[strike.number]["time"] if told else None
 
     def recovery_s(self, strike: Strike) -> float | None:
-        """Returns the seconds from a strike to the first step of the next attempt, or None if that
-        attempt was hit before its first step."""
+        """Returns the seconds to the first step of the next attempt; None if that was hit
+        before."""
         fact = self.fallen.get(strike.number)
         if fact is None or not strike.ends_attempt:
             return None
@@ -264,8 +258,7 @@ def _rows(events: list[Any]) -> list[str]:
 
 
 def _known_late(strike: Strike) -> int:
-    """Returns how many steps the controller may not know of when a rank dies without a report:
-    those of half a second."""
+    """Returns how many steps the controller may not know of: those of half a second."""
     return 0 if strike.kind == "raise" and strike.moment not in ("finish",) else STEPS
 
 

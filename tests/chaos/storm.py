@@ -47,13 +47,8 @@ KINDS = {
 
 @dataclass
 class Fault:
-    """A fault that was applied.
-
-    Attributes:
-        at: Seconds since 1970.
-        ranks: The ranks that were hit.
-        attempt: The attempt of those ranks.
-    """
+    """A fault that was applied: when, in seconds since 1970, and to which ranks of which
+    attempt."""
 
     kind: str
     at: float
@@ -71,8 +66,7 @@ class Storm:
     faults: list[Fault] = field(default_factory=list)
 
     def rage(self, seconds: float) -> None:
-        """Draws times and kinds. A fault that finds no target, because the run is between two
-        attempts, waits until there is one."""
+        """Draws times and kinds. Between two attempts, a fault waits until there is a target."""
         draw = random.Random(self.seed)
         end = time.time() + seconds
         due = time.time() + draw.expovariate(1 / self.mtbf_s)
@@ -160,8 +154,7 @@ def left_behind(run: Run) -> list[str]:
 
 
 def recovery_times(run: Run, faults: list[Fault]) -> dict[str, list[float]]:
-    """Returns, by kind, the seconds from each fault that ended an attempt to the first finished
-    step after it."""
+    """Returns the seconds from each fault that ended an attempt to the next finished step."""
     firsts = sorted(event.time for event in run.events("first_step"))
     found: dict[str, list[float]] = {}
     for number, fault in enumerate(faults):

@@ -14,7 +14,7 @@ from matrix import CASES, CHAINS, EACH_KIND, Chain, title
 from ordeal import Ordeal, reference_chain
 from struck import Strike
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 Survived = Callable[[Chain], Ordeal]
 
@@ -37,8 +37,7 @@ def survived(laptop: Laptop, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[dict[str, object]]]:
-    """Collects one row per case. Prints the table, and writes it to the file that CHAOS_TABLE
-    names, if set."""
+    """Collects a row per case and prints them, also to the file that CHAOS_TABLE names."""
     rows: list[dict[str, object]] = []
     yield rows
     lines = ["| what | when | run | comes of it | known after | next step after |", "|---|---|---|---|---|---|"]

@@ -20,8 +20,7 @@ class Told:
 
 
 class Recorded:
-    """A run of ten steps of one second each. A fault hits at 6.5 s in step 6, and training resumes
-    at 10 s from step 4, because step 3 was saved."""
+    """Ten steps of 1 s. A fault hits at 6.5 s, and the run resumes at 10 s from step 4."""
 
     def events(self, kind: str) -> list[Told]:
         seconds = {"seconds": {"first step": 1.0}}

@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import yaml
 from actor_names import without_digest
+from programs import run_program
 from safetensors.numpy import load as load_tensors
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
@@ -36,6 +37,7 @@ from raypp.storage.directory import DirectoryStore
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = REPOSITORY / "jobs" / "data" / "kjv-new-testament.txt"
+RAYPP = str(Path(sys.executable).parent / "raypp")
 STEPS = 40
 EVERY = 5
 _PATIENCE_S = 240.0  # on a loaded machine a run takes minutes to start
@@ -88,8 +90,7 @@ class Laptop:
         return left
 
     def _processes(self) -> list[psutil.Process]:
-        """Returns the living processes whose command line or environment mentions this home
-        directory or this Ray session."""
+        """Returns the living processes that mention this home directory or this Ray session."""
         marks = (str(self.directory), self.state["ray_dir"])
         found = []
         for one in psutil.process_iter():
@@ -107,41 +108,22 @@ class Laptop:
         self, *arguments: str, environment: dict[str, str] | None = None, timeout: float = 300, cwd: Path | None = None
     ) -> Answer:
         """Runs one command and waits for it to exit."""
-        done = subprocess.run(
-            [str(Path(sys.executable).parent / "raypp"), *arguments],
-            env=self.environment | (environment or {}),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=cwd or self.directory,
-        )
+        environment = self.environment | (environment or {})
+        done = run_program(RAYPP, *arguments, code=None, env=environment, timeout=timeout, cwd=cwd or self.directory)
         return Answer(done.returncode, done.stdout, done.stderr)
 
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
         """Starts one command in the background."""
-        return subprocess.Popen(
-            [str(Path(sys.executable).parent / "raypp"), *arguments],
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.directory,
-        )
+        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([RAYPP, *arguments], env=self.environment, cwd=self.directory, **out)
 
     def job(self, name: str, **changes: Any) -> Path:
-        """Writes the file of a small job. `changes` are dotted keys with `__` in place of the dot,
-        or whole sections."""
+        """Writes a small job. `changes` are whole sections, or keys with `__` in place of the
+        dot."""
         self.names.add(name)
         document: dict[str, Any] = {
             "name": name,
-            "model": {
-                "kind": "llama",
-                "num_layers": 4,
-                "hidden_size": 32,
-                "num_heads": 2,
-                "ffn_size": 64,
-                "vocab_size": 320,
-            },
+            "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "ffn_size": 64, "vocab_size": 320},
             "data": {"kind": "text", "path": str(self.directory / "words.txt"), "seq_len": 64},
             "mesh": {"pp": 2},
             "pipeline": {"schedule": "1f1b", "microbatches": 8},
@@ -170,13 +152,8 @@ class Laptop:
         document = yaml.safe_load(job.read_text())
         log = self.directory / f"{document['name']}-{time.monotonic_ns()}"
         with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
-            process = subprocess.Popen(
-                [str(Path(sys.executable).parent / "raypp"), "submit", str(job), *arguments],
-                env=self.environment,
-                stdout=out,
-                stderr=err,
-                cwd=self.directory,
-            )
+            command = [RAYPP, "submit", str(job), *arguments]
+            process = subprocess.Popen(command, env=self.environment, stdout=out, stderr=err, cwd=self.directory)
         return Run(self, document["name"], document["checkpoint"]["url"], process, log)
 
     # Observations ---------------------------------------------------------------------------------
@@ -206,14 +183,26 @@ class Laptop:
         return found
 
     def _is_ours(self, process: psutil.Process) -> bool:
-        """Returns whether a rank belongs to this cluster, according to its environment. Other
-        clusters on this machine have ranks too."""
+        """Returns whether a rank belongs to this cluster: others on this machine have ranks,
+        too."""
         return any(self.state["ray_dir"] in value or self.state["gcs"] in value for value in process.environ().values())
 
     def actors(self, state: str = "ALIVE") -> dict[str, dict[str, Any]]:
         answer = self.dashboard.get_json("/api/v0/actors?detail=1&limit=1000")
         found = answer["data"]["result"]["result"]
         return {without_digest(one["name"]): one for one in found if one["state"] == state and one["name"]}
+
+    def groups(self, prefix: str) -> set[str]:
+        """Returns the states of the placement groups whose names begin so."""
+        answer = self.dashboard.get_json("/api/v0/placement_groups?detail=1")
+        return {one["state"] for one in answer["data"]["result"]["result"] if one["name"].startswith(prefix)}
+
+    def assert_nothing_lives(self, run: str) -> None:
+        """Waits for the end of every rank, actor and placement group of a run, the only one."""
+        ours = f"raypp/{run}"
+        wait_for(lambda: not self.workers(), "the end of every rank")
+        wait_for(lambda: not [name for name in self.actors() if name.startswith(ours)], "the end of every actor")
+        assert self.groups(ours) <= {"REMOVED"}
 
     def jobs(self) -> list[dict[str, Any]]:
         return [one for one in self.dashboard.jobs() if (one.get("metadata") or {}).get("raypp_run")]
@@ -284,8 +273,7 @@ class Run:
             raise AssertionError(f"{error}; status {self.status()}\n{self.told()}") from None
 
     def wait_titles(self, ranks: int = 2, but: frozenset[int] | set[int] = frozenset()) -> dict[str, psutil.Process]:
-        """Waits for `ranks` living ranks with processes not in `but`. Returns them by
-        coordinates."""
+        """Waits for living ranks, whose processes are not in `but`. Returns them by coordinates."""
 
         def there() -> dict[str, psutil.Process] | None:
             found = self.laptop.workers(f"{self.name}/")
@@ -343,10 +331,15 @@ class Run:
     def weights(self, step: int | None = None) -> dict[str, Any]:
         return weights(self.laptop.store(self.url), self.name, step)
 
+    def assert_like(self, other: Run) -> None:
+        """Asserts that another run has the same history, and the same state at its end."""
+        assert numbers(self.history()) == numbers(other.history())
+        assert_same_weights(self.weights(), other.weights())
+
 
 def weights(store: ObjectStore, run: str, step: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Reads every tensor of a commit (by default the newest) from its objects. On these meshes the
-    ranks hold disjoint names."""
+    """Reads every tensor of a commit (by default the newest). The ranks hold disjoint names
+    here."""
     step = step if step is not None else list_checkpoints(store, run)[-1].step
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for record in read_commit(store, run, step).objects:
@@ -369,8 +362,7 @@ def assert_same_weights(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def bare_environment() -> dict[str, str]:
-    """Returns this process's environment without the variables that point a command at another
-    cluster or store."""
+    """Returns this process's environment without what names another cluster or store."""
     unwanted = ("AWS_", "RAY_", "RAYPP_", "OMP_")
     return {key: value for key, value in os.environ.items() if not key.startswith(unwanted)}
 
@@ -384,8 +376,7 @@ def copy_run(source: ObjectStore, run: str, target: Path) -> None:
 
 
 def wait_for(condition: Callable[[], Any], what: str, patience_s: float = _PATIENCE_S, *, fail: bool = True) -> Any:
-    """Checks the condition 50 times a second until it is true. A busy cluster that does not answer
-    is asked again."""
+    """Checks 50 times a second whether the condition is true; a busy cluster is asked again."""
     end = time.monotonic() + patience_s
     while True:
         unanswered = ""

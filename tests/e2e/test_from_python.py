@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from laptop import REPOSITORY, Laptop
+from programs import run_python
 
 PAGE = REPOSITORY / "docs/tasks/from_python.md"
 NOTEBOOK = REPOSITORY / "docs/tasks/first_run.ipynb"
@@ -21,16 +20,11 @@ def run_cells(laptop: Laptop, folder: Path, cells: list[str]) -> str:
     # The last value of a cell is shown, as in a notebook.
     show = "def _show(it):\n    print(it._repr_html_() if hasattr(it, '_repr_html_') else it)\n"
     program = show + "\n".join(cells) + "\nimport sys\nprint('heavy:', sorted({'torch', 'ray'} & set(sys.modules)))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=laptop.environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", program, cwd=folder, env=laptop.environment)
     assert done.stdout.endswith("heavy: []\n")
     return done.stdout
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.gate
 def test_the_page_trains_plans_and_sweeps(laptop: Laptop, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
@@ -44,8 +38,6 @@ def test_the_page_trains_plans_and_sweeps(laptop: Laptop, tmp_path: Path) -> Non
     assert [f"{row['step']} {row['loss']}" in said for row in rows] == [True] * 20
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.gate
 def test_the_notebook_trains_shows_the_run_and_generates(laptop: Laptop, tmp_path: Path) -> None:
     cells = [

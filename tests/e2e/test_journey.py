@@ -10,23 +10,17 @@ from dataclasses import dataclass
 
 import pytest
 from held_back import held_back
-from laptop import EVERY, STEPS, Answer, Laptop, Run, assert_same_weights, numbers, wait_for
+from laptop import EVERY, STEPS, Answer, Laptop, Run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 NAME = "journey"
 
 
 @dataclass
 class Journey:
-    """What the run and its commands told.
-
-    Attributes:
-        run: As it was first submitted.
-        pids: Processes of the ranks by attempt, in rank order.
-        stopped: The answer of `raypp stop`.
-        resumed: The answer of `raypp submit --resume`, on one rank.
-    """
+    """The run as first submitted, its ranks' processes by attempt, and the answers of `raypp stop`
+    and, on one rank, of `raypp submit --resume`."""
 
     run: Run
     pids: dict[int, list[int]]
@@ -87,8 +81,7 @@ def test_stop_saves_the_last_step_and_submit_ends_with_the_run(journey: Journey)
 def test_the_resumed_run_ends_bit_for_bit_like_an_undisturbed_one(journey: Journey, undisturbed: Run) -> None:
     assert journey.resumed.code == 0, journey.resumed
     assert (journey.resumed.json()["state"], journey.resumed.json()["step"]) == ("SUCCEEDED", STEPS)
-    assert numbers(journey.run.history()) == numbers(undisturbed.history())
-    assert_same_weights(journey.run.weights(), undisturbed.weights())
+    journey.run.assert_like(undisturbed)
     committed = [event.step for event in journey.run.events("committed")]
     assert committed == sorted(set(committed)), "a commit was told twice"
 
@@ -102,8 +95,4 @@ def test_the_run_generates_the_text_of_the_undisturbed_one(laptop: Laptop, journ
 
 
 def test_nothing_of_the_run_lives_on(laptop: Laptop, journey: Journey) -> None:
-    assert wait_for(lambda: not laptop.workers(), "the end of every rank")
-    ours = f"raypp/{NAME}"
-    assert wait_for(lambda: not [name for name in laptop.actors() if name.startswith(ours)], "the end of every actor")
-    groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
-    assert {group["state"] for group in groups if group["name"].startswith(ours)} <= {"REMOVED"}
+    laptop.assert_nothing_lives(NAME)

@@ -21,7 +21,7 @@ from raypp.clusters.known_runs import cluster_name
 from raypp.clusters.prometheus import find_prometheus
 from raypp.observe.quantities import AUX_LOSS, METRICS, Z_LOSS
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.gate, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.gate, pytest.mark.timeout(400)]
 needs_prometheus = pytest.mark.skipif(find_prometheus() is None, reason="install Debian's package `prometheus`")
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="install Debian's package `chromium`")
 

@@ -4,26 +4,25 @@ without Ray."""
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 from laptop import Answer, Laptop, Run, assert_same_weights, numbers, weights
+from programs import run_python
 
-pytestmark = [
-    *(pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.timeout(600)),
-    *(pytest.mark.slow, pytest.mark.gate),
-]
+pytestmark = [pytest.mark.gate, pytest.mark.timeout(600)]
 
 NAME = "wanderer"
 MANY = 4000
+Story = dict[str, Any]
+"""Answers of commands, and steps."""
 
 
 @pytest.fixture(scope="module")
-def story(laptop: Laptop) -> dict[str, Answer | int]:
+def story(laptop: Laptop) -> Story:
     """Returns the result of each command in the run's life. The run ends at step `last`."""
     job = laptop.job(NAME, train__steps=MANY, checkpoint__every_steps=0)
-    told: dict[str, Answer | int] = {}
+    told: Story = {}
     run = laptop.start(job, "--detach", "--json")
     run.wait()
     told["detach"] = Answer(run.process.returncode, run.out, run.err)
@@ -57,85 +56,72 @@ def story(laptop: Laptop) -> dict[str, Answer | int]:
 
 
 @pytest.fixture(scope="module")
-def without_ray(laptop: Laptop, story: dict[str, Answer | int]) -> Answer:
+def without_ray(laptop: Laptop, story: Story) -> Answer:
     """Runs the job of `wanderer` under torchrun, without a stop."""
     job = laptop.job("never-stopped", train__steps=story["last"], checkpoint__every_steps=0)
     launch = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0"
-    done = subprocess.run(
-        [sys.executable, *launch.split(), "-m", "raypp.train", "--job", str(job)],
-        env=laptop.environment | laptop.s3.environment() | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=laptop.directory,
-    )
+    environment = laptop.environment | laptop.s3.environment() | {"OMP_NUM_THREADS": "1"}
+    words = (*launch.split(), "-m", "raypp.train", "--job", str(job))
+    done = run_python(*words, code=None, env=environment, timeout=240, cwd=laptop.directory)
     return Answer(done.returncode, done.stdout, done.stderr)
 
 
-def answer(story: dict[str, Answer | int], key: str) -> Answer:
-    found = story[key]
-    assert isinstance(found, Answer)
-    return found
-
-
-def test_detach_returns_when_the_run_is_accepted(story: dict[str, Answer | int]) -> None:
-    told = answer(story, "detach")
+def test_detach_returns_when_the_run_is_accepted(story: Story) -> None:
+    told = story["detach"]
     assert told.code == 0
     assert (told.json()["run"], told.json()["state"], told.json()["step"]) == (NAME, "PENDING", None)
 
 
-def test_save_commits_a_step_while_the_run_goes_on(story: dict[str, Answer | int]) -> None:
-    told = answer(story, "save")
+def test_save_commits_a_step_while_the_run_goes_on(story: Story) -> None:
+    told = story["save"]
     assert told.code == 0 and f"step {story['saved']} is committed" in told.out, told
 
 
-def test_stop_without_a_save_leaves_the_checkpoints_as_they_were(story: dict[str, Answer | int]) -> None:
-    told = answer(story, "stop --no-save")
+def test_stop_without_a_save_leaves_the_checkpoints_as_they_were(story: Story) -> None:
+    told = story["stop --no-save"]
     assert told.code == 0 and "STOPPED" in told.out, told
     assert story["after stop --no-save"] == story["saved"]
-    status = answer(story, "status").json()
+    status = story["status"].json()
     assert status["state"] == "STOPPED" and status["step"] >= story["saved"] and status["error"] is None
 
 
-def test_a_run_that_is_over_cannot_be_stopped_again(story: dict[str, Answer | int]) -> None:
-    told = answer(story, "stop again")
+def test_a_run_that_is_over_cannot_be_stopped_again(story: Story) -> None:
+    told = story["stop again"]
     assert told.code == 2 and "STOPPED" in told.err and "--resume" in told.err, told
 
 
-def test_a_name_that_is_taken_is_refused_and_resume_is_offered(story: dict[str, Answer | int]) -> None:
-    told = answer(story, "same name")
+def test_a_name_that_is_taken_is_refused_and_resume_is_offered(story: Story) -> None:
+    told = story["same name"]
     assert told.code == 2 and "--resume" in told.err and NAME in told.err and f"{NAME}.yaml:1" in told.err, told
 
 
-def test_a_run_that_goes_on_cannot_be_resumed(story: dict[str, Answer | int]) -> None:
-    told = answer(story, "same name, running")
+def test_a_run_that_goes_on_cannot_be_resumed(story: Story) -> None:
+    told = story["same name, running"]
     assert told.code == 2 and "is active in this cluster" in told.err and f"raypp stop {NAME}" in told.err, told
 
 
 @pytest.mark.parametrize(("key", "field"), [("another model", "model.ffn_size"), ("another text", "data.seq_len")])
-def test_a_changed_job_is_refused_by_the_name_of_the_field(
-    story: dict[str, Answer | int], key: str, field: str
-) -> None:
-    told = answer(story, key)
+def test_a_changed_job_is_refused_by_the_name_of_the_field(story: Story, key: str, field: str) -> None:
+    told = story[key]
     assert told.code == 2 and field in told.err and "fix:" in told.err and "Traceback" not in told.err, told
 
 
-def test_ctrl_c_leaves_the_run_going_and_says_how_to_come_back(story: dict[str, Answer | int]) -> None:
-    told = answer(story, "interrupted")
+def test_ctrl_c_leaves_the_run_going_and_says_how_to_come_back(story: Story) -> None:
+    told = story["interrupted"]
     assert told.code == 130, told
     assert f"raypp status {NAME} --watch" in told.err and f"raypp stop {NAME}" in told.err
     assert "Traceback" not in told.err
 
 
-def test_stop_saves_the_last_step(laptop: Laptop, story: dict[str, Answer | int]) -> None:
-    told = answer(story, "stop")
+def test_stop_saves_the_last_step(laptop: Laptop, story: Story) -> None:
+    told = story["stop"]
     assert told.code == 0 and f"step-{story['stopped']:08d}" in told.out, told
 
 
 def test_a_run_goes_on_with_other_ranks_as_if_it_had_never_stopped(
-    laptop: Laptop, story: dict[str, Answer | int], without_ray: Answer
+    laptop: Laptop, story: Story, without_ray: Answer
 ) -> None:
-    told = answer(story, "one rank")
+    told = story["one rank"]
     assert told.code == 0, told
     assert (told.json()["state"], told.json()["step"]) == ("SUCCEEDED", story["last"])
     assert without_ray.code == 0, without_ray
@@ -159,6 +145,6 @@ def test_torchrun_gives_the_numbers_of_submit(laptop: Laptop, undisturbed: Run, 
     assert (status["state"], status["step"], status["restarts"]) == ("SUCCEEDED", len(straight), 0)
 
 
-def test_nothing_of_the_stopped_runs_lives_on(laptop: Laptop, story: dict[str, Answer | int]) -> None:
+def test_nothing_of_the_stopped_runs_lives_on(laptop: Laptop, story: Story) -> None:
     assert not laptop.workers()
     assert not [name for name in laptop.actors() if name.startswith(f"raypp/{NAME}")]

@@ -13,7 +13,7 @@ import pytest
 from laptop import Answer, Laptop, wait_for
 from local_tasks import TASKS, write_tasks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NAME = "used"
 PROMPTS = ["In the beginning", "G", "And it came to pass, that", "Verily", "x"]
@@ -30,10 +30,9 @@ def model(laptop: Laptop) -> str:
 
 def left(laptop: Laptop) -> dict[str, Any]:
     """Returns what the cluster still holds of generations and evaluations."""
-    groups = laptop.dashboard.get_json("/api/v0/placement_groups?detail=1")["data"]["result"]["result"]
     used = ("raypp/generate-", "raypp/eval-")
     found = {
-        "groups": [one["name"] for one in groups if one["state"] != "REMOVED" and one["name"].startswith(used)],
+        "groups": [state for use in used for state in laptop.groups(use) if state != "REMOVED"],
         "actors": [name for name in laptop.actors() if name.startswith(used)],
         "processes": [title for use in ("generate-", "eval-") for title in laptop.workers(use)],
         "jobs": [one["status"] for one in laptop.dashboard.jobs() if one["status"] in ("PENDING", "RUNNING")],

@@ -61,14 +61,12 @@ class Target:
 _found: dict[str, Target] = {}
 
 
-def target(
-    *samples: Sample, words: Sequence[bytes] = ()
-) -> Callable[[Callable[[bytes], None]], Callable[[bytes], None]]:
-    """Registers the decorated function as a target with these samples and words."""
+def target(*samples: Sample, words: Sequence[bytes] = (), name: str = "") -> Callable[[Run], Run]:
+    """Registers the decorated function, by its name or this one, with these samples and words."""
 
     def register(run: Run) -> Run:
-        name = f"{run.__module__.rpartition('.')[2]}.{run.__name__}"
-        _found[name] = Target(name, run, samples, words)
+        full = f"{run.__module__.rpartition('.')[2]}.{name or run.__name__}"
+        _found[full] = Target(full, run, samples, words)
         return run
 
     return register

@@ -103,24 +103,9 @@ def _read_with(name: str, data: bytes) -> None:
             train.carries_loss(index)
 
 
-@target(_object("tokens.json"))
-def shard_manifest(data: bytes) -> None:
-    _read_with("tokens.json", data)
-
-
-@target(_object("shard-000000.index"))
-def shard_index(data: bytes) -> None:
-    _read_with("shard-000000.index", data)
-
-
-@target(_object("shard-000000.ids"))
-def shard_ids(data: bytes) -> None:
-    _read_with("shard-000000.ids", data)
-
-
-@target(_object("shard-000000.loss"))
-def shard_loss(data: bytes) -> None:
-    _read_with("shard-000000.loss", data)
+_OBJECTS = {"manifest": "tokens.json"} | {part: f"shard-000000.{part}" for part in ("index", "ids", "loss")}
+for _name, _key in _OBJECTS.items():
+    target(_object(_key), name=f"shard_{_name}")(lambda data, key=_key: _read_with(key, data))
 
 
 @target(_object("shard-000000.json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from raypp.checkpoint.announce import read_announcement
 from raypp.checkpoint.compatibility import check_resume
@@ -52,11 +53,29 @@ def json(data: bytes) -> None:
     parse_json(data, "place")
 
 
-@target(documents()[COMMIT])
-def commit(data: bytes) -> None:
-    with replaced(**{COMMIT: data}) as store:
-        _record(DirectoryStore(store)).recover_from_commits()
-        run_commands(store, [*_READ, "checkpoints list RUN", "checkpoints export RUN OUT"])
+def _document(name: str, key: str, *commands: str, use: Callable[[DirectoryStore], object] = lambda _: None) -> None:
+    """Makes a target of these commands, which read a document, after `use`."""
+
+    @target(documents()[key], name=name)
+    def run(data: bytes) -> None:
+        with replaced(**{key: data}) as store:
+            use(DirectoryStore(store))
+            run_commands(store, commands)
+
+
+def _recover(store: DirectoryStore) -> None:
+    _record(store).recover_from_commits()
+
+
+def _read_status(store: DirectoryStore) -> None:
+    _record(store)._earlier_status(RunReader(store, NAME), Machine())
+
+
+_document("commit", COMMIT, *_READ, "checkpoints list RUN", "checkpoints export RUN OUT", use=_recover)
+_document("status", STATUS, "status RUN", "status RUN --json", "logs RUN", use=_read_status)
+_document("history", HISTORY, "history RUN", "status RUN", "report RUN --out OUT")
+_document("trace", TRACE, "timeline RUN --out OUT", "report RUN --out OUT")
+_document("logs", LOGS, "logs RUN", "logs RUN --rank 1")
 
 
 @target(documents()[OBJECT])
@@ -78,37 +97,12 @@ def spec(data: bytes) -> None:
         )
 
 
-@target(documents()[STATUS])
-def status(data: bytes) -> None:
-    with replaced(**{STATUS: data}) as store:
-        _record(DirectoryStore(store))._earlier_status(RunReader(DirectoryStore(store), NAME), Machine())
-        run_commands(store, ["status RUN", "status RUN --json", "logs RUN"])
-
-
-@target(documents()[HISTORY])
-def history(data: bytes) -> None:
-    with replaced(**{HISTORY: data}) as store:
-        run_commands(store, ["history RUN", "status RUN", "report RUN --out OUT"])
-
-
 @target(documents()[EVENTS])
 def events(data: bytes) -> None:
     with replaced(**{EVENTS: data}) as store:
         run_commands(store, ["events RUN", "events RUN --json", "report RUN --out OUT"])
         reader = RunReader(DirectoryStore(store), NAME)
         reader.evaluations()
-
-
-@target(documents()[TRACE])
-def trace(data: bytes) -> None:
-    with replaced(**{TRACE: data}) as store:
-        run_commands(store, ["timeline RUN --out OUT", "report RUN --out OUT"])
-
-
-@target(documents()[LOGS])
-def logs(data: bytes) -> None:
-    with replaced(**{LOGS: data}) as store:
-        run_commands(store, ["logs RUN", "logs RUN --rank 1"])
 
 
 @target(

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import zstandard
@@ -58,37 +59,23 @@ def safetensors(data: bytes) -> None:
     parse_header(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data) - LENGTH_BYTES - length, "file")
 
 
-@target(b'{"prompt": "In the beginning"}\n\n{"prompt": "a", "id": 3}\n')
-def prompts(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "prompts.jsonl"
-        file.write_bytes(data)
-        read_prompts(file)
-
-
 @target(b'{"eos_token_id": [5, 7], "temperature": 0.5}', b'{"eos_token_id": 5}')
 def generation_config(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(_CONFIG)
-        (Path(folder) / "generation_config.json").write_bytes(data)
-        find_source(folder)
+    _with_file("generation_config.json", data, lambda path: find_source(str(path.parent)), config=_CONFIG)
 
 
 @target(_FILE)
 def weights(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(_CONFIG)
-        (Path(folder) / "model.safetensors").write_bytes(data)
-        use_model(Path(folder))
+    _with_file("model.safetensors", data, lambda path: use_model(path.parent), config=_CONFIG)
 
 
 @target(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(model_tensors(LLAMA), "model.safetensors")}).encode())
 def index(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(_CONFIG)
-        (Path(folder) / "model.safetensors").write_bytes(_FILE)
-        (Path(folder) / "model.safetensors.index.json").write_bytes(data)
-        use_model(Path(folder))
+    def use(path: Path) -> None:
+        (path.parent / "model.safetensors").write_bytes(_FILE)
+        use_model(path.parent)
+
+    _with_file("model.safetensors.index.json", data, use, config=_CONFIG)
 
 
 def _configs() -> list[bytes]:
@@ -103,34 +90,34 @@ def config(data: bytes) -> None:
     options_from_config(found, DecoderOptions(from_hf="there"), "there")
 
 
-@target(json.dumps(TOKENIZER).encode())
-def tokenizer(data: bytes) -> None:
-    _with_file("tokenizer.json", data, lambda path: use_tokenizer(path))
+def _file(name: str, path: str, use: Callable[[Path], object], *samples: bytes, words: Sequence[bytes] = ()) -> None:
+    """Makes a target of what reads a file of this path."""
+    target(*samples, words=words, name=name)(lambda data: _with_file(path, data, use))
 
 
-@target(json.dumps(LINKS).encode())
-def links(data: bytes) -> None:
-    _with_file("links.json", data, read_machines)
-
-
-@target(json.dumps(costs_document()).encode())
-def costs(data: bytes) -> None:
-    _with_file("costs.json", data, lambda path: read_costs(path, job(kind="synthetic")))
-
-
-@target(json.dumps(PLACE).encode())
-def known_run(data: bytes) -> None:
-    _with_file("runs/run.json", data, lambda _: known_runs())
-
-
-@target(json.dumps(STATE).encode())
-def local_state(data: bytes) -> None:
-    _with_file("local/state.json", data, lambda _: local.find())
-
-
-@target(b'{"text": "one"}\n\n{"text": "two", "more": [1, {}]}\n', b'[\n {"text": "[\\"{"},\n {"text": "two"}\n]\n')
-def jsonl(data: bytes) -> None:
-    _with_file("a.jsonl", data, lambda path: use_data("jsonl", str(path)))
+_file("prompts", "prompts.jsonl", read_prompts, b'{"prompt": "In the beginning"}\n\n{"prompt": "a", "id": 3}\n')
+_file("tokenizer", "tokenizer.json", use_tokenizer, json.dumps(TOKENIZER).encode())
+_file("links", "links.json", read_machines, json.dumps(LINKS).encode())
+_COSTS = json.dumps(costs_document()).encode()
+_file("costs", "costs.json", lambda path: read_costs(path, job(kind="synthetic")), _COSTS)
+_file("known_run", "runs/run.json", lambda _: known_runs(), json.dumps(PLACE).encode())
+_file("local_state", "local/state.json", lambda _: local.find(), json.dumps(STATE).encode())
+_file(
+    "jsonl", "a.jsonl", lambda path: use_data("jsonl", str(path)),
+    b'{"text": "one"}\n\n{"text": "two", "more": [1, {}]}\n', b'[\n {"text": "[\\"{"},\n {"text": "two"}\n]\n',
+)  # fmt: skip
+for _name, _ending, _sample in (
+    ("gzipped", "txt.gz", gzip.compress(b"one\n\ntwo\n", mtime=0)),
+    ("zst", "txt.zst", zstandard.ZstdCompressor().compress(b"one\n\ntwo\n")),
+    ("text", "txt", "A paragraph\nof two lines.\n\nAnd änother.\r\n".encode()),
+):
+    _file(_name, f"a.{_ending}", lambda path: use_data("text", str(path)), _sample)
+_file(
+    "tokens", "a.npy", lambda path: use_data("tokens", str(path)),
+    b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False, 'shape': (3,), }".ljust(127) + b"\n"
+    + b"".join(number.to_bytes(8, "little") for number in (1, 2, 256)),
+    words=(b"'descr'", b"'|O'", b"(-1,)", b"'<u8'", b"'>i4'", b"True"),
+)  # fmt: skip
 
 
 @target(
@@ -158,36 +145,14 @@ def chat_template(data: bytes) -> None:
         ChatTemplate(data.decode(errors="replace")).render([{"role": "user", "content": "hello"}])
 
 
-@target(gzip.compress(b"one\n\ntwo\n", mtime=0))
-def gzipped(data: bytes) -> None:
-    _with_file("a.txt.gz", data, lambda path: use_data("text", str(path)))
-
-
-@target(zstandard.ZstdCompressor().compress(b"one\n\ntwo\n"))
-def zst(data: bytes) -> None:
-    _with_file("a.txt.zst", data, lambda path: use_data("text", str(path)))
-
-
-@target("A paragraph\nof two lines.\n\nAnd änother.\r\n".encode())
-def text(data: bytes) -> None:
-    _with_file("a.txt", data, lambda path: use_data("text", str(path)))
-
-
-@target(
-    b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False, 'shape': (3,), }".ljust(127) + b"\n"
-    + b"".join(number.to_bytes(8, "little") for number in (1, 2, 256)),
-    words=(b"'descr'", b"'|O'", b"(-1,)", b"'<u8'", b"'>i4'", b"True"),
-)  # fmt: skip
-def tokens(data: bytes) -> None:
-    _with_file("a.npy", data, lambda path: use_data("tokens", str(path)))
-
-
-def _with_file(name: str, data: bytes, use: object) -> None:
-    assert callable(use)
+def _with_file(name: str, data: bytes, use: Callable[[Path], object], config: bytes | None = None) -> None:
+    """Uses a file of this content in a folder, beside a config.json if there is one."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["RAYPP_HOME"] = folder
         os.environ["RAYPP_CACHE_DIR"] = f"{folder}/cache"
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+        if config is not None:
+            (path.parent / "config.json").write_bytes(config)
         use(path)

@@ -45,11 +45,7 @@ def _checked(job: Job) -> None:
 
 
 def planned(data: bytes, settings: Sequence[str] = ()) -> None:
-    """Loads, checks and plans a job file. Every problem has a place, a fix and a bounded length.
-
-    Raises:
-        JobError: What the file or the settings have wrong.
-    """
+    """Loads, checks and plans a job file. Every problem has a place, a fix and a bounded length."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "job.yaml")
         path.write_bytes(data)

@@ -52,11 +52,7 @@ class Execution:
 
 @dataclass
 class Tally:
-    """What a target did so far.
-
-    Attributes:
-        failed: The number of the input that failed; see `input_of`.
-    """
+    """What a target did so far. `failed` is the number of the input that failed: see `input_of`."""
 
     executions: int = 0
     refused: int = 0
@@ -106,10 +102,8 @@ def input_of(target: Target, seed: int, number: int) -> bytes:
 
 
 def take_turn(target: Target, seed: int, tally: Tally, seconds: float) -> Tally:
-    """Fuzzes a target for some seconds in a process of its own; returns the tally with the turn.
-
-    A process that does not come back is killed; the input it had is the failure's.
-    """
+    """Fuzzes a target for some seconds in a process of its own, which is killed if it does not come
+    back. Returns the tally with the turn."""
     context = multiprocessing.get_context("fork")  # what is imported need not be imported again
     ours, theirs = context.Pipe(duplex=False)
     number = context.Value("q", tally.executions, lock=False)

@@ -128,11 +128,8 @@ def replaced(**changed: bytes) -> Iterator[Path]:
 
 
 def run_commands(folder: Path, commands: Sequence[str]) -> None:
-    """Runs commands of raypp; RUN stands for the run, OUT for an empty folder.
-
-    Raises:
-        RayppError: That of the last command that failed; the others have run, too.
-    """
+    """Runs commands of raypp; RUN stands for the run, OUT for an empty folder. Raises the
+    RayppError of the last one that failed; the others have run, too."""
     refused: RayppError | None = None
     with tempfile.TemporaryDirectory(dir=_memory()) as out:
         for number, command in enumerate(commands):

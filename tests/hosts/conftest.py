@@ -24,8 +24,7 @@ HOSTS = 3
 
 
 def shards(run: Run) -> dict[str, Any]:
-    """Returns every tensor of a run's newest commit, by the name of its object and its own name.
-    Two runs on the same mesh write the same names."""
+    """Returns every tensor of the newest commit, by the name of its object and its own."""
     store = run.laptop.store(run.url)
     step = list_checkpoints(store, run.name)[-1].step
     found = {}

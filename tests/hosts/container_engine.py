@@ -34,11 +34,7 @@ def why_no_engine() -> str | None:
 
 
 class Engine:
-    """A running engine.
-
-    Args:
-        folder: Gets its data and its socket.
-    """
+    """A running engine, whose folder gets its data and its socket."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""One rank of `test_giving_way`: `giving_way.py RANK ADDRESS CAP_MBPS MESSAGES`.
+"""One rank of `test_cables`: `giving_way.py RANK ADDRESS CAP_MBPS MESSAGES`.
 
 Rank 0 sends messages to rank 1 and uploads to it meanwhile, under a cap, by a connection with the
 mark of uploads. It prints how long an upload gave way that had the cable to itself, and one beside

@@ -15,16 +15,8 @@ _HEAD = "wget --tries 1 -T 2 -q -O- http://localhost:8265/api/gcs_healthz | grep
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod.
-
-    Attributes:
-        host: The DNS name of its service; empty for workers.
-        command: What the operator runs in the container.
-        before: The command of the operator's init container; empty for the head.
-        probe: The command that is its readiness and its liveness probe.
-        environment: Without the values of Secrets.
-        shm: Size of /dev/shm, as Kubernetes writes it.
-    """
+    """A pod: its service's DNS name, if it is the head; what the operator runs in its container, in
+    its init container, and as its readiness and liveness probe; its environment without Secrets."""
 
     host: str
     command: str

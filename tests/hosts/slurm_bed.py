@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from laptop import REPOSITORY, wait_for
+from programs import run_program
 
 from cluster.testbed import TestBed, why_not
 
@@ -27,12 +28,8 @@ def why_no_slurm() -> str | None:
 
 
 class SlurmBed:
-    """Slurm on a test bed. Host 0 runs slurmctld, and is where a user types.
-
-    Args:
-        bed: The hosts, without Ray.
-        folder: On the file system that all hosts share; gets Slurm's files and the user's.
-    """
+    """Slurm on hosts without Ray. Host 0 runs slurmctld, and is where a user types. The folder, on
+    the file system that all share, gets Slurm's files and the user's."""
 
     def __init__(self, bed: TestBed, folder: Path) -> None:
         self.bed, self.folder = bed, folder
@@ -76,11 +73,7 @@ class SlurmBed:
 
     def slurm(self, *command: str) -> str:
         """Runs a command of Slurm on host 0, in the user's folder; returns what it prints."""
-        done = subprocess.run(
-            self.bed.command(0, command), env=self.environment, cwd=self.folder, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-        return done.stdout
+        return run_program(*self.bed.command(0, command), env=self.environment, cwd=self.folder).stdout
 
     def facts(self, job: str) -> dict[str, str]:
         """Returns what `scontrol show job` says of a job."""
@@ -141,9 +134,8 @@ PartitionName=main Nodes={",".join(self.names)} Default=YES MaxTime=INFINITE Sta
             )
 
     def _all_idle(self) -> bool:
-        done = subprocess.run(
-            self.bed.command(0, ["sinfo", "-h", "-o", "%D %t"]), env=self.environment, capture_output=True, text=True
-        )
+        sinfo = self.bed.command(0, ["sinfo", "-h", "-o", "%D %t"])
+        done = run_program(*sinfo, code=None, env=self.environment)
         return done.stdout.split() == [str(len(self.names)), "idle"]
 
 

@@ -6,20 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from beds import bare_bed, bed_name
 from laptop import wait_for
+from programs import run_program
 
 from cluster.testbed import Cut, TestBed, why_not
 from cluster.testbed.bed import remove
 from cluster.testbed.network import leftovers
 from raypp.errors import JobError
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _LISTEN = """
 import socket
@@ -40,15 +41,9 @@ link.sendall(bytes(int(sys.argv[2])))
 """
 
 
-def _name() -> str:
-    return f"b{time.monotonic_ns() % 10**6}"
-
-
 @pytest.fixture(scope="module")
 def bare() -> Iterator[TestBed]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with TestBed.up(_name(), hosts=2, rate="40mbit", ray=False, store=False) as bed:
+    with bare_bed(2, "40mbit") as bed:
         yield bed
 
 
@@ -71,9 +66,7 @@ def test_a_cable_is_limited_at_both_ends_and_carries_all_bytes(bare: TestBed, li
     for rate in ("20mbit", "40mbit"):
         bare.set_rate(1, rate)
         outward = bare.run(1, ["tc", "qdisc", "show", "dev", "eth0"], capture_output=True, text=True)
-        inward = subprocess.run(
-            ["tc", "qdisc", "show", "dev", bare.network.cable(1)], capture_output=True, text=True, check=True
-        )
+        inward = run_program("tc", "qdisc", "show", "dev", bare.network.cable(1))
         assert f"rate {rate}" in outward.stdout.lower() and f"rate {rate}" in inward.stdout.lower()
         assert _send(bare, 4_000_000) == 0
         assert listener.stdout.readline() == "4000000\n"
@@ -139,7 +132,7 @@ def test_hosts_have_names_of_their_own_and_know_each_other(bare: TestBed) -> Non
 def test_what_a_killed_owner_left_is_removed_by_name() -> None:
     if reason := why_not():
         pytest.skip(reason)
-    name = _name()
+    name = bed_name()
     program = (
         "import time; from cluster.testbed import TestBed\n"
         f"bed = TestBed.up({name!r}, hosts=2, ray=False)\n"
@@ -163,7 +156,7 @@ def test_what_a_killed_owner_left_is_removed_by_name() -> None:
 
 
 def test_two_beds_stand_beside_each_other_and_a_name_is_taken_once(bare: TestBed) -> None:
-    with TestBed.up(_name(), hosts=1, ray=False, store=False) as other:
+    with TestBed.up(bed_name(), hosts=1, ray=False, store=False) as other:
         assert other.network.subnet != bare.network.subnet
         with pytest.raises(JobError, match="already exists"):
             TestBed.up(other.network.name, ray=False, store=False)
@@ -222,14 +215,9 @@ def test_beside_docker_the_hosts_reach_each_other_and_a_firewall_that_drops_thei
         pytest.skip(reason)
     if shutil.which("iptables") is None or not Path("/proc/sys/net/bridge/bridge-nf-call-iptables").exists():
         pytest.skip("no iptables, or a kernel that does not filter bridges")
-    name = _name()
-    done = subprocess.run(
-        ["unshare", "--net", "--mount", sys.executable, "-c", _BESIDE_DOCKER, name],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr
+    name = bed_name()
+    alone = ("unshare", "--net", "--mount", sys.executable, "-c")
+    done = run_program(*alone, _BESIDE_DOCKER, name, cwd=Path(__file__).parents[2])
     rule, *error = done.stdout.splitlines()
     assert f"-i rt-{name}-br -o rt-{name}-br" in rule and f'--comment "raypp test bed {name}"' in rule
     told = "\n".join(error)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from beds import bare_bed
 from gallery import small
 from laptop import assert_same_weights, bare_environment, numbers, weights
 
-from cluster.testbed import TestBed, why_not
+from cluster.testbed import TestBed
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.job_commands import TEMPLATES
 from raypp.observe.reader import RunReader
@@ -22,7 +22,7 @@ from raypp.ports import free_port
 from raypp.spec.job import Job
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 GOALS = ["full-8b", "lora-8b", "qlora-30b", "qlora-70b"]
 HOSTS = 4
@@ -34,9 +34,7 @@ PATIENCE_S = 600
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[TestBed]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with TestBed.up(f"g{time.monotonic_ns() % 10**6}", hosts=HOSTS, rate="1gbit", ray=False, store=False) as bed:
+    with bare_bed(HOSTS, "1gbit") as bed:
         yield bed
     assert not bed.directory.exists()
 
@@ -50,23 +48,13 @@ def settings(name: str, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def trained(
-    job: Path, words: list[str], ranks: int, address: str, start: Callable[..., subprocess.Popen[Any]], **more: str
-) -> None:
-    """Runs all ranks of a job and waits until they have ended.
-
-    Args:
-        job: The job file.
-        words: Settings.
-        ranks: Number of ranks.
-        address: Where they meet.
-        start: Starts a rank, given its number, its command and its environment.
-        more: Further environment.
-    """
+def trained(job: Path, words: list[str], ranks: int, address: str, start: Callable[..., subprocess.Popen[Any]]) -> None:
+    """Runs all ranks of a job, which meet at an address. `start` takes number, command,
+    environment."""
     command = [sys.executable, "-m", "raypp.train", "--job", str(job)]
     command += [word for setting in words for word in ("--set", setting)]
     port = str(PORT if address != "127.0.0.1" else free_port())
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": "1", **more}
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     started = [start(rank, command, shared | {"RANK": str(rank)}) for rank in range(ranks)]
     try:
         told = [process.communicate(timeout=PATIENCE_S)[0] for process in started]

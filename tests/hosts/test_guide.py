@@ -19,7 +19,7 @@ import pytest
 
 from cluster.testbed import Network, why_not
 
-pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 _ROOT = Path(__file__).parents[2]
 _GUIDE = _ROOT / "docs" / "two-machines.md"

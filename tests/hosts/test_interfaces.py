@@ -5,39 +5,30 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from beds import bare_bed
 
-from cluster.testbed import Cut, TestBed, why_not
+from cluster.testbed import Cut, TestBed
 
-pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _PROGRAM = Path(__file__).parent / "joining.py"
 
 
 @pytest.fixture(scope="module")
 def bare() -> Iterator[TestBed]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with TestBed.up(f"i{time.monotonic_ns() % 10**6}", hosts=2, rate="1gbit", ray=False, store=False) as bed:
+    with bare_bed(2, "1gbit") as bed:
         yield bed
 
 
 def _rank(bed: TestBed, host: int, port: int, **environment: str) -> subprocess.Popen[Any]:
     nodes = [bed.network.address(0), bed.network.address(1)]
-    seat = {
-        "rank": host,
-        "world_size": 2,
-        "node_rank": host,
-        "node": nodes[host],
-        "nodes": nodes,
-        "master_addr": nodes[0],
-        "master_port": port,
-    }
+    seat = {"rank": host, "node_rank": host, "world_size": 2, "node": nodes[host], "nodes": nodes}
+    seat |= {"master_addr": nodes[0], "master_port": port}
     command = [sys.executable, str(_PROGRAM), json.dumps(seat)]
     return bed.popen(host, command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -11,14 +11,7 @@ from laptop import EVERY, STEPS, Run, assert_same_weights, numbers, wait_for
 
 from cluster.testbed import TestBed
 
-pytestmark = [
-    pytest.mark.hosts,
-    pytest.mark.chaos,
-    pytest.mark.ray,
-    pytest.mark.s3,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HARM: dict[str, Callable[[TestBed, int], object]] = {
     "killed": lambda bed, host: bed.kill(host),
@@ -61,8 +54,8 @@ def test_a_run_goes_on_without_a_lost_host_as_if_nothing_had_been(repaired: Offi
 
 
 def _victim(office: Office, run: Run) -> int:
-    """Returns the host of the last stage, which is not the head. A run does not survive the loss of
-    the head's host."""
+    """Returns the host of the last stage, which is not the head's: no run survives that one's
+    loss."""
     address = next(event.node for event in run.events("seated") if event.details["label"] == "pp1-fsdp0")
     host = next(host for host in range(office.bed.size) if office.bed.network.address(host) == address)
     assert host != 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -15,13 +14,14 @@ from typing import Any
 import pytest
 import yaml
 from laptop import TEXT, wait_for
+from programs import run_python
 from slurm_bed import SlurmBed, why_no_slurm
 
 from cluster.testbed import TestBed
 from raypp.observe.reader import RunReader
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = [pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TWO_NODES = ("--nodes=2", "--cpus-per-task=2", "--time=20")
 
@@ -129,11 +129,10 @@ def test_what_cannot_run_is_refused_before_ray_starts(
 @pytest.mark.gate
 def test_a_node_with_another_python_or_ray_names_itself_and_both_environments() -> None:
     words = ("--join=127.0.0.1:1", "--expect=python 3.99.0, ray 2.0.0")
-    command = [sys.executable, "-m", "raypp.clusters.slurm", *words]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = run_python("-m", "raypp.clusters.slurm", *words, code=2, stdin=subprocess.DEVNULL)
     own = f"python {platform.python_version()}, ray {metadata.version('ray')}"
     expected = f"{socket.gethostname()} has {own}, but the first node has python 3.99.0, ray 2.0.0"
-    assert (done.returncode, done.stderr.strip()) == (2, expected)
+    assert done.stderr.strip() == expected
 
 
 def test_a_lost_node_does_not_end_an_elastic_run(slurm: SlurmBed) -> None:

@@ -8,7 +8,7 @@ import pytest
 from conftest import Office, shards
 from laptop import STEPS, Run, assert_same_weights, numbers
 
-pytestmark = [pytest.mark.hosts, pytest.mark.ray, pytest.mark.s3, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def _places(run: Run) -> dict[str, str]:

@@ -165,7 +165,7 @@ def long_sleeps(source: Source) -> list[int]:
 
 
 def _is_slow(marks: list[ast.expr]) -> bool:
-    return any("mark.slow" in ast.unparse(mark) for mark in marks)
+    return any(name in ast.unparse(mark) for mark in marks for name in ("mark.slow", "mark.gate"))
 
 
 def found(rule: Callable[[Source], list[int]]) -> list[str]:

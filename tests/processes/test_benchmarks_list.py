@@ -7,14 +7,16 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program, run_python
 
+from benchmarks.gpu_single import variants
 from benchmarks.run import BENCHMARKS, PARTS
 from benchmarks.surroundings import too_busy
+from benchmarks.timed_rank import job_of
+from raypp.planning.fit_search import memory_problems
 
 PLACE = Path(__file__).parents[2]
 
@@ -48,19 +50,17 @@ def is_call(node: ast.stmt) -> bool:
 
 @pytest.mark.slow
 def test_the_header_is_one_line_with_the_machine_its_load_the_versions_and_the_commit(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from benchmarks.surroundings import announce; announce('what else')"]
-    told = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PLACE)}, capture_output=True, text=True, check=True
-    )
-    line, _, rest = told.stdout.partition("\n")
+    code = "from benchmarks.surroundings import announce; announce('what else')"
+    done = run_python("-c", code, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PLACE)})
+    line, _, rest = done.stdout.partition("\n")
     assert not rest.strip()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=PLACE, capture_output=True, text=True).stdout
+    commit = run_program("git", "rev-parse", "--short", "HEAD", code=None, cwd=PLACE).stdout
     wanted = rf"{os.cpu_count()} cores, load average \d+\.\d, \d+ GiB, Python 3\S+, torch \S+, .*, raypp "
     assert re.search(wanted, line), line
     assert line.endswith("what else")
     if commit:
         assert f"raypp commit {commit.strip()}" in line, "of raypp's repository, wherever the benchmark is started"
-    assert told.stderr.startswith("warning: load average") or not told.stderr
+    assert done.stderr.startswith("warning: load average") or not done.stderr
 
 
 def test_a_busy_machine_is_noticed() -> None:
@@ -73,6 +73,16 @@ def test_a_busy_machine_is_noticed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [one.name for one in BENCHMARKS])
 def test_each_says_what_it_does_and_runs_nothing(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
-    told = subprocess.run(command, cwd=PLACE, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert "usage:" in told and f"benchmarks.{name}" in told
+    shown = run_python("-m", f"benchmarks.{name}", "--help", cwd=PLACE, timeout=120).stdout
+    assert "usage:" in shown and f"benchmarks.{name}" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seq_len", [4096, 32768])
+@pytest.mark.parametrize("model", ["1b", "8b"])
+def test_with_full_recomputation_every_model_of_gpu_single_fits_into_80_gb(model: str, seq_len: int) -> None:
+    for variant in variants([model], [seq_len]):
+        job = job_of(variant.arguments("bf16")[1::2], world=1, steps=1)
+        assert not job.checkpoint.memory_tier, "its first snapshots would fall into the timed steps"
+        if "recomputation full" in variant.name and "fp32" not in variant.name:
+            assert memory_problems(job, int(79.1 * 2**30)) == [], variant.name

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 _RANK = """
 import functools, json, os, sys, threading
@@ -45,9 +44,7 @@ def test_a_rank_and_its_threads_run_next_to_their_card_in_every_attempt(tmp_path
     *others, near = sorted(os.sched_getaffinity(0))
     (tmp_path / "0000:1b:00.0").mkdir()
     (tmp_path / "0000:1b:00.0/local_cpulist").write_text(f"{near},4000-4095\n")
-    done = subprocess.run([sys.executable, "-c", _RANK, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = json.loads(run_python("-c", _RANK, str(tmp_path)).stdout)
     assert answer["seen"] == 4 * [[near]]
     words = f"1 of its {len(others) + 1} CPUs, those next to the card ({near},4000-4095)"
     assert answer["cpus"] == words and all(message.endswith(f"; {words}") for message in answer["messages"])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 from test_forked_workers import SCRIPT, Node
 
 _DRIVER = """
@@ -49,8 +49,7 @@ _ASK = "from raypp.train.device_check import why_no_card; print(why_no_card())"
 
 
 def with_driver(folder: Path, version: int) -> dict[str, str]:
-    """Returns the variables of a process that finds a driver of this version, which has no
-    device."""
+    """Returns the variables of a process that finds a driver of this version without a device."""
     (driver := folder / "driver").mkdir()
     build = ["cc", "-shared", "-fPIC", f"-DVERSION={version}", "-x", "c", "-", "-o", str(driver / "libcuda.so.1")]
     subprocess.run(build, input=_DRIVER, text=True, check=True)
@@ -58,8 +57,7 @@ def with_driver(folder: Path, version: int) -> dict[str, str]:
 
 
 def test_a_driver_older_than_torchs_cuda_is_named(tmp_path: Path) -> None:
-    variables = {**os.environ, **with_driver(tmp_path, 11040)}
-    found = subprocess.run([sys.executable, "-c", _ASK], env=variables, text=True, capture_output=True, check=True)
+    found = run_python("-c", _ASK, env={**os.environ, **with_driver(tmp_path, 11040)})
     assert found.stdout.strip() == "The NVIDIA driver on your system is too old (found version 11040)"
 
 

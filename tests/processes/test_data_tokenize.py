@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from programs import run_python
 
 from raypp.data.loader import open_loader
 from raypp.data.sources import data_identity
@@ -52,7 +53,6 @@ def rows(kind: str, path: Path) -> list[Any]:
     return [row.tokens.tolist() for step in steps for microbatch in step for row in microbatch.rows]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
     first = command(room)
@@ -74,7 +74,6 @@ def test_a_killed_command_goes_on_and_leaves_no_process(room: Path) -> None:
     assert rows("tokens", room / "out") == rows("text", room / "source.txt")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_conversations_and_mixtures_are_tokenised_in_several_processes(room: Path) -> None:
     (room / "template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
@@ -115,11 +114,8 @@ def test_an_error_of_another_process_names_the_place(room: Path) -> None:
 def test_programs_of_other_users_may_read_the_shards(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "source.txt").write_text("a paragraph\n\nanother\n")
-    words = ["data", "tokenize", "job.yaml", "--out", "out", "--processes", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "raypp", *words], cwd=tmp_path, text=True, capture_output=True, umask=0o022
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("data", "tokenize", "job.yaml", "--out", "out", "--processes", "1")
+    run_python("-m", "raypp", *words, cwd=tmp_path, umask=0o022)
     files = list((tmp_path / "out").iterdir())
     assert "tokens.json" in [path.name for path in files] and len(files) > 3
     assert all(path.is_file() and path.stat().st_mode & 0o044 == 0o044 for path in files)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from raypp.cli.main import run
 
@@ -42,11 +41,7 @@ def in_the_copy(place: Path, code: str) -> str:
     """Runs code in a process with the copy's raypp. Returns its output."""
     code = f"import pytest\ncontract = ['-p', 'no:cacheprovider', '-q', '-rA', '{CONTRACT}', '-k']\n{code}"
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python("-c", code, cwd=place, env=environment, timeout=240).stdout
 
 
 LED_BY_PATIENT = """

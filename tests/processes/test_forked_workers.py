@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from programs import run_program, run_python
 
 import raypp
 from raypp.control.fork_client import FOLDER, INTERPRETER, LOG, SOCKET
@@ -92,7 +93,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
                 process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     found = node.worker("first", OF_ITS_OWN="1")
@@ -106,17 +106,12 @@ def test_a_worker_is_what_a_new_interpreter_would_be(node: Node) -> None:
     assert found["main"] == "__main__"
     assert found["group"] == found["pid"]  # a raylet ends whole process groups
     assert found["threads"] == 1
-    plain = subprocess.run(
-        [sys.executable, "worker.py", "plain", "0"],
-        cwd=node.folder, env=found["environment"], check=True, capture_output=True,
-    )  # fmt: skip
-    assert plain.returncode == 0
+    run_python("worker.py", "plain", "0", cwd=node.folder, env=found["environment"])
     other = json.loads((node.folder / "plain").read_text())
     assert found["path"] == other["path"]
     assert found["environment"].keys() - other["environment"].keys() == set()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_all_workers_of_a_node_have_one_server_and_outlive_each_other_and_it(node: Node) -> None:
     clients = [node.client(f"worker-{number}", 300) for number in range(3)]
@@ -159,18 +154,15 @@ def test_a_server_is_no_descendant_of_who_started_it(node: Node) -> None:
             starter.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_driver_starts_a_server_beside_itself_and_only_one(node: Node) -> None:
     """And its arguments, exit code and streams are those of any interpreter."""
     program = "import sys; print(sys.argv[1:], sys.flags.isolated, sys.flags.no_site); sys.exit(7)"
     environment = {**os.environ, "PYTHONPATH": str(Path(raypp.__file__).parent.parent)}
     for _ in range(2):
-        done = subprocess.run(
-            [*CLIENT, "--beside", "-c", program, "save", "x y"],
-            cwd=node.folder, env=environment, text=True, capture_output=True, check=False,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout) == (7, "['save', 'x y'] 0 0\n"), done.stderr
+        words = ("--beside", "-c", program, "save", "x y")
+        done = run_program(*CLIENT, *words, code=7, cwd=node.folder, env=environment)
+        assert done.stdout == "['save', 'x y'] 0 0\n"
         until("a server listens", (node.folder / SOCKET).exists)
     assert len(node.servers()) == 1
     assert node.worker("first")["imported"] == ["torch", "ray", "raypp.train.rank"]
@@ -217,7 +209,6 @@ def _waits_on_a_socket(pid: int) -> bool:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_server_that_cannot_fork_goes_on_and_the_worker_imports_everything_itself(node: Node) -> None:
     program = """

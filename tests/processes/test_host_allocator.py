@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from programs import run_python
 
 PROGRAM = """
 import os, sys
@@ -26,15 +26,12 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 
 
 def given_back(way: str, **settings: str) -> tuple[str, int]:
-    """Returns what the process reports about its allocator, and how many of 48 MB it returns to the
-    system when it frees them."""
+    """Returns whether freed memory is kept, and how many of 48 MB go back to the system."""
     environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | settings
-    done = subprocess.run([sys.executable, "-c", PROGRAM, way], env=environment, capture_output=True, text=True)
-    kept, megabytes = done.stdout.split()
+    kept, megabytes = run_python("-c", PROGRAM, way, env=environment).stdout.split()
     return kept, int(megabytes)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_what_is_freed_stays_with_the_process() -> None:
     kept, megabytes = given_back("kept")

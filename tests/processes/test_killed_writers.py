@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from raypp.checkpoint.commit import claim_next_attempt
 from raypp.checkpoint.layout import rank_key
@@ -92,17 +93,12 @@ print("fine")
 def test_a_full_disk_is_told_with_the_object_and_leaves_what_was_there_and_no_half(tmp_path: Path) -> None:
     unshare = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-Urm"]
     try:
-        allowed = subprocess.run(
-            [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, text=True
-        )
+        allowed = run_program(*unshare, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path), code=None)
     except FileNotFoundError:
         pytest.skip("no `unshare` on this machine")
     if allowed.returncode:
         pytest.skip(f"this machine lets nobody mount a small disk of their own: {allowed.stderr.strip()}")
-    done = subprocess.run(
-        [*unshare, sys.executable, "-c", _ON_A_FULL_DISK, str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.stdout == "fine\n", done.stderr
+    assert run_program(*unshare, sys.executable, "-c", _ON_A_FULL_DISK, str(tmp_path)).stdout == "fine\n"
 
 
 WRITER = """
@@ -123,7 +119,6 @@ while True:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_writer_that_is_killed_leaves_whole_lines_and_every_flushed_step(store: DirectoryStore) -> None:
     """Kills the writer with kill -9 during a write, in three consecutive lives."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from raypp.observe.json_lines import LogLine
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.records import Event, RunState, StepReport
+from raypp.spec.families import FAMILIES
 from raypp.storage import open_store
 
 REPOSITORY = Path(__file__).parents[2]
@@ -20,8 +20,7 @@ QUICKSTART = "jobs/quickstart.yaml"
 
 def last_line(code: str) -> str:
     """Returns the last line that a fresh interpreter prints."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    return run_python("-c", code, cwd=REPOSITORY).stdout.splitlines()[-1]
 
 
 def imported_by_command(arguments: list[str], heavy: set[str]) -> str:
@@ -59,13 +58,15 @@ def test_the_commands_for_checkpoints_import_neither_torch_nor_ray() -> None:
 
 
 def test_the_parts_that_know_only_bytes_import_neither_torch_nor_boto3() -> None:
-    code = (
-        "import sys, raypp.storage.s3, raypp.clusters.seaweed, raypp.checkpoint.commit, raypp.checkpoint.ranged_reads, "
-        "raypp.checkpoint.retention, raypp.checkpoint.compatibility, raypp.checkpoint.run_spec, "
-        "raypp.checkpoint.layout; "
-        "print([name for name in ('torch', 'boto3') if name in sys.modules])"
-    )
-    assert last_line(code) == "[]"
+    parts = "storage.s3 clusters.seaweed checkpoint.commit checkpoint.ranged_reads checkpoint.retention "
+    parts += "checkpoint.compatibility checkpoint.run_spec checkpoint.layout"
+    names = ", ".join(f"raypp.{part}" for part in parts.split())
+    assert last_line(f"import sys, {names}; print('torch' in sys.modules, 'boto3' in sys.modules)") == "False False"
+
+
+def test_families_are_found_and_declared_without_torch() -> None:
+    code = "import sys; from raypp.spec.families import FAMILIES; print(*FAMILIES, 'torch' in sys.modules)"
+    assert last_line(code).split() == [*FAMILIES, "False"]
 
 
 def test_raypp_from_python_imports_neither_torch_nor_ray() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import run_python
 
 _ROOT = Path(__file__).parents[2]
 _ON_A_MAC = """
@@ -37,7 +37,4 @@ sys.exit(run(sys.argv[1:]))
 
 
 def test_every_command_is_there_without_what_only_linux_has() -> None:
-    command = [sys.executable, "-c", _ON_A_MAC, "plan", "jobs/quickstart.yaml"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "quickstart" in done.stdout
+    assert "quickstart" in run_python("-c", _ON_A_MAC, "plan", "jobs/quickstart.yaml", cwd=_ROOT).stdout

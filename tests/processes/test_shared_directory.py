@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from raypp.storage.directory import DirectoryStore
 
@@ -60,10 +59,7 @@ def shared() -> Iterator[Path]:
 
 
 def act(folder: Path, *users: int) -> list[str]:
-    words = [sys.executable, "-c", _AS_OTHERS, str(folder), *map(str, users)]
-    done = subprocess.run(words, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return run_python("-c", _AS_OTHERS, str(folder), *map(str, users)).stdout.splitlines()
 
 
 def test_a_second_user_writes_too_and_is_told_which_folder_of_the_first_is_private(shared: Path) -> None:
@@ -91,7 +87,7 @@ from raypp.storage.directory import DirectoryStore
 os.seteuid(65534)
 DirectoryStore(Path(sys.argv[1])).get("run/a")
 """
-    done = subprocess.run([sys.executable, "-c", script, str(shared)], text=True, capture_output=True)
+    done = run_python("-c", script, str(shared), code=1)
     assert f"let this user read and write {shared}/run/a" in done.stderr
 
 
@@ -106,5 +102,5 @@ os.environ["RAYPP_HOME"] = sys.argv[1] + "/home"
 os.seteuid(65534)
 find_run(sys.argv[1] + "/typo")
 """
-    done = subprocess.run([sys.executable, "-c", script, str(shared)], text=True, capture_output=True)
+    done = run_python("-c", script, str(shared), code=1)
     assert f"there is no run 'typo' below {shared}" in done.stderr, done.stderr

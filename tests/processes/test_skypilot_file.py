@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from programs import run_program, run_python
 
 _FILE = Path(__file__).parents[2] / "cluster" / "skypilot.yaml"
 _SKYPILOT = "skypilot==0.14.1"
@@ -25,18 +24,15 @@ print(json.dumps([task.num_nodes, resources.accelerators, resources.use_spot, so
 @pytest.mark.timeout(600)
 def test_skypilot_takes_its_file(tmp_path: Path) -> None:
     """In an environment of its own: SkyPilot's packages are not raypp's."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "sky")], check=True)
+    run_python("-m", "venv", str(tmp_path / "sky"))
     python = str(tmp_path / "sky/bin/python")
-    made = subprocess.run(
-        [python, "-m", "pip", "install", "-q", _SKYPILOT], capture_output=True, text=True, check=False
-    )
+    made = run_program(python, "-m", "pip", "install", "-q", _SKYPILOT, code=None)
     if made.returncode:
         pytest.skip(f"{_SKYPILOT} could not be installed: {made.stderr.strip()[-200:]}")
     path, config = tmp_path / "task.yaml", yaml.safe_load(_FILE.read_text())
     for wanted, key in ((0, "num_nodes"), (1, "num_node")):  # a wrong key is refused
         path.write_text(yaml.safe_dump({**config, key: 2}))
-        done = subprocess.run([python, "-c", _PARSE, str(path)], capture_output=True, text=True, check=False)
-        assert done.returncode == wanted, done.stderr[-2000:]
+        done = run_program(python, "-c", _PARSE, str(path), code=wanted)
         if not wanted:
             told = json.loads(done.stdout.splitlines()[-1])
             assert told == [2, {"L4": 4}, True, sorted(config["envs"]), sorted(config["secrets"])]

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 from raypp.control import process_evidence
 from raypp.recovery.cause_of_death import DeathEvidence, cause_of_death
@@ -26,8 +27,7 @@ RAY = (
 
 
 def _sleeper(log: Path, title: str) -> subprocess.Popen[bytes]:
-    """Starts a process that has a rank's title and can report its stacks. Its stderr goes to a
-    rank's log."""
+    """Starts a process with a rank's title, that can report its stacks, and a rank's log."""
     code = """
 from raypp.control import process_evidence
 import time
@@ -74,7 +74,7 @@ def test_another_process_is_asked_for_its_stacks_by_a_signal_and_a_frozen_one_is
 )
 def test_a_signal_that_the_process_could_tell_of_is_named_with_the_place(signal: int, name: str) -> None:
     code = f"import faulthandler, os; faulthandler.enable()\ndef forward(): os.kill(os.getpid(), {signal})\nforward()"
-    words = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+    words = run_python("-c", code, code=None).stderr
     death = cause_of_death(7, RAY, DeathEvidence(f"some line before\n{words}"))
     assert death.kind == "segfault" and name in death.cause and "in forward" in death.cause
     assert "Fatal Python error" in death.details
@@ -116,11 +116,10 @@ over.set()
 
 @pytest.fixture(scope="module")
 def stack_of_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns what faulthandler writes for the thread of a rank in `attention`, whatever the
-    current names of its frames."""
+    """Returns what faulthandler writes for the thread of a rank in `attention`."""
     source = tmp_path_factory.mktemp("me") / "model.py"
     source.write_text(f"import sys{_LIVE}")
-    words = subprocess.run([sys.executable, source], capture_output=True, text=True, check=True, timeout=60).stderr
+    words = run_python(str(source), timeout=60).stderr
     (found,) = (part for part in words.split("\n\n") if "in attention" in part)
     return found
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 
 from raypp.control.run_record import RunRecord
 from raypp.observe.reader import RunReader
@@ -56,16 +56,9 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         monkeypatch.delenv(name, raising=False)
 
     def start(kind: str, options: dict[str, str] | None = None, **how: Any) -> tuple[Trackers, Told]:
-        entry = {"kind": kind, "options": options or {}}
-        secret = {"resources": {"env": {"MY_TOKEN": "open-sesame"}}}
-        job = parse_job(
-            {
-                "name": "tracked",
-                "checkpoint": {"url": str(tmp_path / "store")},
-                "observe": {"trackers": [entry]},
-                **secret,
-            }
-        )
+        observe = {"trackers": [{"kind": kind, "options": options or {}}]}
+        secret, url = {"env": {"MY_TOKEN": "open-sesame"}}, str(tmp_path / "store")
+        job = parse_job({"name": "tracked", "checkpoint": {"url": url}, "observe": observe, "resources": secret})
         told = Told()
         return Trackers(job, told.append, **how), told
 
@@ -94,7 +87,6 @@ def two_lives(begin: Callable[..., tuple[Trackers, Told]], kind: str, options: d
     return [told, told_again]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @needs("tensorboard")
 def test_tensorboard_shows_one_curve_and_forgets_what_was_repeated(begin: Any, tmp_path: Path) -> None:
@@ -125,7 +117,6 @@ def test_a_run_that_goes_back_within_one_life_goes_on_in_one_curve(begin: Any, t
     assert [(one.step, one.value > 20) for one in curve] == [(step, step > 2) for step in range(1, 8)]
 
 
-@pytest.mark.slow
 @needs("mlflow")
 @needs("sqlalchemy")
 def test_mlflow_has_one_run_with_each_step_once(begin: Any, tmp_path: Path) -> None:
@@ -255,7 +246,6 @@ def test_a_broken_tracker_is_told_once_and_nothing_waits(begin: Any, broken: Non
     assert message == f"tracker broken_trackers:{function}: {why}: stopped; the run continues"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_tracker_that_is_too_slow_is_stopped_when_its_queue_is_full(begin: Any, broken: None) -> None:
     trackers, told = begin("broken_trackers:hangs", patience_s=500.0, waiting=20)
@@ -322,21 +312,15 @@ def test_wandb_without_a_key_is_told_by_the_run_too(begin: Any) -> None:
 
 
 @needs("tensorboard")
-@pytest.mark.slow
 def test_under_torchrun_rank_0_writes(tmp_path: Path) -> None:
-    import subprocess
-
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (tmp_path / "job.yaml").write_text(
         f"name: alone\ndata: {{kind: synthetic}}\ntrain: {{steps: 3}}\n"
         f"checkpoint: {{url: {tmp_path}/store, memory_tier: false}}\nobserve: {{trackers: [tensorboard]}}\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.train"]
-    done = subprocess.run(
-        [*command, "--job", str(tmp_path / "job.yaml")], capture_output=True, text=True, timeout=END_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "raypp.train", "--job")
+    run_python(*words, str(tmp_path / "job.yaml"), timeout=END_S)
     reader = RunReader(open_store(str(tmp_path / "store")), "alone")
     assert [event.kind for event in reader.events() if event.kind.startswith("track")] == ["tracking"]
     curve = EventAccumulator(str(tmp_path / "store/alone/trackers/tensorboard")).Reload().Scalars("loss")

@@ -11,8 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import venv
 import zipfile
 from importlib import metadata
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from programs import run_program, run_python
 
 from raypp.cli.job_commands import TEMPLATES
 from raypp.cli.main import COMMANDS
@@ -40,10 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "raypp", source / "raypp", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(place)], cwd=source, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python("-c", BUILD, str(place), cwd=source)
     (found,) = place.glob("*.whl")
     return found
 
@@ -55,13 +51,8 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def distributions(requirements: list[str], own: list[str], extras: set[str]) -> dict[str, metadata.Distribution]:
-    """Returns the installed distributions that requirements name, and those that these require.
-
-    Args:
-        requirements: For example `ray[default]>=2.50; extra == "node"`.
-        own: The requirements of raypp itself, which its extras name.
-        extras: The extras that were asked for.
-    """
+    """Returns the installed distributions that requirements name, such as `ray[default]>=2.50`, and
+    those that these require. `own` are raypp's, which its extras name."""
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(text, extra) for text in requirements for extra in extras | {""}]
@@ -101,11 +92,7 @@ class Environment:
 
     def run_python(self, *words: str, code: int = 0, cwd: Path | None = None) -> str:
         environment = {"PATH": os.environ["PATH"], "RAYPP_HOME": str(self.folder / "home"), "HOME": str(self.folder)}
-        command = [str(self.python), "-P", *words]
-        done = subprocess.run(
-            command, cwd=cwd or self.folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, f"{words}: {done.stdout}\n{done.stderr}"
+        done = run_program(str(self.python), "-P", *words, code=code, cwd=cwd or self.folder, env=environment)
         return done.stdout + done.stderr
 
 
@@ -144,19 +131,18 @@ def store(laptop: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Trains the job that the wheel brings, here, and returns its store."""
     folder = tmp_path_factory.mktemp("trained")
     laptop.run("init", "quickstart", cwd=folder)
-    command = [sys.executable, "-m", "raypp.train", "--job", "quickstart.yaml"]
+    words = ["-m", "raypp.train", "--job", "quickstart.yaml"]
     for change in (
         "mesh.pp=1", "mesh.fsdp=1", "train.steps=2", "train.eval_every_steps=0", "pipeline.microbatches=1",
         "model.hidden_size=32", "model.ffn_size=32", "data.seq_len=32", "checkpoint.url=store",
         f"name={RUN}",
     ):  # fmt: skip
-        command += ["--set", change]
+        words += ["--set", change]
     environment = os.environ | {
         "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(*words, cwd=folder, env=environment)
     return folder / "store"
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 
 from raypp.clusters import setup_worker
 
@@ -31,11 +31,7 @@ def became(tmp_path: Path, script: str, *arguments: str) -> tuple[list[str], dic
     shell.write_text(SHELL)
     shell.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "BASE": "/base"}
-    done = subprocess.run(
-        [sys.executable, script, *arguments], env=environment, text=True, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    argv, variables = json.loads(done.stdout)
+    argv, variables = json.loads(run_python(script, *arguments, env=environment).stdout)
     return argv[1:], variables
 
 
@@ -89,11 +85,8 @@ def test_a_part_of_the_environment_that_it_does_not_know_is_left_to_rays_script(
 
 
 def test_it_imports_neither_ray_nor_anything_large() -> None:
-    context = json.dumps({"py_executable": "true"})
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", OURS, "--language=PYTHON", f"--serialized-runtime-env-context={context}"],
-        text=True, capture_output=True, check=True,
-    )  # fmt: skip
+    context = f"--serialized-runtime-env-context={json.dumps({'py_executable': 'true'})}"
+    done = run_python("-X", "importtime", OURS, "--language=PYTHON", context)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "json" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("ray", "raypp", "argparse", "logging")}

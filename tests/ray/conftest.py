@@ -29,6 +29,7 @@ from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
 from raypp.spec.load import job_document, parse_job
 from raypp.storage import open_store
+from tests.ray.extra_nodes import ExtraNodes
 
 _HERE = Path(__file__).parent
 _PATIENCE_S = 240.0  # on a loaded machine a run takes minutes to start
@@ -87,6 +88,22 @@ class Started:
             return self.cluster.dashboard.job_logs(self.submission_id)[-3000:]
         except RayppError as error:  # the log is gone with the node that the driver ran on
             return str(error)
+
+    def wait_attempt(self, attempt: int) -> None:
+        def runs() -> bool:
+            return (self.status()["attempt"], self.status()["state"]) == (attempt, "RUNNING")
+
+        self.wait(runs, f"attempt {attempt}")
+
+    def controller(self) -> int:
+        """Returns the controller's living process."""
+        alive = (one for one in self.actors() if one["name"] == f"raypp/{self.name}" and one["state"] == "ALIVE")
+        (pid,) = (int(one["pid"]) for one in alive)
+        return pid
+
+    def event(self, kind: str) -> Any:
+        """Returns the first event of a kind."""
+        return next(event for event in self.reader.events() if event.kind == kind)
 
     def wait_step(self, step: int) -> None:
         self.wait(lambda: self.status().get("step", 0) >= step, f"step {step}")
@@ -164,8 +181,8 @@ class Started:
 
 
 def running(pids: list[int]) -> list[int]:
-    """Returns the processes that have not ended. One whose parent was killed may stay a zombie: not
-    every container has a first process that reaps."""
+    """Returns those that have not ended: not every container has a first process that reaps
+    zombies."""
     running = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -175,6 +192,12 @@ def running(pids: list[int]) -> list[int]:
 
 
 StartRun = Callable[..., Started]
+
+
+@pytest.fixture
+def nodes(cluster: Cluster) -> Iterator[ExtraNodes]:
+    with ExtraNodes(cluster) as extra:
+        yield extra
 
 
 @pytest.fixture
@@ -199,8 +222,7 @@ def runs_on(cluster: Cluster, tmp_path: Path) -> Iterator[StartRun]:
         url: str = "",
         **more: Any,
     ) -> Started:
-        """Starts a run. From attempt `hold_from` on, step `hold` is not taken before `let_go` is
-        called."""
+        """From attempt `hold_from` on, step `hold` is not taken before `let_go` is called."""
         rank_function = more.pop("rank_function", "stand_in:run_rank")
         relays_from_ranks = more.pop("relays_from_ranks", RELAYS_FROM_RANKS)
         environment = {"STAND_IN_DIR": str(tmp_path / name), "STAND_IN_HOLD": f"{hold}:{hold_from}"}

@@ -76,11 +76,7 @@ class ExtraNodes:
         self._directory.cleanup()
 
     def add(self, *hosts: int, labels: str = "") -> list[Node]:
-        """Starts nodes with the addresses 127.0.0.HOST and waits until the cluster lists them.
-
-        Args:
-            labels: As for `ray start`.
-        """
+        """Starts nodes with the addresses 127.0.0.HOST and waits until the cluster lists them."""
         started = []
         for host in hosts:  # one at a time: nodes that start together take each other's ports
             before: set[str] = set()

@@ -16,8 +16,7 @@ def build(recovery: RecoverySection) -> Policy:
 
 @dataclass(frozen=True)
 class OneLife:
-    """Restarts a run only for causes that do not count, such as a preemption. Gives up with its own
-    exit code at the first cause that counts."""
+    """Gives up, with its own exit code, at the first cause that counts: a preemption does not."""
 
     usual: Policy
 

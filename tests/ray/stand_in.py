@@ -16,7 +16,7 @@ import os
 import time
 from pathlib import Path
 
-from raypp.errors import DataError, RayppError
+from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, RankResult, Reporter, Seat, StepReport
 from raypp.spec.job import Job
@@ -131,8 +131,6 @@ def _fault(seat: Seat, step: int, place: Path) -> None:
     kind = os.environ["STAND_IN_FAULT"].partition(":")[0]
     if kind == "raise":
         raise ValueError("the sun is too bright")
-    if kind == "data":
-        raise DataError("the data is all wrong")
     if kind == "exit":
         os._exit(7)
     if kind == "say":

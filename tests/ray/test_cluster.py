@@ -6,14 +6,19 @@ import contextlib
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import ray
+from laptop import bare_environment
+from programs import run_python
 
 import raypp
 from raypp.clusters import known_runs, local, setup_worker
@@ -22,12 +27,13 @@ from raypp.clusters.find import Cluster, find_cluster
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.control import client
 from raypp.errors import ResourcesError, UnreachableError
+from raypp.ports import port_is_free
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 from tests.ray.conftest import running
 from tests.ray.extra_nodes import ExtraNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_starting_it_twice_starts_it_once(cluster: Cluster) -> None:
@@ -86,7 +92,7 @@ def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
 
 
 _EXAMINATION = """
-import json, ray
+import json, sys, ray
 from raypp.doctor.driver import Examination, ProbeOptions
 
 class Misaddressed(Examination):
@@ -94,45 +100,33 @@ class Misaddressed(Examination):
         return super()._ip(index) if index == 0 else "192.0.2.1"
 
 ray.init(namespace="raypp", log_to_driver=False)
-print(json.dumps(Misaddressed(ProbeOptions(seconds=0.05, devices=False)).report()["links"]))
+kind, groups = (Examination, True) if sys.argv[1] == "groups" else (Misaddressed, False)
+print(json.dumps(kind(ProbeOptions(seconds=0.05, devices=False, groups=groups)).report()[sys.argv[1]]))
 """
+
+
+def _examined(cluster: Cluster, part: str) -> Any:
+    """Returns a part of the doctor's report on two nodes."""
+    assert cluster.embedded is not None
+    with ExtraNodes(cluster) as extra:
+        extra.add(77)
+        environment = os.environ | cluster.embedded.ray_environment()
+        done = run_python("-c", _EXAMINATION, part, env=environment, cwd=Path(raypp.__file__).parents[1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_doctor_tells_why_a_node_cannot_listen(cluster: Cluster) -> None:
-    assert cluster.embedded is not None
-    with ExtraNodes(cluster) as extra:
-        extra.add(77)
-        command, root = [sys.executable, "-c", _EXAMINATION], Path(raypp.__file__).parents[1]
-        environment = os.environ | cluster.embedded.ray_environment()
-        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
-    (link,) = json.loads(done.stdout.splitlines()[-1])
+    (link,) = _examined(cluster, "links")
     assert (link["from"], link["to"]) == ("127.0.0.2", "192.0.2.1")
     assert "Cannot assign requested address" in link["error"]
 
 
-_GROUPS = """
-import json, ray
-from raypp.doctor.driver import Examination, ProbeOptions
-ray.init(namespace="raypp", log_to_driver=False)
-print(json.dumps(Examination(ProbeOptions(seconds=0.05, devices=False, groups=True)).report()["groups"]))
-"""
-
-
 @pytest.mark.slow
 def test_doctor_tries_the_ranks_of_each_node_and_of_all(cluster: Cluster) -> None:
-    assert cluster.embedded is not None
-    with ExtraNodes(cluster) as extra:
-        extra.add(77)
-        command, root = [sys.executable, "-c", _GROUPS], Path(raypp.__file__).parents[1]
-        environment = os.environ | cluster.embedded.ray_environment()
-        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
-    groups = json.loads(done.stdout.splitlines()[-1])
-    assert [(len(group["nodes"]), group["kind"], group["ranks"]) for group in groups] == [
-        (1, "gloo", 2),
-        (1, "gloo", 2),
-        (2, "gloo", 4),
-    ]
+    groups = _examined(cluster, "groups")
+    found = [(len(group["nodes"]), group["kind"], group["ranks"]) for group in groups]
+    assert found == [(1, "gloo", 2), (1, "gloo", 2), (2, "gloo", 4)]
     assert all([sorted(one) for one in group["tries"]] == [["all_reduce", "exchange", "off"]] for group in groups)
 
 
@@ -170,13 +164,18 @@ def test_a_state_file_whose_processes_are_gone_counts_for_nothing(
     assert cluster.dashboard.ray_version(), "a stale state file ended somebody else's processes"
 
 
+def _local(home: Path) -> tuple[subprocess.Popen[str], Callable[[], str]]:
+    """Starts `raypp local up`. The function runs `raypp local down`; it returns its output."""
+    environment = bare_environment() | {"RAYPP_HOME": str(home)}
+    words = ("-m", "raypp", "local")
+    out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    up = subprocess.Popen([sys.executable, *words, "up"], env=environment, **out)
+    return up, lambda: run_python(*words, "down", env=environment, timeout=120).stdout
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_head_that_ray_gives_up_on_a_crowded_machine_is_started_once_more(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY"))}
-    environment["RAYPP_HOME"] = str(tmp_path)
-    raypp = [sys.executable, "-m", "raypp", "local"]
-    up = subprocess.Popen([*raypp, "up"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    up, down = _local(tmp_path)
     try:
         frozen = None
         while frozen is None and up.poll() is None:  # freeze it before it registers: the cluster never sees the node
@@ -192,15 +191,12 @@ def test_a_head_that_ray_gives_up_on_a_crowded_machine_is_started_once_more(tmp_
         assert "timed out during startup" not in log, "the log is that of the second head"
         assert not frozen.is_running()
     finally:
-        subprocess.run([*raypp, "down"], env=environment, check=True, capture_output=True, timeout=120)
+        down()
 
 
 @pytest.mark.slow
 def test_a_killed_up_leaves_nothing_that_down_does_not_end(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY"))}
-    environment["RAYPP_HOME"] = str(tmp_path)
-    raypp = [sys.executable, "-m", "raypp", "local"]
-    up = subprocess.Popen([*raypp, "up"], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    up, down = _local(tmp_path)
     started: list[psutil.Process] = []
     try:
         state = tmp_path / "local" / "state.json"
@@ -211,7 +207,40 @@ def test_a_killed_up_leaves_nothing_that_down_does_not_end(tmp_path: Path) -> No
         assert up.wait() != 0
         assert any(process.name() == "weed" for process in started)
     finally:
-        down = [*raypp, "down"]
-        output = subprocess.run(down, env=environment, check=True, capture_output=True, timeout=120, text=True).stdout
+        output = down()
     assert "the embedded cluster is down" in output
     assert not running([process.pid for process in started])
+
+
+_UP = """
+import sys
+from raypp.clusters import local
+
+local._DASHBOARD_PORT = int(sys.argv[1])  # another cluster of this machine may have the usual one
+cluster, started = local.up(1)
+assert started
+print(cluster.dashboard, cluster.token())
+"""
+_DOWN = "from raypp.clusters import local; local.down(delete_data=True)"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path: Path) -> None:
+    port = next(port for port in random.SystemRandom().sample(range(6_000, 9_000), 100) if port_is_free(port))
+    homes = [
+        bare_environment() | {"PYTHONPATH": str(Path(raypp.__file__).parents[1]), "RAYPP_HOME": str(tmp_path / name)}
+        for name in ("first", "second")
+    ]
+    try:
+        out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        starts = [subprocess.Popen([sys.executable, "-c", _UP, str(port)], env=home, **out) for home in homes]
+        outputs = [process.communicate() for process in starts]
+        assert [process.returncode for process in starts] == [0, 0], outputs
+        clusters = [out.split() for out, _ in outputs]
+        assert sum(address.endswith(f":{port}") for address, _ in clusters) == 1, clusters
+        nodes = [Dashboard(address, token).nodes() for address, token in clusters]
+        assert [len(listed) for listed in nodes] == [1, 1] and nodes[0][0].node_id != nodes[1][0].node_id
+    finally:
+        for home in homes:
+            run_python("-c", _DOWN, env=home, timeout=120)

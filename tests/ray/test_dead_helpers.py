@@ -14,7 +14,7 @@ from raypp.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
 from tests.ray.extra_nodes import ExtraNodes, Node
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def _wait_for_standby(run: Started, node: Node, other_than: int = 0) -> int:

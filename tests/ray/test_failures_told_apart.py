@@ -14,15 +14,14 @@ import pytest
 from raypp.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def _failure(run: Started) -> tuple[str, str, str]:
-    event = next(event for event in run.reader.events() if event.kind == "rank_failed")
-    return event.details["kind"], event.details["cause"], event.details["evidence"]
+    details = run.event("rank_failed").details
+    return details["kind"], details["cause"], details["evidence"]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_segfault_is_named_with_its_signal_and_the_run_goes_on(start_run: StartRun) -> None:
     run = start_run("segfault", steps=20, fault="segfault:1:7:1")
@@ -40,7 +39,6 @@ def test_a_full_disk_is_named_with_its_place(start_run: StartRun) -> None:
     assert kind == "disk_full" and "/mnt/full is full" in cause
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_rank_that_is_told_to_end_is_saved_first_and_that_counts_for_no_failure(start_run: StartRun) -> None:
     run = start_run("notice", steps=200, every=0, hold=6, recovery={"max_restarts": 0})

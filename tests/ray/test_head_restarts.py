@@ -20,7 +20,7 @@ from raypp.ports import free_ports
 from tests.ray.conftest import runs_on
 from tests.ray.extra_nodes import ExtraNodes, ray_command
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 _ADDRESS = "127.0.0.30"
 _PATIENCE_S = 180.0
 

@@ -1,9 +1,10 @@
-"""One of several nodes is lost: tests spares, smaller meshes, and the return to larger meshes. The
-ranks are stand-ins, the nodes are raylets."""
+"""One of several nodes is lost or drained: tests spares, smaller meshes, and the return to larger
+meshes. The ranks are stand-ins, the nodes are raylets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import time
 from typing import Any
 
 import pytest
@@ -11,17 +12,11 @@ from held_back import held_back
 
 from raypp.clusters.find import Cluster
 from tests.ray.conftest import Started, StartRun
-from tests.ray.extra_nodes import ExtraNodes, Node
+from tests.ray.extra_nodes import ExtraNodes, Node, ray_command
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 _CPUS = 20
 """CPUs per rank. Two ranks fit on each extra node, none on the head."""
-
-
-@pytest.fixture
-def nodes(cluster: Cluster) -> Iterator[ExtraNodes]:
-    with ExtraNodes(cluster) as extra:
-        yield extra
 
 
 def _start(start_run: StartRun, name: str, **more: Any) -> Started:
@@ -44,10 +39,6 @@ def _committed_in(run: Started, attempt: int) -> bool:
     return any(event.kind == "committed" and event.attempt >= attempt for event in run.reader.events())
 
 
-def _event(run: Started, kind: str) -> Any:
-    return next(event for event in run.reader.events() if event.kind == kind)
-
-
 @pytest.mark.slow
 def test_spares_take_the_place_of_a_lost_node(nodes: ExtraNodes, start_run: StartRun) -> None:
     three = nodes.add(31, 32, 33)
@@ -56,7 +47,7 @@ def test_spares_take_the_place_of_a_lost_node(nodes: ExtraNodes, start_run: Star
     before = _places(run)
     assert len(before) == 2
     victim = _kill_one_of(run, three)
-    run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+    run.wait_attempt(2)
     assert _places(run) == {node.address for node in three} - {victim.address}
     run.wait(lambda: "spares_missing" in run.kinds(), "word of the missing spares")
     kinds = run.kinds()
@@ -90,8 +81,8 @@ def _trains_on(run: Started, mesh: dict[str, int]) -> None:
 
 
 def _assert_no_step_twice_or_left_out(run: Started) -> None:
-    """Asserts that the current attempt began where the one before ended. Waits for its first step:
-    a rank reports the step that it begins, and writes the step that it has taken."""
+    """Asserts that the current attempt, once it has taken a step, began where the last one
+    ended."""
     grown = run.status()["attempt"]
     run.wait(lambda: run.taken()[-1][0] == grown, f"a step of attempt {grown}")
     taken = run.taken()
@@ -100,7 +91,6 @@ def _assert_no_step_twice_or_left_out(run: Started) -> None:
     assert min(step for attempt, step in taken if attempt == grown) == last + 1
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     nodes: ExtraNodes, start_run: StartRun
@@ -111,7 +101,7 @@ def test_an_elastic_run_shrinks_when_a_node_stays_away_and_grows_when_one_comes(
     victim = _kill_one_of(run, two)
     _trains_on(run, {"pp": 2})
     assert len(run.status()["ranks"]) == 2 and victim.address not in _places(run)
-    shrunk = _event(run, "reshaped")
+    shrunk = run.event("reshaped")
     assert (shrunk.details["from"]["fsdp"], shrunk.details["to"]["fsdp"]) == (2, 1)
     rows = [facts["fsdp"] * facts["microbatches"] for facts in (shrunk.details["from"], shrunk.details["to"])]
     assert rows[0] == rows[1]
@@ -154,12 +144,23 @@ def test_a_node_that_is_lost_twice_is_left_out(nodes: ExtraNodes, start_run: Sta
         _trains_on(run, {"pp": 2})
         two[1:] = nodes.add(52)
     run.wait(lambda: "node_left_out" in run.kinds(), "word of the bad node")
-    assert _event(run, "node_left_out").node == "127.0.0.52"
+    assert run.event("node_left_out").node == "127.0.0.52"
     nodes.add(53)
     _trains_on(run, {"pp": 2, "fsdp": 2})
     assert _places(run) == {"127.0.0.51", "127.0.0.53"}
     assert run.stop()["state"] == "STOPPED"
     run.assert_nothing_left()
+
+
+def _real() -> dict[str, Any]:
+    """Returns the sections of a job whose ranks train."""
+    return {
+        "rank_function": None,
+        "mesh": {"pp": 2, "dp_replicate": 2},
+        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64},
+        "data": {"kind": "synthetic", "seq_len": 32, "num_documents": 200},
+        "resources": {"env": {"OMP_NUM_THREADS": "1"}},
+    }
 
 
 @pytest.mark.slow
@@ -168,23 +169,14 @@ def test_real_ranks_shrink_and_grow_and_take_the_steps_of_an_undisturbed_run(
     nodes: ExtraNodes, start_run: StartRun
 ) -> None:
     two = nodes.add(61, 62)
-    sections: dict[str, Any] = {
-        "rank_function": None,
-        "steps": 150,
-        "mesh": {"pp": 2, "dp_replicate": 2},
-        "model": {"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64},
-        "data": {"kind": "synthetic", "seq_len": 32, "num_documents": 200},
-        "pipeline": {"microbatches": 4},
-        "recovery": {"elastic": {"grace_s": 3}},
-    }
-    threads = {"env": {"OMP_NUM_THREADS": "1"}}
-    reference = _start(start_run, "whole", resources=threads, **sections)
+    own: dict[str, Any] = {"steps": 150, "pipeline": {"microbatches": 4}, "recovery": {"elastic": {"grace_s": 3}}}
+    reference = _start(start_run, "whole", **own, **_real())
     assert reference.wait_end()["state"] == "SUCCEEDED"
-    run = _start(start_run, "disturbed", resources=threads, **sections)
+    run = _start(start_run, "disturbed", **own, **_real())
     run.wait(lambda: "committed" in run.kinds(), "a commit")
     _kill_one_of(run, two)
     run.wait(lambda: run.kinds().count("reshaped") == 1, "the smaller mesh")
-    smaller = _event(run, "reshaped").attempt
+    smaller = run.event("reshaped").attempt
     run.wait(lambda: _committed_in(run, smaller), "a commit of the smaller mesh")
     with held_back(run.pids()):  # or a fast machine ends the run before the node has come
         nodes.add(63)
@@ -208,20 +200,16 @@ def test_real_ranks_go_on_without_a_lost_site_and_take_it_back_at_an_outer_step(
     run = _start(
         start_run,
         "sites",
-        rank_function=None,
         every=20,
-        mesh={"pp": 2, "dp_replicate": 2},
-        model={"num_layers": 4, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_size": 64},
-        data={"kind": "synthetic", "seq_len": 32, "num_documents": 200},
         pipeline={"microbatches": 2},
         train={"steps": 100_000, "sync": {"kind": "outer", "every_steps": 4}},
         recovery={"site_timeout_s": 3},
-        resources={"env": {"OMP_NUM_THREADS": "1"}},
+        **_real(),
     )
     run.wait(lambda: "committed" in run.kinds(), "a commit")
     lost.kill()
     run.wait(lambda: run.kinds().count("reshaped") == 1, "the run without the site")
-    alone = _event(run, "reshaped")
+    alone = run.event("reshaped")
     assert (alone.details["to"]["dp_replicate"], alone.details["to"]["pp"]) == (1, 2)
     run.wait(lambda: _committed_in(run, alone.attempt), "a commit of the site that is left")
     assert _places(run) == {"127.0.0.71"}
@@ -235,4 +223,45 @@ def test_real_ranks_go_on_without_a_lost_site_and_take_it_back_at_an_outer_step(
     words = [event.message for event in run.reader.events() if event.kind == "sync"]
     assert "of 1 replicas that trained apart, 2 go on" in words[-1]
     assert [row["step"] for row in run.reader.history()] == list(range(1, 1 + run.status()["step"]))
+    run.assert_nothing_left()
+
+
+def _drain(cluster: Cluster, node: Node, deadline_s: int) -> None:
+    assert cluster.embedded is not None
+    command, environment = ray_command(
+        cluster.embedded,
+        "drain-node",
+        f"--address={cluster.embedded.gcs}",
+        f"--node-id={node.node_id}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=the cloud wants it back",
+        f"--deadline-remaining-seconds={deadline_s}",
+    )
+    subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_left_after_a_last_save_and_that_counts_for_no_failure(
+    cluster: Cluster, nodes: ExtraNodes, start_run: StartRun
+) -> None:
+    three = nodes.add(41, 42, 43)
+    resources, recovery = {"cpus_per_rank": 20}, {"max_restarts": 0}
+    run = start_run("drained", steps=900, every=500, hold=21, resources=resources, recovery=recovery)
+    run.wait_step(20)
+    used = {rank["node"] for rank in run.status()["ranks"]}
+    victim = next(node for node in three if node.address in used)
+    at = time.time()
+    _drain(cluster, victim, 120)
+    run.let_go()
+    run.wait_attempt(2)
+    assert {rank["node"] for rank in run.status()["ranks"]} == {node.address for node in three} - {victim.address}
+    victim.kill()  # as the cloud does at the deadline
+    status = run.wait_end()
+    assert (status["state"], status["step"]) == ("SUCCEEDED", 900)
+    notice, failed = run.event("preemption_notice"), run.event("rank_failed")
+    saved = next(event for event in run.reader.events() if event.kind == "committed" and event.time > at)
+    assert notice.node == victim.address and "drains" in notice.message
+    assert failed.details["kind"] == "preempted" and f"a checkpoint at step {saved.step}" in failed.message
+    second = [step for attempt, step in run.taken() if attempt == 2]
+    assert second == list(range(saved.step + 1, 901)), "the next attempt went on behind the save"
     run.assert_nothing_left()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,9 @@ from raypp.inference.prompts import Encoded
 from raypp.inference.source import find_source
 from tests.ray.extra_nodes import CPUS, ExtraNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 TINY = Path(__file__).parents[2] / "jobs" / "data" / "tiny-qwen3"
 CHOICE: dict[str, Any] = {"temperature": 1.3, "top_p": 0.9, "seed": 5}
-
-
-@pytest.fixture
-def nodes(cluster: Cluster) -> Iterator[ExtraNodes]:
-    with ExtraNodes(cluster) as extra:
-        yield extra
 
 
 def wait_for_two_free(cluster: Cluster) -> None:

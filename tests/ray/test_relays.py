@@ -12,10 +12,15 @@ import pytest
 
 from tests.ray.conftest import Started, StartRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
-FROM_RANKS = 4
-"""Number of ranks from which a run has relays. Low enough for the small runs of these tests."""
+
+def _relayed(start_run: StartRun, name: str, **recovery: Any) -> Started:
+    """Starts a run that has a relay, and waits for some steps."""
+    recovery |= {"standby": False}
+    run = start_run(name, rank_function="teller:run_rank", relays_from_ranks=4, recovery=recovery)
+    run.wait_step(5)
+    return run
 
 
 def _relays(run: Started) -> dict[str, int]:
@@ -60,13 +65,9 @@ def _assert_lines_are_written(run: Started) -> None:
         assert not missing, f"lines of rank {rank} are missing: {missing}"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_when_the_relay_is_killed_nothing_is_lost_and_the_run_leaves_nothing_behind(start_run: StartRun) -> None:
-    run = start_run(
-        "relayed", rank_function="teller:run_rank", relays_from_ranks=FROM_RANKS, recovery={"standby": False}
-    )
-    run.wait_step(5)
+    run = _relayed(start_run, "relayed")
     run.wait(lambda: len(_relays(run)) == 1, "the relay")
     _wait_for_relay_reports(run)
     for _ in range(2):
@@ -82,10 +83,7 @@ def test_when_the_relay_is_killed_nothing_is_lost_and_the_run_leaves_nothing_beh
 
 @pytest.mark.slow
 def test_ranks_report_to_a_restarted_controller_directly(start_run: StartRun) -> None:
-    run = start_run(
-        "relayed-on", rank_function="teller:run_rank", relays_from_ranks=FROM_RANKS, recovery={"standby": False}
-    )
-    run.wait_step(5)
+    run = _relayed(start_run, "relayed-on")
     before = _wait_for_relay_reports(run)["controller_pid"]
     os.kill(before, signal.SIGKILL)
     run.wait(lambda: "controller_restarted" in run.kinds(), "the controller's restart")
@@ -99,9 +97,7 @@ def test_ranks_report_to_a_restarted_controller_directly(start_run: StartRun) ->
 
 @pytest.mark.slow
 def test_without_a_controller_nothing_is_left(start_run: StartRun) -> None:
-    recovery = {"orphan_timeout_s": 5, "standby": False}
-    run = start_run("relayed-orphans", rank_function="teller:run_rank", relays_from_ranks=FROM_RANKS, recovery=recovery)
-    run.wait_step(5)
+    run = _relayed(start_run, "relayed-orphans", orphan_timeout_s=5)
     run.wait(lambda: len(_relays(run)) == 1, "the relay")
     run.end_controller_for_good()
     run.assert_nothing_left()

@@ -8,14 +8,9 @@ import signal
 
 import pytest
 
-from tests.ray.conftest import Started, StartRun
+from tests.ray.conftest import StartRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
-
-
-def _kill_controller(run: Started) -> None:
-    (pid,) = (one["pid"] for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["state"] == "ALIVE")
-    os.kill(pid, signal.SIGKILL)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +34,12 @@ def test_survivors_keep_their_processes_and_a_standby_takes_the_dead_ones_place(
     (standby,) = standbys()
     before = run.pids()
     os.kill(before[victim], signal.SIGKILL)
-    run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+    run.wait_attempt(2)
     after = run.pids()
     assert [one == other for one, other in zip(before, after, strict=True)] == [rank != victim for rank in range(4)]
     assert after[victim] == next(actor["pid"] for actor in run.actors() if actor["name"] == standby)
-    restart = next(event for event in run.reader.events() if event.kind == "restarting")
-    assert restart.details["kept"] == 3
-    failed = next(event for event in run.reader.events() if event.kind == "rank_failed")
+    assert run.event("restarting").details["kept"] == 3
+    failed = run.event("rank_failed")
     assert (failed.rank, failed.details["kind"], failed.details["pid"]) == (victim, "killed", before[victim])
     assert f"pid {before[victim]}" in run.status()["error"]
     run.let_go()
@@ -61,7 +55,7 @@ def test_a_rank_that_raises_loses_its_process_and_the_others_keep_theirs(start_r
     run.wait_step(6)
     before = run.pids()
     run.let_go()
-    run.wait(lambda: run.status()["attempt"] == 2 and run.status()["state"] == "RUNNING", "the next attempt")
+    run.wait_attempt(2)
     after = run.pids()
     assert [one == other for one, other in zip(before, after, strict=True)] == [True, True, False, True]
     assert run.wait_end()["state"] == "SUCCEEDED"
@@ -73,7 +67,7 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
     run = start_run("phoenix", steps=150, hold=13)
     run.wait_step(12)
     before = run.pids()
-    _kill_controller(run)
+    os.kill(run.controller(), signal.SIGKILL)
     run.let_go()
     run.wait(lambda: "controller_restarted" in run.kinds(), "the controller's next life")
     status = run.wait_end()
@@ -84,35 +78,32 @@ def test_training_goes_on_while_the_controller_is_dead_and_its_next_life_misses_
     committed = [event.step for event in run.reader.events() if event.kind == "committed"]
     assert committed == list(range(5, 151, 5))
     assert run.kinds().count("device_chosen") == 1
-    adopted = next(event for event in run.reader.events() if event.kind == "controller_restarted")
-    assert sorted(adopted.details["pids"]) == sorted(before)
+    assert sorted(run.event("controller_restarted").details["pids"]) == sorted(before)
     assert run.exit_code() == 0
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_rank_that_dies_while_the_controller_is_dead_is_found_missing(start_run: StartRun) -> None:
     run = start_run("both", steps=120, hold=9)
     run.wait_step(8)
     before = run.pids()
-    _kill_controller(run)
+    os.kill(run.controller(), signal.SIGKILL)
     os.kill(before[3], signal.SIGKILL)
     run.let_go()
     status = run.wait_end()
     assert (status["state"], status["step"], status["attempt"], status["restarts"]) == ("SUCCEEDED", 120, 2, 1)
     assert run.pids()[:3] == before[:3]
-    assert "pp1-fsdp1" in next(event for event in run.reader.events() if event.kind == "rank_failed").message
+    assert "pp1-fsdp1" in run.event("rank_failed").message
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_restarts_that_were_used_up_under_a_killed_controller_count_under_the_next(start_run: StartRun) -> None:
     recovery = {"max_restarts": 1}
     run = start_run("budget", steps=120, every=0, fault="exit:2:60:99", hold=30, hold_from=2, recovery=recovery)
     run.wait(lambda: (2, 29) in run.taken(), "the last attempt")
-    _kill_controller(run)
+    os.kill(run.controller(), signal.SIGKILL)
     run.let_go()
     status = run.wait_end()
     assert (status["state"], status["attempt"], status["restarts"]) == ("FAILED", 2, 1)

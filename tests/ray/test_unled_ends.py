@@ -11,20 +11,15 @@ import pytest
 
 from tests.ray.conftest import Started, StartRun
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 STEPS = 120
 
 
-def _controller(run: Started) -> int:
-    return next(int(one["pid"]) for one in run.actors() if one["name"] == f"raypp/{run.name}" and one["pid"])
-
-
 def _freeze_and_run_out(run: Started) -> int:
-    """Freezes the controller after a few steps and waits until its ranks have taken all steps.
-    Returns the controller's pid."""
+    """Freezes the controller, until its ranks have taken all steps. Returns its process."""
     run.wait_step(3)
-    controller = _controller(run)
+    controller = run.controller()
     os.kill(controller, signal.SIGSTOP)
     run.let_go()
     run.wait((run.place / "over-1").exists, "the last step")
@@ -59,7 +54,6 @@ def status_code(status: dict[str, Any]) -> int:
     return {"FAILED": 2, "STOPPED": int(not saved)}.get(status["state"], 0)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) -> None:
     run = start_run("waiting", steps=STEPS, hold=4)
@@ -74,11 +68,10 @@ def test_ranks_that_wait_with_their_last_words_are_heard(start_run: StartRun) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGCONT, marks=pytest.mark.gate), signal.SIGKILL])
 def test_a_stop_that_was_asked_for_is_not_forgotten(start_run: StartRun, number: signal.Signals) -> None:
-    """The controller dies before the ranks learn of the stop request: some cases keep the ranks
-    running, others end them too."""
+    """The controller dies before the ranks learn of the stop; they go on, or are killed too."""
     run = start_run(f"stop-{number.name.lower()}", steps=100_000, every=0)
     run.wait_step(3)
-    controller = _controller(run)
+    controller = run.controller()
     _all(run, signal.SIGSTOP)
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(target=lambda: answers.append(run.stop()))

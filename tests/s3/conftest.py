@@ -24,9 +24,10 @@ _RUNS = (f"run-{number}" for number in itertools.count())
 @pytest.fixture(scope="session")
 def seaweed_server() -> Iterator[SeaweedServer]:
     """SeaweedFS, the server that raypp starts on a laptop."""
-    from seaweed import seaweed
+    from seaweed import BUCKET, seaweed
 
     with seaweed() as running:
+        running.store(BUCKET, "warm-up").put("a", b"the first write makes the server's volumes")
         yield running
 
 

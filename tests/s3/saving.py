@@ -3,65 +3,30 @@ of one rank."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
+from fault_proxy import FaultProxy
+from in_one_process import InOneProcess
 from newest_usable import newest_usable
+from seaweed import BUCKET
 from told import Told
 from torch import Tensor, nn
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.records import Coordinates, Seat
 from raypp.storage import ObjectStore
+from raypp.storage.s3 import S3Store
 
 PART = 5 << 20
 """Part size: the smallest that S3 allows. A state in these tests has four parts."""
 
 
-class Together:
-    """Exchanges the announcements of several savers in one process."""
-
-    def __init__(self) -> None:
-        self.messages: dict[tuple[int, int], dict[str, Any]] = {}
-
-    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        self.messages[step, rank] = message
-
-    def telling(self, *_: Any) -> nullcontext[None]:
-        return nullcontext()
-
-    def forget(self, step: int, ranks: Sequence[int]) -> None:
-        pass
-
-    def wait_all(
-        self,
-        step: int,
-        ranks: Sequence[int],
-        timeout_s: float,
-        stopped: Callable[[], bool] = lambda: False,
-        progressed: Callable[[], None] = lambda: None,
-    ) -> dict[int, dict[str, Any]]:
-        end = time.monotonic() + timeout_s
-        while any((step, rank) not in self.messages for rank in ranks):
-            if stopped() or time.monotonic() > end:
-                raise TimeoutError(f"not all of {list(ranks)} spoke")
-            time.sleep(0.01)
-        return {rank: self.messages[step, rank] for rank in ranks}
-
-
 class OneRank:
-    """Trains a small model and saves it.
-
-    Args:
-        store: Where the model is saved.
-        run: The run's name. Its next attempt is claimed.
-        keep: Number of committed checkpoints to keep.
-    """
+    """Claims the next attempt of a run, trains a small model and saves it."""
 
     def __init__(self, store: ObjectStore, run: str, keep: int = 9) -> None:
         self.store, self.run, self.reporter = store, run, Told()
@@ -71,7 +36,7 @@ class OneRank:
         self.weights: dict[int, Tensor] = {}
         self.attempt = claim_next_attempt(store, run)
         seat = Seat(run, self.attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
-        self.saver = CheckpointSaver(store, run, {}, seat, Together(), self.reporter, keep=keep)
+        self.saver = CheckpointSaver(store, run, {}, seat, InOneProcess(), self.reporter, keep=keep)
 
     def save(self, step: int) -> None:
         """Takes one training step and starts to save it."""
@@ -96,12 +61,25 @@ class OneRank:
         return loaded is not None and loaded.step == step and torch.equal(fresh.weight, self.weights[step])
 
 
+def saved(store: ObjectStore, run: str, *steps: int, keep: int = 9) -> OneRank:
+    """Returns a rank that has saved these steps."""
+    rank = OneRank(store, run, keep)
+    for step in steps:
+        assert rank.save_and_wait(step), rank.failures()
+    return rank
+
+
+def store_at(place: FaultProxy | SeaweedServer, server: SeaweedServer, prefix: str = "", **more: Any) -> S3Store:
+    """Returns a store with the keys of a server that is reached at this place, such as a proxy."""
+    keys = {"access_key": server.access_key, "secret_key": server.secret_key}
+    return S3Store(BUCKET, prefix, endpoint=place.endpoint, **keys, **more)
+
+
 def committed(store: ObjectStore, run: str) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(store, run)]
 
 
 def newest(store: ObjectStore, run: str) -> tuple[int | None, list[str]]:
     """Returns the newest step that verifies, and the objects that invalidate newer steps."""
-    newest = newest_usable(store, run)
-    objects = [problem.key for rejected in newest.rejected for problem in rejected.problems]
-    return None if newest.commit is None else newest.commit.step, objects
+    newest, problems = newest_usable(store, run)
+    return newest and newest.step, [problem.key for problem in problems]

@@ -4,55 +4,43 @@ server, with the real saver."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from newest_usable import newest_usable
-from saving import PART, OneRank
-from seaweed import BUCKET, seaweed
+from saving import PART, OneRank, committed, newest
+from seaweed import BUCKET
 
-from raypp.checkpoint.commit import list_checkpoints, read_commit
+from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
 
-pytestmark = [pytest.mark.s3, pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[SeaweedServer]:
-    with seaweed() as server:
-        server.store(BUCKET).put("warm-up", b"the first write makes the server's volumes")
-        yield server
+def test_of_two_attempts_at_once_the_newer_commits_and_the_older_is_told_why_not(seaweed_server: SeaweedServer) -> None:
+    start = threading.Barrier(2)
 
-
-def test_of_two_attempts_at_once_the_newer_commits_and_the_older_is_told_why_not(server: SeaweedServer) -> None:
-    start, ranks = threading.Barrier(2), []
-
-    def live() -> None:
-        store = server.store(BUCKET, "race", part_bytes=PART)
+    def live() -> OneRank:
+        store = seaweed_server.store(BUCKET, "race", part_bytes=PART)
         start.wait()
         rank = OneRank(store, "run")  # claims the attempt
-        ranks.append(rank)
         start.wait()
         for step in (1, 2, 3):
-            rank.save(step)
-            rank.saver.wait()
+            rank.save_and_wait(step)
+        return rank
 
-    threads = [threading.Thread(target=live) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        ranks = [one.result() for one in [pool.submit(live) for _ in range(2)]]
     older, newer = sorted(ranks, key=lambda rank: rank.attempt)
     assert (older.attempt, newer.attempt) == (1, 2)
     assert newer.reporter.kinds() == ["committed"] * 3
     assert older.reporter.kinds() == ["save_failed"] * 3
     assert all("attempt 1 is over: attempt 2 has begun" in event.message for event in older.reporter.events)
     store = newer.store
-    assert [checkpoint.step for checkpoint in list_checkpoints(store, "run")] == [1, 2, 3]
+    assert committed(store, "run") == [1, 2, 3]
     for step in (1, 2, 3):
         assert read_commit(store, "run", step).attempt == 2
         assert verify_checkpoint(store, "run", step) == []
@@ -63,13 +51,8 @@ class Died(BaseException):
 
 
 class Mortal:
-    """Simulates a process that dies at its n-th request: that request and all later ones raise.
-
-    Args:
-        store: The store whose requests count from now on.
-        at: n.
-        answered: Whether the server carries out the n-th request.
-    """
+    """A process that dies at its n-th request, which the server may still carry out
+    (`answered`)."""
 
     def __init__(self, store: S3Store, at: int, answered: bool) -> None:
         self._left, self._lock, self.dead = at, threading.Lock(), False
@@ -90,27 +73,26 @@ class Mortal:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_death_at_any_request_leaves_the_old_or_the_new_state_whole(server: SeaweedServer, answered: bool) -> None:
-    """The death falls between the parts of an upload, at its completion, at the check of the claim,
-    at COMMIT, and while old checkpoints are removed."""
+def test_a_death_at_any_request_leaves_the_old_or_the_new_state_whole(
+    seaweed_server: SeaweedServer, answered: bool
+) -> None:
+    """Between parts, at a completion, at the check of the claim, at COMMIT, in retention."""
     seen, at = set(), 0
     while True:
         at += 1
         prefix = f"death-{answered}-{at}"
-        first = OneRank(server.store(BUCKET, prefix, part_bytes=PART), "run", keep=1)
-        first.save(10)
-        assert first.saver.wait() == 10
+        first = OneRank(seaweed_server.store(BUCKET, prefix, part_bytes=PART), "run", keep=1)
+        assert first.save_and_wait(10)
         mortal = Mortal(first.store, at, answered)  # type: ignore[arg-type]
         first.save(20)
         first.saver._thread.join()  # type: ignore[union-attr]
-        store = server.store(BUCKET, prefix, part_bytes=PART)
-        newest = newest_usable(store, "run")
-        assert newest.commit is not None and newest.rejected == ()
-        seen.add(newest.commit.step)
+        store = seaweed_server.store(BUCKET, prefix, part_bytes=PART)
+        step, damaged = newest(store, "run")
+        assert step is not None and damaged == []
+        seen.add(step)
         assert set(first.reporter.kinds()) == {"committed"}, "the dead say nothing"
         successor = OneRank(store, "run", keep=1)
-        successor.save(30)
-        assert successor.saver.wait() == 30
+        assert successor.save_and_wait(30)
         left = {info.key for info in store.list("run/step-")}
         assert left == {commit_key("run", 30), rank_key("run", 30, 2, 0)}
         if not mortal.dead:

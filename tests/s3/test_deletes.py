@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from fault_proxy import FaultProxy, Request
-from saving import OneRank, committed
+from fault_proxy import FaultProxy, Request, asks
+from saving import committed, saved, store_at
 from seaweed import BUCKET
 
 from raypp.clusters.seaweed import SeaweedServer
@@ -15,8 +15,7 @@ from raypp.doctor.findings import findings
 from raypp.doctor.node import NodeProbe
 from raypp.storage import StoreError
 from raypp.storage.s3 import S3Store
-
-pytestmark = pytest.mark.s3
+from raypp.storage.store_retry import Patience
 
 # What each answers to a DeleteObjects without Content-MD5.
 SERVERS = {
@@ -34,22 +33,18 @@ def is_together(request: Request) -> bool:
     return request.method == "POST" and re.search(r"[?&]delete(=|&|$)", request.target) is not None
 
 
-def is_single(request: Request) -> bool:
-    return request.method == "DELETE"
-
-
-def store_at(proxy: FaultProxy, server: SeaweedServer, run: str) -> S3Store:
-    keys = {"access_key": server.access_key, "secret_key": server.secret_key}
-    return S3Store(BUCKET, run, endpoint=proxy.endpoint, **keys)
+@pytest.fixture
+def store(proxy: FaultProxy, seaweed_server: SeaweedServer, run: str) -> S3Store:
+    """A store that goes through the proxy."""
+    return store_at(proxy, seaweed_server, run)
 
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_objects_are_deleted_one_by_one_where_a_server_takes_no_delete_objects(
-    kind: str, proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
+    kind: str, proxy: FaultProxy, store: S3Store
 ) -> None:
     status, code = SERVERS[kind]
     together = proxy.add(is_together, times=None, status=status, code=code)
-    store = store_at(proxy, seaweed_server, run)
     store.probe()
     for number in range(20):
         store.put(f"d/{number}", b"x")
@@ -59,10 +54,7 @@ def test_objects_are_deleted_one_by_one_where_a_server_takes_no_delete_objects(
     assert ["DeleteObjects" in limit.fault for limit in store.limitations()] == [True]
 
 
-def test_a_server_that_takes_delete_objects_gets_them(
-    proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
-) -> None:
-    store = store_at(proxy, seaweed_server, run)
+def test_a_server_that_takes_delete_objects_gets_them(proxy: FaultProxy, store: S3Store) -> None:
     for number in range(3):
         store.put(f"d/{number}", b"x")
     before = len(proxy.seen)
@@ -71,24 +63,16 @@ def test_a_server_that_takes_delete_objects_gets_them(
     assert store.limitations() == ()
 
 
-def test_a_run_saves_and_removes_old_checkpoints_there(
-    proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
-) -> None:
+def test_a_run_saves_and_removes_old_checkpoints_there(proxy: FaultProxy, store: S3Store, run: str) -> None:
     proxy.add(is_together, times=None, status=400, code="MissingContentMD5")
-    store = store_at(proxy, seaweed_server, "deletes")
-    rank = OneRank(store, run, keep=1)
-    for step in (1, 2, 3):
-        assert rank.save_and_wait(step), rank.failures()
+    saved(store, run, 1, 2, 3, keep=1)
     assert committed(store, run) == [3]
 
 
-def test_no_right_to_delete_is_told_once_and_nothing_is_assumed(
-    proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
-) -> None:
-    store = store_at(proxy, seaweed_server, run)
+def test_no_right_to_delete_is_told_once_and_nothing_is_assumed(proxy: FaultProxy, store: S3Store) -> None:
     store.put("a", b"")
     together = proxy.add(is_together, times=1, status=403, code="AccessDenied")
-    single = proxy.add(is_single, times=1, status=403, code="AccessDenied")
+    single = proxy.add(asks("DELETE"), times=1, status=403, code="AccessDenied")
     with pytest.raises(StoreError, match="access denied"):
         store.delete(["a"])
     store.delete(["a"])
@@ -99,23 +83,19 @@ def test_no_right_to_delete_is_told_once_and_nothing_is_assumed(
 
 @pytest.mark.parametrize("code", ["InvalidArgument", "BadDigest", "MissingContentMD5"])
 def test_a_request_that_a_server_refuses_is_not_said_to_succeed_later(
-    code: str, proxy: FaultProxy, seaweed_server: SeaweedServer, run: str, monkeypatch: pytest.MonkeyPatch
+    code: str, proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
 ) -> None:
-    monkeypatch.setenv("RAYPP_STORE_PATIENCE_S", "0")
-    store = store_at(proxy, seaweed_server, run)
+    store = store_at(proxy, seaweed_server, run, patience=Patience(0.0, 0.0))
     store.put("a", b"x")
-    proxy.add(lambda request: request.method == "GET", times=None, status=400, code=code)
+    proxy.add(asks("GET"), times=None, status=400, code=code)
     with pytest.raises(StoreError, match=f"400 {code}") as caught:
         store.get("a")
     assert "later" not in str(caught.value)
 
 
-def test_the_doctor_says_how_objects_are_deleted(
-    proxy: FaultProxy, seaweed_server: SeaweedServer, run: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("in_seaweed")
+def test_the_doctor_says_how_objects_are_deleted(proxy: FaultProxy, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy.add(is_together, times=None, status=400, code="MissingContentMD5")
-    for name, value in seaweed_server.environment().items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
     url = f"s3://{BUCKET}/{run}"
     answer: dict[str, Any] = NodeProbe("00" * 16).try_store(url, "mark")

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from fault_proxy import FaultProxy, Request
-from saving import PART, OneRank, committed, newest
-from seaweed import BUCKET
+from fault_proxy import FaultProxy, Request, asks
+from saving import PART, OneRank, newest, saved, store_at
 
 from raypp.checkpoint.commit import claim_attempt
 from raypp.checkpoint.layout import commit_key, rank_key
@@ -20,56 +19,30 @@ from raypp.storage import AlreadyExists, ServerNotThere, StoreError
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience
 
-pytestmark = pytest.mark.s3
 PATIENT = Patience(30.0, 30.0)
 HASTY = Patience(1.5, 1.5)
 
 
-def store_at(
+def opened(
     place: FaultProxy | SeaweedServer, server: SeaweedServer, patience: Patience = PATIENT, timeout_s: float = 20.0
 ) -> S3Store:
-    return S3Store(
-        BUCKET,
-        "faults",
-        endpoint=place.endpoint,
-        access_key=server.access_key,
-        secret_key=server.secret_key,
-        part_bytes=PART,
-        patience=patience,
-        timeout_s=timeout_s,
-    )
+    return store_at(place, server, "faults", part_bytes=PART, patience=patience, timeout_s=timeout_s)
 
 
 @pytest.fixture
 def store(proxy: FaultProxy, seaweed_server: SeaweedServer) -> S3Store:
     """A store that goes through the proxy."""
-    return store_at(proxy, seaweed_server)
+    return opened(proxy, seaweed_server)
 
 
 @pytest.fixture
 def beside(seaweed_server: SeaweedServer) -> S3Store:
     """A store with the same objects that bypasses the proxy."""
-    return store_at(seaweed_server, seaweed_server)
+    return opened(seaweed_server, seaweed_server)
 
 
-def is_part(request: Request) -> bool:
-    return request.method == "PUT" and "partNumber=" in request.target
-
-
-def is_put(request: Request) -> bool:
-    return request.method == "PUT"
-
-
-def is_commit(request: Request) -> bool:
-    return request.method == "PUT" and "/COMMIT" in request.target
-
-
-def is_completion(request: Request) -> bool:
-    return request.method == "POST" and "uploadId=" in request.target
-
-
-def is_read_of_data(request: Request) -> bool:
-    return request.method == "GET" and ".safetensors" in request.target
+is_put, is_part, is_commit = asks("PUT"), asks("PUT", "partNumber="), asks("PUT", "/COMMIT")
+is_completion, is_read_of_data = asks("POST", "uploadId="), asks("GET", ".safetensors")
 
 
 def some(share: float, seed: int = 0) -> Callable[[Request], bool]:
@@ -89,19 +62,16 @@ def test_a_storm_of_refusals_delays_saves_and_loads_and_fails_neither(
     status: int, code: str, proxy: FaultProxy, store: S3Store, run: str
 ) -> None:
     storm = proxy.add(some(0.4), times=None, status=status, code=code)
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1), rank.failures()
+    rank = saved(store, run, 1)
     assert rank.loads(store, 1)
     assert storm.hits >= 3
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_storm_that_does_not_end_fails_the_save_in_words_and_the_older_checkpoint_stays(
     proxy: FaultProxy, seaweed_server: SeaweedServer, beside: S3Store, run: str
 ) -> None:
-    rank = OneRank(store_at(proxy, seaweed_server, HASTY), run)
-    assert rank.save_and_wait(1)
+    rank = saved(opened(proxy, seaweed_server, HASTY), run, 1)
     storm = proxy.add(is_put, times=None, status=503, code="SlowDown")
     rank.save(2)
     while storm.hits < 3:
@@ -112,29 +82,25 @@ def test_a_storm_that_does_not_end_fails_the_save_in_words_and_the_older_checkpo
     assert newest(beside, run) == (1, [])
     with pytest.raises(StoreError, match=r"503 SlowDown.*tried \d+ times in \d+ s"):
         proxy.add(is_put, times=None, status=503, code="SlowDown")
-        store_at(proxy, seaweed_server, HASTY).put("a", b"1")
+        opened(proxy, seaweed_server, HASTY).put("a", b"1")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 1000])
 def test_uploads_go_on_after_connections_are_reset_in_the_middle(
     at: int, proxy: FaultProxy, store: S3Store, run: str
 ) -> None:
     cut = proxy.add(is_part, times=3, cut_request_at=at)
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1), rank.failures()
+    rank = saved(store, run, 1)
     assert cut.hits == 3
     assert rank.loads(store, 1)
     assert newest(store, run) == (1, [])
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize("how", ["cut_answer_at", "end_answer_at"])
 def test_a_load_reads_again_what_came_in_part_only(how: str, proxy: FaultProxy, store: S3Store, run: str) -> None:
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1)
+    rank = saved(store, run, 1)
     cut = proxy.add(is_read_of_data, times=3, **{how: 100})
     assert rank.loads(store, 1)
     assert cut.hits == 3
@@ -144,20 +110,17 @@ def test_a_load_reads_again_what_came_in_part_only(how: str, proxy: FaultProxy, 
 def test_a_body_that_never_comes_whole_is_told_with_the_objects_name(
     proxy: FaultProxy, store: S3Store, seaweed_server: SeaweedServer, run: str
 ) -> None:
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1)
+    rank = saved(store, run, 1)
     proxy.add(is_read_of_data, times=None, end_answer_at=10)
     with pytest.raises(StoreError, match=r"rank-00000\.safetensors: was cut off in transit"):
-        rank.loads(store_at(proxy, seaweed_server, HASTY), 1)
+        rank.loads(opened(proxy, seaweed_server, HASTY), 1)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkpoint(
     proxy: FaultProxy, store: S3Store, run: str
 ) -> None:
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1)
+    rank = saved(store, run, 1)
     for at in (3, 70_000):
         flip = proxy.add(is_read_of_data, times=1, flip_answer_at=at)
         assert rank.loads(store, 1)
@@ -166,22 +129,20 @@ def test_a_byte_flipped_on_the_way_to_a_reader_is_read_again_and_costs_no_checkp
     assert newest(store, run) == (1, [])
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_byte_flipped_on_the_way_to_the_server_is_sent_again(proxy: FaultProxy, store: S3Store, run: str) -> None:
-    """This server does not compare a part with its signature. It compares the part with the
-    checksum that is sent along."""
+    """This server compares a part with the checksum that is sent along, not with its signature."""
     assert store.sums.compared()
     flip = proxy.add(is_part, times=2, flip_request_at=12_345)
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1), rank.failures()
+    saved(store, run, 1)
     assert flip.hits == 2
     assert newest(store, run) == (1, [])
 
 
 @pytest.mark.parametrize(
     "lost",
-    [*(pytest.param(one, marks=[pytest.mark.slow, pytest.mark.gate]) for one in (is_part, is_completion)), is_commit],
+    [*(pytest.param(one, marks=pytest.mark.gate) for one in (is_part, is_completion)), is_commit],
+    ids=["upload", "completion", "commit"],
 )
 def test_a_lost_answer_is_no_lost_save(
     lost: Callable[[Request], bool], proxy: FaultProxy, store: S3Store, run: str
@@ -194,7 +155,6 @@ def test_a_lost_answer_is_no_lost_save(
     assert list(store.unfinished(run)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_conditional_write_whose_answer_was_lost_counts_as_ours_and_only_ours(
     proxy: FaultProxy, store: S3Store, run: str
@@ -209,9 +169,8 @@ def test_a_conditional_write_whose_answer_was_lost_counts_as_ours_and_only_ours(
 def test_a_server_that_falls_silent_is_asked_again_after_the_time_limit(
     proxy: FaultProxy, seaweed_server: SeaweedServer, run: str
 ) -> None:
-    store = store_at(proxy, seaweed_server, timeout_s=1.0)
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1), rank.failures()
+    store = opened(proxy, seaweed_server, timeout_s=1.0)
+    rank = saved(store, run, 1)
     stall = proxy.add(is_read_of_data, stall_s=5.0)
     before = len(proxy.seen)
     assert rank.loads(store, 1)
@@ -240,9 +199,8 @@ def test_a_save_outlives_a_server_that_is_away_for_a_while(
 def test_a_load_outlives_a_server_that_is_away_and_says_so_when_it_stays_away(
     proxy: FaultProxy, store: S3Store, seaweed_server: SeaweedServer, run: str
 ) -> None:
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1)
-    hasty = store_at(proxy, seaweed_server, HASTY)
+    rank = saved(store, run, 1)
+    hasty = opened(proxy, seaweed_server, HASTY)
     proxy.down()
     with pytest.raises(ServerNotThere, match=r"COMMIT: no answer from the S3 server at http://127\.0\.0\.1:\d+"):
         rank.loads(hasty, 1)
@@ -256,9 +214,7 @@ def test_a_load_outlives_a_server_that_is_away_and_says_so_when_it_stays_away(
 def test_a_damaged_object_is_named_and_the_newest_whole_checkpoint_is_used(
     damage: str, beside: S3Store, run: str
 ) -> None:
-    rank = OneRank(beside, run)
-    assert rank.save_and_wait(1)
-    assert rank.save_and_wait(2)
+    rank = saved(beside, run, 1, 2)
     bad = commit_key(run, 2) if damage == "commit" else rank_key(run, 2, rank.attempt, 0)
     data = bytearray(beside.get(bad))
     if damage == "missing":
@@ -273,21 +229,3 @@ def test_a_damaged_object_is_named_and_the_newest_whole_checkpoint_is_used(
         rank.loads(beside, 2)
     assert caught.value.problems[0].key.endswith(bad)
     assert rank.loads(beside, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.gate
-def test_a_bucket_that_turns_read_only_fails_saves_in_words_and_loads_as_before(
-    proxy: FaultProxy, store: S3Store, run: str
-) -> None:
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1)
-    proxy.add(lambda request: request.method in ("PUT", "POST", "DELETE"), times=None, status=403, code="AccessDenied")
-    rank.save(2)
-    assert rank.saver.wait() == 1
-    assert rank_key(run, 2, rank.attempt, 0) in rank.failures()
-    assert "access denied" in rank.failures() and "write" in rank.failures()
-    assert rank.loads(store, 1)
-    proxy.clear()
-    assert rank.save_and_wait(3), rank.failures()
-    assert committed(store, run) == [1, 3]

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fault_proxy import FaultProxy, Request
-from saving import PART, OneRank, committed, newest
+from fault_proxy import FaultProxy, Request, asks
+from saving import PART, committed, newest, saved, store_at
 from seaweed import BUCKET
 
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 class Mortal:
@@ -43,16 +43,8 @@ class Mortal:
             self.proxy.add(kill_first)
 
     def store(self) -> S3Store:
-        return S3Store(
-            BUCKET,
-            "mortal",
-            endpoint=self.proxy.endpoint,
-            access_key=self.server.access_key,
-            secret_key=self.server.secret_key,
-            part_bytes=PART,
-            patience=Patience(120.0, 120.0),
-            timeout_s=20.0,
-        )
+        patience = Patience(120.0, 120.0)
+        return store_at(self.proxy, self.server, "mortal", part_bytes=PART, patience=patience, timeout_s=20.0)
 
     def back(self) -> None:
         """Waits until the server is back."""
@@ -90,24 +82,20 @@ def mortal(tmp_path: Path) -> Iterator[Mortal]:
         mortal.close()
 
 
-UPLOAD = lambda request: request.method == "PUT" and "partNumber=2" in request.target  # noqa: E731
-COMPLETION = lambda request: request.method == "POST" and "uploadId=" in request.target  # noqa: E731
-COMMIT = lambda request: request.method == "PUT" and "/COMMIT" in request.target  # noqa: E731
-READ = lambda request: request.method == "GET" and ".safetensors" in request.target  # noqa: E731
-
-
 @pytest.mark.parametrize("after_it", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     "place",
-    [UPLOAD, COMPLETION, pytest.param(COMMIT, marks=pytest.mark.gate)],
-    ids=["upload", "completion", "commit"],
+    [
+        pytest.param(asks("PUT", "partNumber=2"), id="upload"),
+        pytest.param(asks("POST", "uploadId="), id="completion"),
+        pytest.param(asks("PUT", "/COMMIT"), id="commit", marks=pytest.mark.gate),
+    ],
 )
 def test_a_save_outlives_the_kill_of_its_server(
     place: Callable[[Request], bool], after_it: bool, mortal: Mortal, run: str
 ) -> None:
     store = mortal.store()
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1), rank.failures()
+    rank = saved(store, run, 1)
     mortal.kill_at(place, after_it)
     assert rank.save_and_wait(2), rank.failures()
     mortal.back()
@@ -119,8 +107,7 @@ def test_a_save_outlives_the_kill_of_its_server(
 @pytest.mark.gate
 def test_a_load_outlives_the_kill_of_its_server(mortal: Mortal, run: str) -> None:
     store = mortal.store()
-    rank = OneRank(store, run)
-    assert rank.save_and_wait(1), rank.failures()
-    mortal.kill_at(READ, after_it=False)
+    rank = saved(store, run, 1)
+    mortal.kill_at(asks("GET", ".safetensors"), after_it=False)
     assert rank.loads(store, 1)
     mortal.back()

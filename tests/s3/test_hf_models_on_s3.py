@@ -15,14 +15,12 @@ from seaweed import BUCKET
 
 from raypp.cli.main import run as raypp
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow, pytest.mark.gate]
+pytestmark = [pytest.mark.gate, pytest.mark.usefixtures("in_seaweed")]
 
 
 def test_a_model_in_a_bucket_is_imported_and_exported_to_a_bucket(
     seaweed_server: Any, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in seaweed_server.environment().items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("RAYPP_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("RAYPP_ADDRESS", raising=False)
     sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "ffn_size": 96, "vocab_size": 20_000}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fault_proxy import FaultProxy, fault_proxy
+from fault_proxy import FaultProxy, asks, fault_proxy
 from hf_folder import write_hf_folder
 from lies import LIES, answer, redirect
 from seaweed import BUCKET
@@ -23,7 +23,7 @@ from raypp.storage import open_store, s3_listing
 from raypp.storage.s3 import S3Store
 from raypp.storage.store_retry import Patience, bounded_command
 
-pytestmark = [pytest.mark.s3, pytest.mark.timeout(120)]  # a lie must hold up no command for ever
+pytestmark = pytest.mark.timeout(120)  # a lie must hold up no command for ever
 PREFIX = "lying"
 TYPICAL = (
     "a listing of one new key a page",
@@ -94,7 +94,6 @@ def command(name: str, out: Path) -> int:
     return 0
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_every_command_succeeds_on_the_store_when_it_tells_the_truth(
     place: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +136,6 @@ def test_a_lie_ends_every_command_soon_and_in_words(
     tell(place, lie, list(COMMANDS), tmp_path, capsys)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_error_says_how_often_and_how_long_the_store_was_asked(
     place: FaultProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -151,7 +149,6 @@ def test_an_error_says_how_often_and_how_long_the_store_was_asked(
         place.clear()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize(
     ("lie", "words"),
@@ -188,7 +185,6 @@ def test_a_redirect_takes_no_credentials_elsewhere(
         assert not elsewhere.seen
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_training_stays_as_patient_as_it_was(place: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """No budget outside of a command: a store that fails for longer is asked until it answers."""
@@ -201,23 +197,17 @@ def test_training_stays_as_patient_as_it_was(place: FaultProxy, monkeypatch: pyt
     assert fault.hits == 3
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_large_object_is_read_in_ranges_from_a_server_that_ignores_ranges(place: FaultProxy) -> None:
     store = open_store(f"s3://{BUCKET}/{PREFIX}")
     store.put("numbers", bytes(range(256)) * 1000)
-    place.add(
-        lambda request: request.method == "GET",
-        times=None,
-        lie=lambda client, _, __: answer(client, 200, {}, bytes(range(256)) * 1000),
-    )
+    place.add(asks("GET"), times=None, lie=lambda client, _, __: answer(client, 200, {}, bytes(range(256)) * 1000))
     assert store.get("numbers", 1000, 1010) == bytes(range(232, 242))
     assert store.get("numbers", 255_990) == bytes(range(246, 256))
     assert store.get("numbers", 255_999, 300_000) == b"\xff"
     assert store.get("numbers", 256_000, 300_000) == b""
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_object_that_is_being_written_is_listed_when_it_is_whole(
     place: FaultProxy, monkeypatch: pytest.MonkeyPatch

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from saving import PART
-from seaweed import BUCKET, seaweed
+from seaweed import BUCKET
 from stand_in_clock import StandInClock
 
+from raypp.clusters.seaweed import SeaweedServer
 from raypp.storage import rate_limit
 from raypp.storage.directory import DirectoryStore
 from raypp.storage.rate_limit import YIELDED, Abandoned, OtherTraffic, Pace
@@ -23,16 +23,12 @@ from raypp.storage.s3 import S3Store
 from raypp.storage.s3_upload import low_priority_options
 from raypp.storage.store import MemorySource, ObjectStore
 
-pytestmark = pytest.mark.s3
 HEAD = 1000
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[S3Store]:
-    with seaweed() as server:
-        store = server.store(BUCKET, "paced", part_bytes=PART)
-        store.put("warm-up", b"the first write makes the server's volumes")
-        yield store
+@pytest.fixture
+def store(seaweed_server: SeaweedServer) -> S3Store:
+    return seaweed_server.store(BUCKET, "paced", part_bytes=PART)
 
 
 def random_bytes(size: int) -> memoryview:
@@ -74,16 +70,13 @@ def test_the_cap_holds_for_every_byte(store: S3Store, tmp_path: Path, clock: Sta
 def test_the_bytes_go_out_evenly_and_not_in_bursts(clock: StandInClock) -> None:
     pace, sent = Pace(1e6), []
 
-    def take() -> None:
+    def take(_: int) -> None:
         for _ in range(6):
             pace.take(pace.piece_bytes)
             sent.append(clock.now)
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(take, range(4)))
     for moment, total in zip(sorted(sent), range(0, 10**9, pace.piece_bytes), strict=False):
         assert total <= moment * 1e6 + 1, "ahead of the cap by more than a piece"
 

@@ -18,7 +18,6 @@ from raypp.kinds import STORES
 from raypp.storage import AccessRefused, BucketMissing, ObjectStore, ServerNotThere, open_store
 from raypp.storage.s3 import S3Store
 
-pytestmark = pytest.mark.s3
 _PREFIXES = (f"test-{number}" for number in itertools.count())
 _PART = 5 << 20
 
@@ -67,7 +66,6 @@ def test_a_missing_bucket_is_named_and_not_created(server: Any) -> None:
             action()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_bucket_is_created_only_when_asked_for(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.environment().items():
@@ -76,7 +74,6 @@ def test_a_bucket_is_created_only_when_asked_for(server: Any, monkeypatch: pytes
         open_store("s3://made-on-demand/x", missing_bucket="create").probe()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_wrong_secret_and_an_unknown_key_are_told_apart(server: Any) -> None:
     wrong = S3Store(BUCKET, endpoint=server.endpoint, access_key=server.access_key, secret_key="wrong")
@@ -103,7 +100,6 @@ def test_a_broken_off_upload_leaves_no_parts_on_the_server(server: Any, s3_store
     assert list(s3_store.unfinished()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_what_was_acknowledged_is_there_after_the_server_was_killed_and_started_again(tmp_path: Path) -> None:
     with seaweed(tmp_path) as first:

@@ -21,8 +21,6 @@ from raypp.storage import open_store
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_client import S3Clients
 
-pytestmark = pytest.mark.s3
-
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -56,7 +54,6 @@ def test_the_endpoint_comes_from_a_variable_and_buckets_are_addressed_by_path(
     assert isinstance(store, S3Store) and store.endpoint == proxy.endpoint
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_profile_gives_endpoint_keys_region_and_style(
     proxy: FaultProxy, seaweed_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -73,7 +70,6 @@ def test_a_profile_gives_endpoint_keys_region_and_style(
     assert all("/eu-central-1/s3/" in request.headers["authorization"] for request in proxy.seen)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.usefixtures("keys")
 def test_aws_region_counts_and_is_what_requests_are_signed_for(
@@ -104,7 +100,6 @@ def names_below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.usefixtures("keys", "names_below_localhost")
 def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +116,6 @@ def test_virtual_host_style_asks_the_buckets_own_name(proxy: FaultProxy, monkeyp
     assert proxy.seen[-1].target == "/virtual/a/b"
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.usefixtures("names_below_localhost")
 def test_virtual_host_style_works_on_a_server_that_knows_its_domain(
@@ -136,7 +130,6 @@ def test_virtual_host_style_works_on_a_server_that_knows_its_domain(
     assert works(open_store(f"s3://{BUCKET}/virtual"))
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.usefixtures("keys")
 def test_the_requester_says_that_he_pays_with_every_request(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +142,6 @@ def test_the_requester_says_that_he_pays_with_every_request(proxy: FaultProxy, m
     assert all(request.headers.get("x-amz-request-payer") == "requester" for request in proxy.seen)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize("value", ["when_supported", "when_required"])
 @pytest.mark.usefixtures("keys")
@@ -187,7 +179,6 @@ def test_a_setting_that_cannot_be_used_is_named(
         open_store("s3://bucket/x")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize(
     ("endpoint", "ignored", "style"),
@@ -208,7 +199,6 @@ def test_what_counts_is_the_server_that_boto3_will_ask_not_the_variable(
     assert config.request_checksum_calculation == ("when_required" if style else "when_supported")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.usefixtures("keys")
 def test_a_second_client_reads_no_description_of_services_again(monkeypatch: pytest.MonkeyPatch) -> None:

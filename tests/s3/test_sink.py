@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import itertools
-import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from raypp.storage import AlreadyExists, NotFound
 from raypp.storage.s3 import S3Store
 from raypp.storage.store import MemorySource, StoreError
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 _PREFIXES = (f"sink-{number}" for number in itertools.count())
 
 
@@ -122,11 +122,8 @@ def test_many_connections_are_served_at_once(sink: Sink) -> None:
         for number in range(5):
             store.put_stream(f"{number}", MemorySource([data]), len(data))
 
-    threads = [threading.Thread(target=write, args=(store,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(stores)) as pool:
+        list(pool.map(write, stores))
     assert [sum(info.size for info in store.list("")) for store in stores] == [5 << 20] * 4
 
 

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from seaweed import BUCKET, seaweed
+from seaweed import BUCKET
 
-from raypp.clusters.seaweed import SeaweedServer
 from raypp.observe.tracker_process import identity
 from raypp.observe.tracking import Trackers
 from raypp.records import Event, StepReport
 from raypp.spec.load import parse_job
 from raypp.storage import open_store
 
-pytestmark = [pytest.mark.s3, pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_seaweed")]
 URL = f"s3://{BUCKET}/tracked"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[SeaweedServer]:
-    with seaweed() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def here(server: SeaweedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_tensorboard_reads_a_resumed_run_from_s3(tmp_path: Path) -> None:
+def test_tensorboard_reads_a_resumed_run_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     job = parse_job({"name": "far", "checkpoint": {"url": URL}, "observe": {"trackers": ["tensorboard"]}})
     events: list[Event] = []
     for steps in (range(1, 5), range(3, 8)):

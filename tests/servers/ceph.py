@@ -76,12 +76,7 @@ def missing_programs() -> list[str]:
 
 
 class CephServer:
-    """A running Ceph with the interface of the SeaweedFS server, as far as tests need it.
-
-    Args:
-        directory: Directory of its data, sockets and logs.
-        buckets: Buckets that are created at start.
-    """
+    """A running Ceph with the interface of the SeaweedFS server, as far as tests need it."""
 
     name = "ceph"
     access_key = _ACCESS_KEY
@@ -132,8 +127,7 @@ class CephServer:
         self._claims.clear()
 
     def _start_somewhere(self) -> None:
-        """Starts the cluster. If a program that claims no ports took one of its ports, starts once
-        more with other ports and an empty directory."""
+        """Starts the cluster, once more with other ports if another program took one of them."""
         above = self.directory
         for number in range(1, _TRIES + 1):
             self.directory = above / f"try-{number}"
@@ -247,6 +241,5 @@ def ceph(*buckets: str) -> Iterator[CephServer]:
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment without the variables that make Ceph's programs read another
-    cluster's settings."""
+    """Returns the environment without variables that name another cluster's settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}

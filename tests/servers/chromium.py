@@ -168,11 +168,7 @@ class Page:
         return text
 
     def picture(self, selector: str = "body", height: int | None = None) -> bytes:
-        """Returns a PNG of the first element that the selector finds.
-
-        Args:
-            height: Of its top, in CSS pixels; None for all of it.
-        """
+        """Returns a PNG of the first element found, or of its top, in CSS pixels."""
         script = f"""(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();
             return [r.x + scrollX, r.y + scrollY, r.width, r.height] }})()"""
         self.call("Page.bringToFront")  # a page in the background may never be drawn

@@ -23,13 +23,8 @@ _REASONS = {500: "Internal Server Error", 503: "Service Unavailable", 403: "Forb
 
 @dataclass(frozen=True)
 class Request:
-    """The part of a request that rules can check.
-
-    Attributes:
-        method: PUT, GET …
-        target: Path and query as sent.
-        headers: Names in lower case.
-    """
+    """The part of a request that rules can check: the path and query as sent, names in lower
+    case."""
 
     method: str
     target: str
@@ -38,13 +33,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the real server.
-
-    Attributes:
-        status: 200 …
-        headers: Names in lower case; without those of the connection and the body's length.
-        body: The bytes, out of their chunks.
-    """
+    """An answer of the real server: headers in lower case, without those of the connection and the
+    length; the body out of its chunks."""
 
     status: int
     headers: dict[str, str]
@@ -52,6 +42,13 @@ class Answer:
 
 
 Wanted = Callable[[Request], bool]
+
+
+def asks(method: str, words: str = "") -> Wanted:
+    """Selects requests with this method and these words in their target."""
+    return lambda request: request.method == method and words in request.target
+
+
 Lie = Callable[[socket.socket, Request, Answer], None]
 """Sends the client an answer of its own."""
 
@@ -94,11 +91,8 @@ class Fault:
 
 
 class FaultProxy:
-    """Listens on a free loopback port until `close`.
-
-    Args:
-        upstream: The real server's URL. Can be changed when the server restarts at another address.
-    """
+    """Listens on a free loopback port until `close`. `upstream` may change: a server that
+    restarts."""
 
     def __init__(self, upstream: str) -> None:
         self.upstream = upstream

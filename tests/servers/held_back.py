@@ -11,10 +11,7 @@ from collections.abc import Iterable, Iterator
 
 @contextlib.contextmanager
 def held_back(pids: Iterable[int], pause_s: float = 0.25) -> Iterator[None]:
-    """Lets processes run only a small part of the time: 20 ms, a step or so, between pauses.
-
-    What is to happen at a certain step then happens in time, however busy the machine is.
-    """
+    """Lets processes run only 20 ms, a step or so, between pauses, however busy the machine is."""
     pids = list(pids)
     over = threading.Event()
 

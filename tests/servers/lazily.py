@@ -9,8 +9,7 @@ from typing import Any
 class Lazily:
     """Stands for a module until one of its attributes is needed.
 
-    transformers puts another object into `sys.modules` while it is imported, so
-    `importlib.util.LazyLoader` cannot load it.
+    `importlib.util.LazyLoader` cannot load transformers, which replaces itself in `sys.modules`.
     """
 
     def __init__(self, name: str) -> None:

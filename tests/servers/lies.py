@@ -10,18 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
-from fault_proxy import Answer, Lie, Request, Wanted
+from fault_proxy import Answer, Lie, Request, Wanted, asks
 
 _EVERY_ENTRY = re.compile(rb"<Contents>.*?</Contents>", re.DOTALL)
 _PATIENT_S = 8.0
 
 
-def _is_list(request: Request) -> bool:
-    return request.method == "GET" and "list-type=2" in request.target
-
-
-def _is_head(request: Request) -> bool:
-    return request.method == "HEAD"
+_is_list, _is_head = asks("GET", "list-type=2"), asks("HEAD")
 
 
 def _is_get(request: Request) -> bool:

@@ -39,16 +39,9 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def write_tasks(folder: Path, rows: Sequence[dict[str, Any]], data: str) -> str:
-    """Writes the tasks' files and their rows into a folder.
-
-    Args:
-        folder: The folder.
-        rows: With `question`, `choices`, `answer` and `continuation`.
-        data: The path of the rows that the tasks name.
-
-    Returns:
-        What `raypp eval --tasks` takes in that folder.
-    """
+    """Writes the tasks, and rows of `question`, `choices`, `answer` and `continuation`, into a
+    folder. The tasks name `data` as the path of the rows. Returns what `raypp eval --tasks` takes
+    there."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": data}}}
     for name, task in TASKS.items():

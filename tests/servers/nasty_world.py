@@ -57,13 +57,7 @@ _LIVE = re.compile(r"\x1b\[(\?25[lh]|\d*[AGK]|2K)|\r(?!FORGED)")
 
 
 def faults(output: str, *, coloured: bool = False, live: bool = False) -> list[str]:
-    """Returns what must not be in the output of a command.
-
-    Args:
-        output: What it printed.
-        coloured: Whether it may use colours.
-        live: Whether it may move the cursor.
-    """
+    """Returns what must not be in a command's output, which may use colours or move the cursor."""
     found = [word for word in ("MarkupError", "Traceback", "internal error") if word in output]
     if coloured:
         if "\x1b[38;5;201m" in output:

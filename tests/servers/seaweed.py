@@ -14,8 +14,7 @@ BUCKET = "raypp-tests"
 
 @contextmanager
 def seaweed(directory: Path | None = None) -> Iterator[SeaweedServer]:
-    """Runs a server with the bucket `raypp-tests`. Without a given directory, its data is removed
-    on exit."""
+    """Runs a server with the bucket `raypp-tests`. Without a directory its data goes on exit."""
     with tempfile.TemporaryDirectory(prefix="raypp-seaweed-") as temporary:
         server = SeaweedServer.start(directory or temporary, buckets=(BUCKET,))
         try:

@@ -8,14 +8,9 @@ from collections.abc import Callable
 
 
 class StandInClock:
-    """What a module asks of `time`.
+    """What a module asks of `time`; `now` are the seconds since the clock was made.
 
-    Args:
-        passes: Whether the time passes when somebody sleeps. If not, `sleep` gives other threads a
-            moment.
-
-    Attributes:
-        now: Seconds since the clock was made.
+    Time `passes` when somebody sleeps, or `sleep` gives other threads a moment.
     """
 
     def __init__(self, passes: bool = True) -> None:

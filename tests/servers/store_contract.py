@@ -4,6 +4,9 @@ a `store` fixture."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -13,23 +16,23 @@ from raypp.storage import AlreadyExists, NotFound, ObjectStore
 
 def assert_one_of_eight_writers_wins(store: ObjectStore) -> None:
     """Asserts that one of eight racing writers wins a key, and that the key holds its data."""
-    start, won = threading.Barrier(8), []
+    assert_one_writer_wins([store] * 8, "race/COMMIT")
+
+
+def assert_one_writer_wins(writers: Sequence[ObjectStore], key: str) -> None:
+    """Asserts that one of several racing writers wins a key, and that the key holds its data."""
+    start, won = threading.Barrier(len(writers)), []
 
     def race(number: int) -> None:
         start.wait()
-        try:
-            store.put("race/COMMIT", f"writer {number}".encode(), if_absent=True)
+        with suppress(AlreadyExists):
+            writers[number].put(key, f"writer {number}".encode(), if_absent=True)
             won.append(number)
-        except AlreadyExists:
-            pass
 
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(won) == 1
-    assert store.get("race/COMMIT") == f"writer {won[0]}".encode()
+    with ThreadPoolExecutor(len(writers)) as pool:
+        list(pool.map(race, range(len(writers))))
+    (winner,) = won
+    assert writers[0].get(key) == f"writer {winner}".encode()
 
 
 class StoreContract:

@@ -29,17 +29,8 @@ MESSAGES = {
 
 
 def say(address: Address, message: bytes, *, half: bool = False, patience_s: float = 10.0) -> bytes:
-    """Connects, sends, and returns all that comes back until the other side closes.
-
-    Args:
-        address: Of the port.
-        message: What to send.
-        half: Whether to close the own direction afterwards.
-        patience_s: For the other side to close.
-
-    Raises:
-        TimeoutError: It does not.
-    """
+    """Connects, sends, may close its own direction (`half`), and returns all that comes back until
+    the other side closes. Raises TimeoutError if it does not."""
     heard, end = b"", time.monotonic() + patience_s
     with socket.create_connection(address, 5) as one:
         try:
@@ -60,11 +51,7 @@ def say(address: Address, message: bytes, *, half: bool = False, patience_s: flo
 
 
 def guess(address: Address, patience_s: float = 5.0) -> None:
-    """Speaks the protocol with a secret of its own.
-
-    Raises:
-        UnprovenError: As it should.
-    """
+    """Speaks the protocol with a secret of its own, which raises UnprovenError as it should."""
     with socket.create_connection(address, 5) as one:
         introduce(one, b"guess", 0, patience_s)
 
@@ -81,15 +68,8 @@ def silent(address: Address, count: int) -> Iterator[list[socket.socket]]:
 
 
 class Siege:
-    """Attacks ports with everything, one after another, in a thread.
-
-    Args:
-        addresses: The ports.
-        at_once: Silent connections to each port at the same time.
-
-    Attributes:
-        connections: How many the ports have accepted so far.
-    """
+    """Attacks ports in a thread, with silent connections to each `at_once`. Counts the connections
+    that the ports have accepted."""
 
     def __init__(self, addresses: list[Address], at_once: int) -> None:
         self.connections = 0

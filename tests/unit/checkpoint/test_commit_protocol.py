@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,9 @@ def test_a_damaged_object_is_named_and_the_older_commit_is_used(
     save(store, 20)
     bad = rank_key(RUN, 20, 1, 1)
     damage(store.root / bad)
-    newest = newest_usable(store, RUN)
-    assert newest.commit is not None and newest.commit.step == 10
-    assert [(r.step, [p.key for p in r.problems]) for r in newest.rejected] == [(20, [bad])]
-    assert message in str(newest.rejected[0])
+    newest, (problem,) = newest_usable(store, RUN)
+    assert newest is not None and newest.step == 10
+    assert problem.key == bad and message in problem.fault
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1, "objects": [{"x": 1}]}'])
@@ -109,17 +108,18 @@ def test_a_commit_that_cannot_be_read_is_named_and_the_older_one_is_used(store: 
     save(store, 10)
     save(store, 20)
     store.put(commit_key(RUN, 20), garbage)
-    newest = newest_usable(store, RUN)
-    assert newest.commit is not None and newest.commit.step == 10
-    assert newest.rejected[0].problems[0].key == commit_key(RUN, 20)
+    newest, problems = newest_usable(store, RUN)
+    assert newest is not None and newest.step == 10
+    assert problems[0].key == commit_key(RUN, 20)
 
 
 def test_nothing_usable_is_none(store: DirectoryStore) -> None:
-    assert newest_usable(store, RUN).commit is None
+    assert newest_usable(store, RUN) == (None, [])
     save(store, 10)
-    (store.root / rank_key(RUN, 10, 1, 0)).unlink()
-    newest = newest_usable(store, RUN)
-    assert newest.commit is None and len(newest.rejected) == 1
+    bad = rank_key(RUN, 10, 1, 0)
+    (store.root / bad).unlink()
+    newest, (problem,) = newest_usable(store, RUN)
+    assert newest is None and problem.key == bad
 
 
 def test_an_attempt_can_be_claimed_once(store: DirectoryStore) -> None:
@@ -140,43 +140,31 @@ def test_an_attempt_that_came_back_from_the_dead_cannot_commit(store: DirectoryS
     assert steps(store) == [10]
 
 
-def test_an_attempt_that_stalls_before_an_older_commit_leaves_a_newer_attempts_commit(tmp_path: Path) -> None:
-    class Stalls(DirectoryStore):
-        """A newer attempt begins and commits the step while this one has just read the commit."""
+@pytest.mark.parametrize(
+    ("stalls_after", "refusal"),
+    [("get", "attempt 2 is over: attempt 3 has begun"), ("delete", "already exists")],
+)
+def test_an_attempt_that_stalls_over_an_older_commit_leaves_a_newer_attempts_commit(
+    tmp_path: Path, stalls_after: str, refusal: str
+) -> None:
+    """A newer attempt begins and commits the step once this one has read or deleted the commit."""
+    store, stalls = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
+    real = getattr(stalls, stalls_after)
 
-        def get(self, key: str, first: int = 0, most: int | None = None) -> bytes:
-            data = super().get(key, first, most)
-            if key == commit_key(RUN, 20):
-                claim_attempt(store, RUN, 3)
-                store.delete([key])
-                write_commit(store, commit_of(20, 3, put_objects(store, 20, 3)))
-            return data
-
-    store, stalls = DirectoryStore(tmp_path), Stalls(tmp_path)
-    claim_attempt(store, RUN, 1)
-    save(store, 20)
-    claim_attempt(store, RUN, 2)
-    late = commit_of(20, 2, put_objects(store, 20, 2))
-    with pytest.raises(StaleAttemptError, match="attempt 2 is over: attempt 3 has begun"):
-        write_commit(stalls, late)
-    assert read_commit(store, RUN, 20).attempt == 3
-
-
-def test_an_attempt_that_stalls_after_deleting_an_older_commit_overwrites_no_newer_one(tmp_path: Path) -> None:
-    class Stalls(DirectoryStore):
-        """A newer attempt begins and commits the step once this one has deleted the old commit."""
-
-        def delete(self, keys: Iterable[str]) -> None:
-            super().delete(keys)
+    def stalled(keys: str | list[str], *more: Any) -> Any:
+        answer = real(keys, *more)
+        if commit_key(RUN, 20) in (keys, *keys):
             claim_attempt(store, RUN, 3)
+            store.delete([commit_key(RUN, 20)])
             write_commit(store, commit_of(20, 3, put_objects(store, 20, 3)))
+        return answer
 
-    store, stalls = DirectoryStore(tmp_path), Stalls(tmp_path)
     claim_attempt(store, RUN, 1)
     save(store, 20)
     claim_attempt(store, RUN, 2)
     late = commit_of(20, 2, put_objects(store, 20, 2))
-    with pytest.raises(AlreadyExists):
+    setattr(stalls, stalls_after, stalled)
+    with pytest.raises((StaleAttemptError, AlreadyExists), match=refusal):
         write_commit(stalls, late)
     assert read_commit(store, RUN, 20).attempt == 3
 
@@ -221,7 +209,7 @@ def test_the_newest_k_stay_and_leftovers_of_dead_attempts_go(store: DirectorySto
     assert pruned.steps == (10,)
     assert list(store.list(f"{RUN}/step-00000015")) == []
     assert len(list(store.list(f"{RUN}/step-00000040"))) == 2
-    assert newest_usable(store, RUN).rejected == ()
+    assert newest_usable(store, RUN)[1] == []
 
 
 def test_the_last_checkpoint_is_never_removed(store: DirectoryStore) -> None:
@@ -332,10 +320,10 @@ def test_a_crash_at_any_operation_of_a_save_leaves_the_old_or_the_new_state_whol
             finished = True
         except Died:
             finished = False
-        newest = newest_usable(store, RUN)
-        assert newest.commit is not None and newest.rejected == ()
-        assert newest.commit.step in (20, 30)
-        seen.add(newest.commit.step)
+        newest, problems = newest_usable(store, RUN)
+        assert newest is not None and problems == []
+        assert newest.step in (20, 30)
+        seen.add(newest.step)
         claim_attempt(store, RUN, 2)
         save(store, 40, attempt=2, keep=1)
         assert steps(store) == [40]

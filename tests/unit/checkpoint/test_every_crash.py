@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from in_one_process import InOneProcess
 from newest_usable import newest_usable
+from test_commit_protocol import Died
 from test_save_and_load import RUN, adamw
 from told import Told
 from torch import nn
 
-from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints
 from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.save import CheckpointSaver
@@ -22,10 +23,6 @@ from raypp.records import Coordinates, Seat
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")]
-
-
-class Died(BaseException):
-    """The process is gone: nothing after this runs, not even handlers of Exception."""
 
 
 class Life:
@@ -87,7 +84,7 @@ class Talk:
         self.threads: dict[int, threading.Thread] = {}
 
 
-class Shared(Announcements):
+class Shared(InOneProcess):
     """Announcements of one attempt, seen by one process."""
 
     def __init__(self, talk: Talk, life: Life) -> None:
@@ -98,20 +95,7 @@ class Shared(Announcements):
             self._life.act(lambda: self._talk.messages.update({(step, rank): message}))
             self._talk.news.notify_all()
 
-    def progress(self, step: int, rank: int, value: int) -> None:
-        pass
-
-    def forget(self, step: int, ranks: Sequence[int]) -> None:
-        pass
-
-    def wait_all(
-        self,
-        step: int,
-        ranks: Sequence[int],
-        timeout_s: float,
-        stopped: Callable[[], bool] = lambda: False,
-        progressed: Callable[[], None] = lambda: None,
-    ) -> dict[int, dict[str, Any]]:
+    def wait_all(self, step: int, ranks: Sequence[int], *_: Any) -> dict[int, dict[str, Any]]:
         """Returns what all have said; raises TimeoutError once a rank can no longer say it."""
         talk = self._talk
         with talk.news:
@@ -152,10 +136,10 @@ def test_a_crash_anywhere_leaves_the_old_or_the_new_state_whole(tmp_path: Path, 
         attempt(store, 1, 10, [Life(0, False), Life(0, False)])
         lives = [Life(place if rank == dies else 0, after) for rank in (0, 1)]
         attempt(store, 1, 20, lives)
-        newest = newest_usable(store, RUN)
-        assert newest.commit is not None and newest.rejected == ()
-        assert newest.commit.step in (10, 20)
-        seen.add(newest.commit.step)
+        newest, problems = newest_usable(store, RUN)
+        assert newest is not None and problems == []
+        assert newest.step in (10, 20)
+        seen.add(newest.step)
         claim_attempt(store, RUN, 2)
         attempt(store, 2, 30, [Life(0, False), Life(0, False)])
         assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [30]

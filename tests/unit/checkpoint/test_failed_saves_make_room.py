@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_save_and_load import RUN, Heard, adamw, model, saved, saver
+from in_one_process import InOneProcess
+from stand_in_clock import wait_until
+from test_save_and_load import RUN, adamw, model, saved, saver
 from told import Told
 from torch import nn
 
 from raypp.checkpoint.commit import Commit, list_checkpoints
 from raypp.checkpoint.layout import commit_key, rank_key, steps_prefix
 from raypp.checkpoint.ranged_reads import verify_checkpoint
-from raypp.checkpoint.save import CheckpointSaver
-from raypp.records import Coordinates, Seat
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
@@ -38,36 +36,15 @@ class SmallDisk(DirectoryStore):
             super().put_stream(key, chunks, size)
 
 
-class Heeded(Heard):
-    """Announcements within one process, which are waited for."""
-
-    def wait_all(
-        self,
-        step: int,
-        ranks: Sequence[int],
-        timeout_s: float,
-        stopped: Callable[[], bool] = lambda: False,
-        progressed: Callable[[], None] = lambda: None,
-    ) -> dict[int, dict[str, Any]]:
-        deadline = time.monotonic() + timeout_s
-        while (
-            not stopped() and time.monotonic() < deadline and any((step, rank) not in self.messages for rank in ranks)
-        ):
-            time.sleep(0.005)
-        return super().wait_all(step, ranks, timeout_s, stopped, progressed)
-
-
 class Pair:
     """Two pipeline ranks of one attempt, with their savers."""
 
-    def __init__(self, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reporter, heard = Told(), Heeded()
+    def __init__(self, store: DirectoryStore) -> None:
+        self.reporter, talk = Told(), InOneProcess()
         self.savers, self.stages = [], []
         for rank in range(2):
             torch.manual_seed(rank)
-            seat = Seat(RUN, 1, rank, 2, Coordinates(pp=rank), Coordinates(2, 1, 1, 1))
-            self.savers.append(CheckpointSaver(store, RUN, {}, seat, heard, self.reporter, 9, commit_timeout_s=60))
-            monkeypatch.setattr(self.savers[-1]._closed, "wait", lambda seconds: False)
+            self.savers.append(saver(store, self.reporter, rank=rank, world=2, talk=talk, pp=2, commit_timeout_s=60))
             self.stages.append(nn.ModuleDict({f"layer{rank}": nn.Linear(64, 64)}))
         self._optimizers = [adamw(stage) for stage in self.stages]
 
@@ -78,20 +55,11 @@ class Pair:
         return [saver.wait() for saver in self.savers]
 
 
-def until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_an_object_of_a_save_that_another_rank_failed_makes_room_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_of_a_save_that_another_rank_failed_makes_room_for_the_next(tmp_path: Path) -> None:
     store = SmallDisk(tmp_path)
-    pair = Pair(store, monkeypatch)
+    pair = Pair(store)
     pair.begin(0, 1)
-    until(lambda: store.head(rank_key(RUN, 1, 1, 0)))
+    wait_until(lambda: store.head(rank_key(RUN, 1, 1, 0)))
     left = store.head(rank_key(RUN, 1, 1, 0))
     assert left is not None
     store.room = left.size
@@ -105,13 +73,13 @@ def test_an_object_of_a_save_that_another_rank_failed_makes_room_for_the_next(
     assert verify_checkpoint(store, RUN, 2) == []
 
 
-def test_what_a_rank_left_goes_even_if_the_next_saves_fail_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_left_goes_even_if_the_next_saves_fail_too(tmp_path: Path) -> None:
     store = SmallDisk(tmp_path)
-    pair = Pair(store, monkeypatch)
+    pair = Pair(store)
     for step in (1, 2, 3):
         store.room = 1 << 40
         pair.begin(0, step)
-        until(lambda step=step: store.head(rank_key(RUN, step, 1, 0)))
+        wait_until(lambda step=step: store.head(rank_key(RUN, step, 1, 0)))
         store.room = 0
         pair.begin(1, step)
         assert pair.wait() == [None, None]
@@ -119,13 +87,11 @@ def test_what_a_rank_left_goes_even_if_the_next_saves_fail_too(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(("committed_by", "stays"), [(1, True), (2, False), (None, True)])
-def test_an_object_that_some_commit_may_name_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed_by: int | None, stays: bool
-) -> None:
+def test_an_object_that_some_commit_may_name_stays(tmp_path: Path, committed_by: int | None, stays: bool) -> None:
     store, key = SmallDisk(tmp_path), rank_key(RUN, 1, 1, 0)
-    pair = Pair(store, monkeypatch)
+    pair = Pair(store)
     pair.begin(0, 1)
-    until(lambda: store.head(key))
+    wait_until(lambda: store.head(key))
     store.room = 0
     pair.begin(1, 1)
     assert pair.wait() == [None, None]
@@ -151,10 +117,9 @@ class LostCommits(DirectoryStore):
         super().put(key, data, if_absent=if_absent)
 
 
-def test_the_objects_of_a_commit_that_may_still_appear_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, reporter, stage = LostCommits(tmp_path), Told(), model()
-    saving, optimizer = saver(store, reporter), adamw(stage)
-    monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
+def test_the_objects_of_a_commit_that_may_still_appear_stay(tmp_path: Path) -> None:
+    store, stage = LostCommits(tmp_path), model()
+    saving, optimizer = saver(store, Told()), adamw(stage)
     for step in (1, 2):
         saving.save(step, [stage], optimizer, {})
         assert saving.wait() is None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_one_process import InOneProcess
 from safetensors import safe_open
 from safetensors.torch import load_file
 from stand_in_clock import StandInClock
@@ -18,7 +19,6 @@ from told import Told
 from torch import nn
 
 from raypp.checkpoint import save
-from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import claim_attempt, list_checkpoints, read_commit
 from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
@@ -38,35 +38,6 @@ RUN = "tiny"
 ONE = Coordinates(1, 1, 1, 1)
 
 
-class Heard(Announcements):
-    """Announcements within one process."""
-
-    def __init__(self) -> None:
-        self.messages: dict[tuple[int, int], dict[str, Any]] = {}
-
-    def announce(self, step: int, rank: int, message: dict[str, Any]) -> None:
-        self.messages[step, rank] = message
-
-    def progress(self, step: int, rank: int, value: int) -> None:
-        pass
-
-    def forget(self, step: int, ranks: Sequence[int]) -> None:
-        pass
-
-    def wait_all(
-        self,
-        step: int,
-        ranks: Sequence[int],
-        timeout_s: float,
-        stopped: Callable[[], bool] = lambda: False,
-        progressed: Callable[[], None] = lambda: None,
-    ) -> dict[int, dict[str, Any]]:
-        silent = [rank for rank in ranks if (step, rank) not in self.messages]
-        if silent:
-            raise TimeoutError(f"ranks {silent} did not report in time that their part of step {step} is stored")
-        return {rank: self.messages[step, rank] for rank in ranks}
-
-
 def model(width: int = 48, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Embedding(2048, width), nn.Linear(width, 16 * width), nn.LayerNorm(16 * width))
@@ -84,9 +55,32 @@ def train(stage: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
+State = dict[str, torch.Tensor]
+
+
+def state_of(stage: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+    return {name: part.tensor.clone() for name, part in gather_state([stage], optimizer).items()}
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
 def same_state(a: nn.Module, b: nn.Module, of_a: torch.optim.Optimizer, of_b: torch.optim.Optimizer) -> bool:
-    left, right = gather_state([a], of_a), gather_state([b], of_b)
-    return left.keys() == right.keys() and all(torch.equal(left[n].tensor, right[n].tensor) for n in left)
+    return same(state_of(a, of_a), state_of(b, of_b))
+
+
+def restored(
+    store: Any,
+    step: int | None,
+    fresh: nn.Module | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Loads a step into a model with other weights and its optimizer."""
+    fresh = fresh or model(seed=1)
+    fresh_optimizer = optimizer(fresh)
+    assert load_checkpoint(store, RUN, step, [fresh], fresh_optimizer) is not None
+    return fresh, fresh_optimizer
 
 
 @pytest.fixture
@@ -102,22 +96,33 @@ def saver(
     keep: int = 9,
     rank: int = 0,
     world: int = 1,
-    talk: Heard | None = None,
+    pp: int = 1,
+    commit_timeout_s: float = 5,
+    talk: InOneProcess | None = None,
 ) -> CheckpointSaver:
-    seat = Seat(RUN, attempt, rank, world, Coordinates(), ONE)
+    seat = Seat(RUN, attempt, rank, world, Coordinates(pp=rank % pp), Coordinates(pp, 1, 1, 1))
     job = {"model": {"kind": "llama"}, "resources": {"env": {"TOKEN": "secret"}}}
-    return CheckpointSaver(store, RUN, job, seat, talk or Heard(), reporter, keep, commit_timeout_s=5)
+    talk = talk or InOneProcess(patient=False)
+    made = CheckpointSaver(store, RUN, job, seat, talk, reporter, keep, commit_timeout_s=commit_timeout_s)
+    made._closed.wait = lambda timeout=None: False  # type: ignore[method-assign]  # no pause before another try
+    return made
 
 
-def saved(store: DirectoryStore, steps: Sequence[int] = (3,)) -> tuple[nn.Module, torch.optim.Optimizer]:
+def begun(store: Any, step: int = 1, **how: Any) -> tuple[CheckpointSaver, Told]:
+    """Begins to save a new model."""
+    reporter, stage = Told(), model()
+    saving = saver(store, reporter, **how)
+    saving.save(step, [stage], adamw(stage), {})
+    return saving, reporter
+
+
+def saved(store: DirectoryStore) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Saves step 3."""
     stage = model()
     optimizer, saving = adamw(stage), saver(store, Told())
-    done = 0
-    for step in steps:
-        train(stage, optimizer, step - done)
-        done = step
-        saving.save(step, [stage], optimizer, {"data_position": {"row": step}})
-        assert saving.wait() == step
+    train(stage, optimizer, 3)
+    saving.save(3, [stage], optimizer, {"data_position": {"row": 3}})
+    assert saving.wait() == 3
     return stage, optimizer
 
 
@@ -138,16 +143,12 @@ def test_training_may_go_on_while_the_snapshot_is_stored(store: DirectoryStore) 
     stage = model()
     optimizer, reporter = adamw(stage), Told()
     train(stage, optimizer, 1)
-    before = {name: value.tensor.clone() for name, value in gather_state([stage], optimizer).items()}
+    before = state_of(stage, optimizer)
     saving = saver(store, reporter)
     saving.save(1, [stage], optimizer, {})
     train(stage, optimizer, 3)
     assert saving.wait() == 1
-    fresh = model(seed=1)
-    fresh_optimizer = adamw(fresh)
-    load_checkpoint(store, RUN, 1, [fresh], fresh_optimizer)
-    after = gather_state([fresh], fresh_optimizer)
-    assert all(torch.equal(before[name], after[name].tensor) for name in before)
+    assert same(before, state_of(*restored(store, 1)))
     assert reporter.kinds() == ["committed"]
     assert saving.last_stall_s > 0
 
@@ -170,11 +171,8 @@ def test_the_commit_names_what_is_needed_and_no_secret(store: DirectoryStore) ->
 
 def test_an_object_is_a_safetensors_file_with_global_names_and_every_bit(store: DirectoryStore) -> None:
     stage, optimizer = saved(store)
-    loaded = load_file(store.root / rank_key(RUN, 3, 1, 0))
-    slices = gather_state([stage], optimizer)
-    assert loaded.keys() == slices.keys()
-    for name, part in slices.items():
-        assert loaded[name].dtype == part.tensor.dtype and torch.equal(loaded[name], part.tensor)
+    loaded, state = load_file(store.root / rank_key(RUN, 3, 1, 0)), state_of(stage, optimizer)
+    assert same(loaded, state) and all(loaded[name].dtype == state[name].dtype for name in state)
 
 
 def test_a_model_only_copy_is_what_safetensors_reads_without_the_optimizers_names(store: DirectoryStore) -> None:
@@ -195,12 +193,10 @@ def test_a_flipped_byte_anywhere_is_found_and_nothing_is_changed(store: Director
     data[place] ^= 4
     path.write_bytes(data)
     fresh = model(seed=1)
-    before = {name: value.clone() for name, value in fresh.state_dict().items()}
-    optimizer = adamw(fresh)
+    before, optimizer = state_of(fresh, None), adamw(fresh)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors.*corrupt"):
         load_checkpoint(store, RUN, 3, [fresh], optimizer)
-    assert all(torch.equal(before[name], value) for name, value in fresh.state_dict().items())
-    assert not optimizer.state
+    assert same(before, state_of(fresh, None)) and not optimizer.state
     assert verify_checkpoint(store, RUN, 3)[0].key == rank_key(RUN, 3, 1, 0)
 
 
@@ -240,24 +236,21 @@ def test_a_tied_weight_comes_back_tied(store: DirectoryStore) -> None:
     saving = saver(store, Told())
     saving.save(1, [stage], optimizer, {})
     saving.wait()
-    fresh = tied(1)
-    fresh_optimizer = adamw(fresh)
-    load_checkpoint(store, RUN, 1, [fresh], fresh_optimizer)
+    fresh, fresh_optimizer = restored(store, 1, tied(1))
     assert fresh[0].weight is fresh[1].weight
     assert same_state(stage, fresh, optimizer, fresh_optimizer)
 
 
 def test_sgd_without_state_and_with_momentum_come_back(store: DirectoryStore) -> None:
     for step, momentum in ((1, 0.0), (2, 0.9)):
-        stage, fresh = model(), model(seed=1)
-        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=momentum)
+        sgd = lambda stage, momentum=momentum: torch.optim.SGD(stage.parameters(), lr=0.1, momentum=momentum)  # noqa: E731
+        stage = model()
+        optimizer = sgd(stage)
         train(stage, optimizer, 2)
         saving = saver(store, Told())
         saving.save(step, [stage], optimizer, {})
         assert saving.wait() == step
-        fresh_optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=momentum)
-        load_checkpoint(store, RUN, step, [fresh], fresh_optimizer)
-        assert same_state(stage, fresh, optimizer, fresh_optimizer)
+        assert same(state_of(stage, optimizer), state_of(*restored(store, step, optimizer=sgd)))
 
 
 class SlowStore(DirectoryStore):
@@ -310,21 +303,16 @@ class FailingStore(DirectoryStore):
 
 
 def test_an_upload_is_tried_again_before_it_counts_as_failed(tmp_path: Path) -> None:
-    store, reporter, stage = FailingStore(tmp_path, 1), Told(), model()
-    saving = saver(store, reporter)
-    saving.save(1, [stage], adamw(stage), {})
+    store = FailingStore(tmp_path, 1)
+    saving, reporter = begun(store)
     assert saving.wait() == 1
     assert reporter.kinds() == ["committed"]
     assert verify_checkpoint(store, RUN, 1) == []
 
 
-def test_a_failed_save_is_an_event_and_training_goes_on_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_is_an_event_and_training_goes_on_to_the_next(tmp_path: Path) -> None:
     store, reporter, stage = FailingStore(tmp_path, 4), Told(), model()
-    saving = saver(store, reporter)
-    monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
-    optimizer = adamw(stage)
+    saving, optimizer = saver(store, reporter), adamw(stage)
     saving.save(1, [stage], optimizer, {})
     assert saving.wait() is None
     assert set(reporter.kinds()) == {"save_failed"}
@@ -345,11 +333,9 @@ class FullStore(DirectoryStore):
         super().put_stream(key, chunks, size)
 
 
-def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, reporter, stage = FullStore(tmp_path), Told(), model()
-    saving = saver(store, reporter)
-    monkeypatch.setattr(saving._closed, "wait", lambda seconds: False)
-    optimizer = adamw(stage)
+def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path) -> None:
+    store, stage = FullStore(tmp_path), model()
+    saving, optimizer = saver(store, Told()), adamw(stage)
     assert saving.finish() is None, "no save was asked for"
     saving.save(1, [stage], optimizer, {})
     with pytest.raises(NotSavedError, match=r"of step 1, was not saved: .* the disk is full") as full:
@@ -362,39 +348,29 @@ def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path, mo
     assert saving.finish() == 2, "an earlier failure does not count once a newer step is committed"
 
 
+def both_saved(*stores: DirectoryStore) -> list[tuple[CheckpointSaver, Told]]:
+    """Ranks 0 and 1 save step 4, each to its store: rank 1 first, and to the end."""
+    talk, ranks = InOneProcess(patient=False), []
+    for rank in (1, 0):
+        ranks.insert(0, begun(stores[rank], 4, rank=rank, world=2, talk=talk))
+        ranks[0][0]._thread.join()  # type: ignore[union-attr]
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("at_fault", "why"), [(1, "bad day"), (0, "attempt 1 is over")], ids=["an upload fails", "the commit fails"]
+)
 def test_ranks_agree_that_the_last_save_failed_and_on_whose_fault_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, at_fault: int, why: str
 ) -> None:
-    talk, ends = Heard(), {}
-    stores = {1: FailingStore(tmp_path, 9), 0: DirectoryStore(tmp_path)}
-    savers = {rank: saver(one, Told(), rank=rank, world=2, talk=talk) for rank, one in stores.items()}
-    monkeypatch.setattr(savers[1]._closed, "wait", lambda seconds: False)
-    for saving in savers.values():
-        stage = model()
-        saving.save(4, [stage], adamw(stage), {})
-        saving._thread.join()  # type: ignore[union-attr]
-    for rank, saving in savers.items():
-        with pytest.raises(NotSavedError, match=r"of step 4, was not saved: .*bad day") as failed:
+    store, ends = DirectoryStore(tmp_path), []
+    if at_fault == 0:
+        claim_attempt(store, RUN, 2)
+    for saving, _ in both_saved(store, FailingStore(tmp_path, 9) if at_fault == 1 else store):
+        with pytest.raises(NotSavedError, match=rf"of step 4, was not saved: .*{why}") as failed:
             saving.finish()
-        ends[rank] = kind_and_cause(failed.value)[0]
-    assert ends == {0: FailureKind.LOST_PEER, 1: FailureKind.SAVE_FAILED}
-
-
-def test_a_commit_that_fails_is_the_committing_rank_s_fault_and_the_others_learn_why(
-    store: DirectoryStore,
-) -> None:
-    claim_attempt(store, RUN, 2)
-    talk, ends = Heard(), {}
-    savers = {rank: saver(store, Told(), rank=rank, world=2, talk=talk) for rank in (1, 0)}
-    for saving in savers.values():
-        stage = model()
-        saving.save(4, [stage], adamw(stage), {})
-        saving._thread.join()  # type: ignore[union-attr]
-    for rank, saving in savers.items():
-        with pytest.raises(NotSavedError, match=r"of step 4, was not saved: .*attempt 1 is over") as failed:
-            saving.finish()
-        ends[rank] = kind_and_cause(failed.value)[0]
-    assert ends == {0: FailureKind.SAVE_FAILED, 1: FailureKind.LOST_PEER}
+        ends.append(kind_and_cause(failed.value)[0])
+    assert ends == [FailureKind.SAVE_FAILED if rank == at_fault else FailureKind.LOST_PEER for rank in (0, 1)]
 
 
 def test_what_fails_after_the_commit_does_not_make_the_save_a_failed_one(
@@ -404,31 +380,22 @@ def test_what_fails_after_the_commit_does_not_make_the_save_a_failed_one(
         raise OSError("no listing")
 
     monkeypatch.setattr(save, "prune", broken)
-    talk, reporter = Heard(), Told()
-    savers = [saver(store, reporter, rank=rank, world=2, talk=talk) for rank in (1, 0)]
-    for saving in savers:
-        stage = model()
-        saving.save(4, [stage], adamw(stage), {})
-        saving._thread.join()  # type: ignore[union-attr]
-    assert [saving.finish() for saving in savers] == [4, 4]
-    assert reporter.kinds() == ["committed", "prune_failed"]
+    ranks = both_saved(store, store)
+    assert [saving.finish() for saving, _ in ranks] == [4, 4]
+    assert [reporter.kinds() for _, reporter in ranks] == [["committed", "prune_failed"], []]
 
 
 def test_a_rank_that_says_nothing_prevents_the_commit_and_is_named(store: DirectoryStore) -> None:
-    reporter, stage = Told(), model()
-    saving = saver(store, reporter, world=2)
-    saving.save(1, [stage], adamw(stage), {})
+    saving, reporter = begun(store, world=2)
     assert saving.wait() is None
     assert list_checkpoints(store, RUN) == []
     assert "ranks [1] did not report" in reporter.events[0].message
 
 
 def test_a_saver_whose_attempt_is_over_commits_nothing(store: DirectoryStore) -> None:
-    claim_attempt(store, RUN, 1)
-    reporter, stage = Told(), model()
-    saving = saver(store, reporter)
-    claim_attempt(store, RUN, 2)
-    saving.save(1, [stage], adamw(stage), {})
+    for attempt in (1, 2):
+        claim_attempt(store, RUN, attempt)
+    saving, reporter = begun(store, attempt=1)
     assert saving.wait() is None
     assert list_checkpoints(store, RUN) == []
     assert "attempt 1 is over" in reporter.events[0].message
@@ -437,9 +404,7 @@ def test_a_saver_whose_attempt_is_over_commits_nothing(store: DirectoryStore) ->
 def test_committed_objects_are_not_written_again_by_the_same_attempt_number(store: DirectoryStore) -> None:
     saved(store)
     before = store.get(rank_key(RUN, 3, 1, 0))
-    reporter, stage = Told(), model(seed=5)
-    saving = saver(store, reporter)
-    saving.save(3, [stage], adamw(stage), {})
+    saving, reporter = begun(store, 3)
     saving.wait()
     assert store.get(rank_key(RUN, 3, 1, 0)) == before
     assert "already committed" in reporter.events[0].message

@@ -150,12 +150,8 @@ def test_a_rank_that_waits_for_its_last_save_marks_progress_while_there_is_any(
 
 
 class SlowStore(DirectoryStore):
-    """After each piece of an upload time passes, and the other rank sees that there is progress.
-
-    Args:
-        waiting: The other rank's link.
-        teller: The rank whose progress it looks at.
-    """
+    """After each piece time passes, and the other rank, `waiting`, sees the progress of
+    `teller`."""
 
     def __init__(self, root: Path, waiting: Link, teller: int) -> None:
         super().__init__(root)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from stand_in_clock import StandInClock, wait_until
-from test_save_and_load import RUN, adamw, model, same_state, saver, train
+from test_save_and_load import RUN, adamw, model, restored, same, same_state, saver, state_of, train
 from told import Told
 from torch import Tensor, nn
 
 from raypp.checkpoint import snapshot as snapshot_module
-from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.checkpoint.state import gather_state, state_in_objects
 from raypp.memory.files import DIRECTORY_VARIABLE
@@ -83,7 +82,7 @@ def test_the_next_update_waits_for_a_slow_copy_and_every_bit_is_that_of_the_save
     stage, store = model(), DirectoryStore(tmp_path)
     optimizer = optimizer_of(kind, stage)
     train(stage, optimizer, 2)
-    before = {name: part.tensor.clone() for name, part in gather_state([stage], optimizer).items()}
+    before = state_of(stage, optimizer)
     saving = saver(store, Told())
     optimizer.register_step_pre_hook(lambda *_: threading.Timer(COPY_S, begin_copy).start())
     saving.save(2, [stage], optimizer, {})  # would wait for ever if it waited for the copy
@@ -91,14 +90,9 @@ def test_the_next_update_waits_for_a_slow_copy_and_every_bit_is_that_of_the_save
     train(stage, optimizer, 1)
     assert saving._snapshot is not None and saving._snapshot.held_s == 5, "the time that the update waits"
     assert saving.wait() == 2
-    after = gather_state([stage], optimizer)
-    assert any(not torch.equal(before[name], after[name].tensor) for name in before)
-    fresh = model(seed=1)
-    fresh_optimizer = optimizer_of(kind, fresh)
-    load_checkpoint(store, RUN, 2, [fresh], fresh_optimizer)
-    loaded = gather_state([fresh], fresh_optimizer)
-    assert before.keys() == loaded.keys()
-    assert all(torch.equal(before[name], loaded[name].tensor) for name in before)
+    assert not same(before, state_of(stage, optimizer))
+    fresh, fresh_optimizer = restored(store, 2, optimizer=lambda fresh: optimizer_of(kind, fresh))
+    assert same(before, state_of(fresh, fresh_optimizer))
     train(fresh, fresh_optimizer, 1)
     assert same_state(stage, fresh, optimizer, fresh_optimizer), "the held-up run goes on like the resumed one"
 
@@ -107,9 +101,8 @@ def test_without_the_hook_the_slow_copy_would_have_been_torn(held_copies: thread
     stage = model()
     optimizer, buffer = adamw(stage), SnapshotBuffer()
     train(stage, optimizer, 1)
-    slices = gather_state([stage], optimizer)
-    before = {name: part.tensor.clone() for name, part in slices.items()}
-    snapshot = buffer.take(slices.values())
+    before = state_of(stage, optimizer)
+    snapshot = buffer.take(gather_state([stage], optimizer).values())
     train(stage, optimizer, 1)  # without a call of `before_update`
     held_copies.set()
     data = snapshot.data()
@@ -206,18 +199,14 @@ def test_a_save_uploads_the_newest_snapshot_while_others_follow(
 
     for number in range(1, 4):
         step(number)
-    saved = {name: part.tensor.clone() for name, part in gather_state([stage], optimizer).items()}
+    saved = state_of(stage, optimizer)
     saving.save(3, [stage], optimizer, {}, lambda: tier.pin(3, state, lambda: "{}"))
     for number in range(4, 9):
         step(number)
     assert kept >= {3, 4, 5, 6, 7} and 3 in {slot.step for slot in tier._slots.slots}
     Held.goes_on.set()
     assert saving.wait() == 3 and saving._buffer._memory is None
-    fresh = model(seed=1)
-    fresh_optimizer = adamw(fresh)
-    load_checkpoint(store, RUN, 3, [fresh], fresh_optimizer)
-    loaded = gather_state([fresh], fresh_optimizer)
-    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name].tensor) for name in saved)
+    assert same(saved, state_of(*restored(store, 3)))
     for number in range(9, 12):
         step(number)
     assert 3 not in {slot.step for slot in tier._slots.slots}

@@ -95,10 +95,10 @@ def test_whatever_it_still_does_the_successors_checkpoint_is_whole_and_the_newes
         # Only one case leaves more: if it resumes between its check and its PUT after the successor
         # has finished, it commits step 20 above 15. That checkpoint is complete, or it is reported
         # and skipped.
-        newest = newest_usable(store, RUN)
-        assert newest.commit is not None
+        newest, problems = newest_usable(store, RUN)
+        assert newest is not None
         if wakes != "at the end" or step != 15:
-            assert (newest.commit.step, newest.commit.attempt, newest.rejected) == (step, 2, ())
-        elif newest.commit.attempt == 1:
-            assert newest.commit.step == 20 and verify_checkpoint(store, RUN, 20) == []
+            assert (newest.step, newest.attempt, problems) == (step, 2, [])
+        elif newest.attempt == 1:
+            assert newest.step == 20 and verify_checkpoint(store, RUN, 20) == []
     assert wakes == "before the claim" or refused >= 3

@@ -7,17 +7,41 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray.exceptions import RayError
+from stand_in_clock import StandInClock
 
+from raypp.control import attempt, rank_ends
 from raypp.control.attempt import Attempt
 from raypp.control.placement import Placement
 from raypp.control.protocol import RankEnd, RunRequest, WorkerInfo
 from raypp.control.rank_ends import RankEnds
 from raypp.control.seats import Rank
 from raypp.control.worker_group import Member, WorkerGroup
+from raypp.failure_kinds import FailureKind
 from raypp.records import NodeFacts, RankFailure, RankResult
+from raypp.recovery.cause_of_death import Death
 
 NODES = [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}", "NodeManagerHostname": name} for name in "12"]
+
+
+def stand_still(monkeypatch: pytest.MonkeyPatch, *modules: Any, at: float = 1e6) -> StandInClock:
+    """Stops the clock of attempts and of these modules at a time that is later than what came
+    before."""
+    clock = StandInClock()
+    for module in (attempt, rank_ends, *modules):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(attempt, "all_nodes", lambda: NODES)
+    for module in (attempt, rank_ends):
+        monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
+    clock.advance(at)
+    return clock
+
+
+def info_of(rank: int) -> WorkerInfo:
+    """What the worker of a rank says that runs on the node of its bundle."""
+    node = "12"[rank // 2]
+    return WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + rank, "eth0"), 2000 + rank)
 
 
 class Actor:

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from stand_in_clock import StandInClock
-from stand_in_workers import NODES, Actor, Devices, StandIns, Workers
+from stand_in_workers import Actor, Devices, StandIns, Workers, info_of, stand_still
 
 from raypp.control import attempt as attempt_module
 from raypp.control import rank_ends
 from raypp.control.attempt import AttemptPhase
 from raypp.control.machine import AttemptEnded, Finished, NoResources, RankFailed, Seated
-from raypp.control.protocol import WorkerInfo, WorkerStatus
+from raypp.control.protocol import WorkerStatus
 from raypp.control.seats import Rank
 from raypp.control.worker_group import Member
 from raypp.errors import DataError
 from raypp.failure_kinds import FailureKind
-from raypp.records import Coordinates, NodeFacts, RankResult, Seat
+from raypp.records import Coordinates, RankResult, Seat
 from raypp.recovery.cause_of_death import Death
 from raypp.spec.load import parse_job
 
@@ -28,28 +28,18 @@ DONE = [RankResult(rank, 9, False, 9) for rank in range(4)]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
-    clock = StandInClock()
-    monkeypatch.setattr(attempt_module, "time", clock)
-    monkeypatch.setattr(rank_ends, "time", clock)
-    clock.advance(1000)
-    return clock
+    return stand_still(monkeypatch, at=1000)
 
 
 @pytest.fixture
-def attempt(clock: StandInClock, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    """Four ranks, two on each of two nodes. A process that ended was killed."""
-    monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
-    for module in (attempt_module, rank_ends):
-        monkeypatch.setattr(
-            module, "cause_of_worker_death", lambda rank, text, workers: Death(FailureKind.KILLED, text)
-        )
+def attempt(clock: StandInClock) -> StandIns:
+    """Four ranks, two on each of two nodes."""
     job = parse_job({"name": "r", "mesh": {"pp": 2, "fsdp": 2}})
     return StandIns(job, 3, Workers(), Devices(), lambda batch: None)
 
 
 def starting(attempt: StandIns, reused: int | None = None, runs: bool = True) -> StandIns:
-    """The devices are there; `reused` is a bundle that already has a process, of an earlier
-    attempt."""
+    """The devices are there, and in the bundle `reused` a process of an earlier attempt."""
     if reused is not None:
         attempt.workers.seated[reused] = Member(Actor(), "12"[reused // 2])
     attempt.launch()
@@ -150,7 +140,7 @@ def test_a_process_that_runs_on_another_node_than_its_bundle_gets_no_seat(attemp
     starting(attempt)
     for rank in attempt.ranks[:3]:
         attempt.says(rank)
-    attempt.says(attempt.ranks[3], WorkerInfo(NodeFacts("1", "10.0.0.1", "1", 103, "eth0"), 2003))
+    attempt.says(attempt.ranks[3], info_of(0))
     (failed,) = attempt.poll(0.0)
     assert failed.failure.rank == 3 and "on another node" in failed.failure.cause
 
@@ -170,21 +160,17 @@ def lost_peer(attempt: StandIns, number: int) -> Any:
     return attempt.ranks[number].failure(FailureKind.LOST_PEER, "the connection to pp1 broke")
 
 
-def test_ranks_that_only_lost_a_peer_wait_a_second_for_the_cause(attempt: StandIns, clock: StandInClock) -> None:
+@pytest.mark.parametrize("caused", [True, False])
+def test_ranks_that_only_lost_a_peer_wait_a_second_for_the_cause(
+    attempt: StandIns, clock: StandInClock, caused: bool
+) -> None:
     running(attempt)
     attempt.tells(0, lost_peer(attempt, 0))
     assert attempt.poll(0.0) == []
-    clock.advance(0.5)
-    attempt.tells(2, ActorDiedError())
-    assert failures(attempt.poll(0.0)) == [(0, "lost_peer"), (2, "killed")]
-
-
-def test_without_a_cause_the_lost_peers_end_the_attempt(attempt: StandIns, clock: StandInClock) -> None:
-    running(attempt)
-    attempt.tells(0, lost_peer(attempt, 0))
-    assert attempt.poll(0.0) == []
-    clock.advance(1.1)
-    assert failures(attempt.poll(0.0)) == [(0, "lost_peer")]
+    clock.advance(0.5 if caused else 1.1)
+    if caused:
+        attempt.tells(2, ActorDiedError())
+    assert failures(attempt.poll(0.0)) == [(0, "lost_peer"), *[(2, "killed")] * caused]
 
 
 def test_survivors_are_asked_to_leave_and_keep_their_processes_if_they_do_in_time(
@@ -292,10 +278,8 @@ def test_a_restarted_controller_adopts_the_living_and_reports_the_dead(
     )
     living = []
     for number in (0, 1, 3):
-        node = "12"[number // 2]
         seat = Seat("r", 3, number, 4, attempt.mesh.coordinates(number), Coordinates(2, 1, 2, 1))
-        info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000 + number)
-        living.append((Actor(), WorkerStatus(info, number, seat)))
+        living.append((Actor(), WorkerStatus(info_of(number), number, seat)))
     attempt.adopt(living, step=7)
     assert attempt.phase is AttemptPhase.RUNNING
     assert [rank.pid for rank in attempt.ranks] == [100, 101, 0, 103] and sorted(attempt.workers.seated) == [0, 1, 3]

@@ -18,7 +18,7 @@ from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.control.client import no_such_controller
 from raypp.control.controller import Controller
-from raypp.control.driver import _end_without_controller, _recorded_end, answer_of
+from raypp.control.driver import _end_without_controller, _recorded_end, answer_of, why_no_controller
 from raypp.control.leader import Leader
 from raypp.control.machine import RunPhase
 from raypp.control.protocol import RunRequest
@@ -53,11 +53,15 @@ def test_a_controller_that_does_not_come_back_is_not_taken_for_one_that_has_ende
         answer_of(_ask([_away()] * 1000), 0.5)
 
 
-def test_a_save_waits_until_the_restarted_controller_has_taken_its_ranks_over(tmp_path: Path) -> None:
-    job = parse_job({"name": "r", "checkpoint": {"url": str(tmp_path)}})
-    leader = Leader(RunRequest("r", job_document(job)), None, restarted=True)
+def _controller(folder: Path, *, restarted: bool) -> tuple[Controller, Leader]:
+    job = parse_job({"name": "r", "checkpoint": {"url": str(folder)}})
     controller = Controller.__new__(Controller)
-    controller._leader = leader
+    controller._leader = Leader(RunRequest("r", job_document(job)), None, restarted)
+    return controller, controller._leader
+
+
+def test_a_save_waits_until_the_restarted_controller_has_taken_its_ranks_over(tmp_path: Path) -> None:
+    controller, leader = _controller(tmp_path, restarted=True)
 
     def take_over() -> None:
         leader.machine = replace(leader.machine, phase=RunPhase.RUNNING, committed_step=7)
@@ -69,12 +73,8 @@ def test_a_save_waits_until_the_restarted_controller_has_taken_its_ranks_over(tm
 
 
 def test_a_save_that_takes_long_is_waited_for_and_not_requested_again(tmp_path: Path) -> None:
-    leader = Leader(
-        RunRequest("r", job_document(parse_job({"name": "r", "checkpoint": {"url": str(tmp_path)}}))), None, False
-    )
+    controller, leader = _controller(tmp_path, restarted=False)
     leader.begun.set()
-    controller = Controller.__new__(Controller)
-    controller._leader = leader
     leader.machine = replace(leader.machine, phase=RunPhase.RUNNING, attempt=2)
     assert controller.save(0.0)["pending"] == (1, 2)
     assert leader.reports.save_wanted
@@ -150,3 +150,37 @@ def test_a_run_that_nobody_could_lead_has_an_end(tmp_path: Path) -> None:
 def test_a_run_without_a_controller_may_only_just_have_been_submitted(state: str, again: bool) -> None:
     fix = no_such_controller("r", state).problems[0].fix
     assert ("try again" in fix) == again and "--resume --set name=r" in fix
+
+
+_HEAD = (
+    "The actor died because of an error raised in its creation task, "
+    "\x1b[36mray::raypp/a:Controller.__init__()\x1b[39m (pid=7, ip=10.0.0.1, actor_id=ab, repr=raypp/a)\n"
+    '  File "/somewhere/raypp/control/controller.py", line 44, in __init__\n'
+    "    self._leader = Leader(request)\n"
+    "                   ^^^^^^^^^^^^^^^\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "code"),
+    [
+        (
+            "raypp.errors.JobError: checkpoint.url: is empty\n  fix: use s3://",
+            "checkpoint.url: is empty\n  fix: use s3://",
+            2,
+        ),
+        ("raypp.storage.store.StoreError: no answer", "no answer", 3),
+        ("raypp.errors.Problem: not an error", "raypp.errors.Problem: not an error", 1),
+        ("raypp.not_there.JobError: x", "raypp.not_there.JobError: x", 1),
+        ("ModuleNotFoundError: No module named 'boto3'", "ModuleNotFoundError: No module named 'boto3'", 1),
+        ("KeyError", "KeyError", 1),
+    ],
+)
+def test_an_error_of_the_constructor_is_told_in_its_own_words(error: str, words: str, code: int) -> None:
+    assert why_no_controller(f"{_HEAD}{error}\n") == (words, code)
+
+
+def test_an_end_without_a_traceback_is_told_by_its_last_line() -> None:
+    text = "The actor died unexpectedly before finishing this task.\n\tclass_name: Controller\nThe node has died."
+    assert why_no_controller(text) == ("The node has died.", 1)
+    assert why_no_controller("") == ("", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from raypp.control.hang_watch import HangWatch, Stall
 from raypp.control.seats import Rank
 from raypp.records import Coordinates
@@ -15,12 +17,17 @@ def training(timeout_s: float = 60.0, step_s: float = 1.0) -> HangWatch:
     return watch
 
 
+def hear(watch: HangWatch, now: float, *beats: tuple[str, float] | tuple[str, float, int]) -> Stall | None:
+    """Returns the verdict on a heartbeat of each rank: phase, idle seconds, the device's mark."""
+    for rank, (phase, idle_s, *reached) in enumerate(beats):
+        watch.add_heartbeat(rank, phase, idle_s, now, reached=reached[0] if reached else 0)
+    return watch.stalled(now)
+
+
 def test_ranks_that_move_are_left_alone() -> None:
     watch = training()
     for now in range(0, 1000, 10):
-        for rank in range(3):
-            watch.add_heartbeat(rank, "step 0F1", 3.0, float(now))
-        assert watch.stalled(float(now)) is None
+        assert hear(watch, float(now), *[("step 0F1", 3.0)] * 3) is None
 
 
 def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does() -> None:
@@ -34,39 +41,27 @@ def test_the_rank_that_the_others_wait_for_is_named_with_what_it_does() -> None:
     assert stall.details.splitlines()[0] == "pp0: `step 0B2 waits` for 80 s"
 
 
-def test_ranks_that_wait_for_one_that_moves_are_left_alone() -> None:
-    watch = training()
-    watch.add_heartbeat(0, "step 0B2", 90.0, 200.0)
-    watch.add_heartbeat(1, "step 1F7", 1.0, 200.0)
-    watch.add_heartbeat(2, "step 2F7", 90.0, 200.0)
-    assert watch.stalled(200.0) is None
-
-
 def test_the_rank_whose_device_stands_is_named_though_all_hosts_are_at_the_end_of_their_step() -> None:
-    watch = training()
-    for rank, (phase, idle_s, reached) in enumerate(
-        [("step 0B2 waits", 80.0, 9), ("step 1F7", 75.0, 7), ("step sum", 90.0, 0)]
-    ):
-        watch.add_heartbeat(rank, phase, idle_s, 200.0, reached=reached)
-    stall = watch.stalled(200.0)
+    stall = hear(training(), 200.0, ("step 0B2 waits", 80.0, 9), ("step 1F7", 75.0, 7), ("step sum", 90.0, 0))
     assert stall is not None and stall.rank == 1
     assert stall.details.splitlines()[1:] == ["pp1: device at `step 1F7` for 75 s", "pp2: `step sum` for 90 s"]
 
 
-def test_a_slow_device_that_still_moves_is_no_hang() -> None:
-    watch = training()
-    for rank, (phase, idle_s, reached) in enumerate(
-        [("step 0B2 waits", 80.0, 9), ("step 1F7", 4.0, 7), ("step sum", 90.0, 0)]
-    ):
-        watch.add_heartbeat(rank, phase, idle_s, 200.0, reached=reached)
-    assert watch.stalled(200.0) is None
+@pytest.mark.parametrize(
+    "beats",
+    [
+        [("step 0B2", 90.0), ("step 1F7", 1.0), ("step 2F7", 90.0)],
+        [("step 0B2 waits", 80.0, 9), ("step 1F7", 4.0, 7), ("step sum", 90.0, 0)],
+        [("finish", 400.0)] * 3,
+    ],
+    ids=["a rank that others wait for moves", "a slow device moves", "the last upload"],
+)
+def test_what_still_moves_is_no_hang(beats: list[tuple[str, float]]) -> None:
+    assert hear(training(), 500.0, *beats) is None
 
 
 def test_a_hang_of_nobody_is_a_hang() -> None:
-    watch = training()
-    for rank in range(3):
-        watch.add_heartbeat(rank, "step sum", 70.0, 200.0)
-    stall = watch.stalled(200.0)
+    stall = hear(training(), 200.0, *[("step sum", 70.0)] * 3)
     assert stall is not None and stall.rank is None and "the sum of loss and norms" in stall.cause
 
 
@@ -81,8 +76,7 @@ def test_a_frozen_rank_is_named_before_those_that_wait_for_it() -> None:
 
 
 def test_no_verdict_before_the_news_of_a_late_rank_is_overdue() -> None:
-    """With a limit below that: the frozen rank's last word would make a ring with its neighbour's
-    wait."""
+    """Else the frozen rank's last word would make a ring with its neighbour's wait."""
     watch = training(4.0, step_s=0.1)
     watch.add_heartbeat(1, "step agree", 0.2, 100.0)  # frozen in forward 0 just behind it
 
@@ -105,47 +99,31 @@ def test_slow_steps_are_given_more_time() -> None:
 
 def test_the_start_of_a_run_is_given_minutes() -> None:
     watch = HangWatch(RANKS, 5.0, now=0.0)
-    for rank in range(3):
-        watch.add_heartbeat(rank, "build", 300.0, 300.0)
-    assert watch.stalled(300.0) is None
-    for rank in range(3):
-        watch.add_heartbeat(rank, "build", 700.0, 700.0)
-    assert watch.stalled(700.0) is not None
-
-
-def test_waiting_for_the_last_upload_is_no_stall() -> None:
-    watch = training()
-    for rank in range(3):
-        watch.add_heartbeat(rank, "finish", 400.0, 500.0)
-    assert watch.stalled(500.0) is None
+    assert hear(watch, 300.0, *[("build", 300.0)] * 3) is None
+    assert hear(watch, 700.0, *[("build", 700.0)] * 3) is not None
 
 
 def test_a_pause_of_everything_is_no_hang() -> None:
     """The first reports after it say that every rank has been idle since before."""
     watch, other = training(3.0, step_s=0.1), training(3.0, step_s=0.1)
-    for rank in range(3):
-        for one in (watch, other):
-            one.add_heartbeat(rank, "step 0F1", 0.1, 100.0)
+    for one in (watch, other):
+        hear(one, 100.0, *[("step 0F1", 0.1)] * 3)
     assert other.stalled(110.0) is not None, "no pause, or nobody noticed"
     assert watch.is_paused(110.0), "judged before the reports that wait are taken"
     watch.listen(100.1)
     watch.listen(110.0)
     assert watch.stalled(110.0) is None and not watch.is_paused(110.0)
-    for rank in range(3):
-        watch.add_heartbeat(rank, "step 0F1", 10.3, 110.2)
-    assert watch.stalled(110.2) is None
+    assert hear(watch, 110.2, *[("step 0F1", 10.3)] * 3) is None
 
 
 def test_after_a_pause_a_rank_that_does_not_move_or_says_nothing_is_still_found() -> None:
     idle, silent = training(3.0, step_s=0.1), training(3.0, step_s=0.1)
     for watch in (idle, silent):
-        for rank in range(3):
-            watch.add_heartbeat(rank, "step 0F1", 0.1, 100.0)
+        hear(watch, 100.0, *[("step 0F1", 0.1)] * 3)
         watch.skip(9.9, 110.0)
     for seconds, detected in ((2.0, False), (4.0, True)):
-        for rank in range(3):
-            idle.add_heartbeat(rank, "step 0F1", 10.1 + seconds, 110.0 + seconds)
-        assert (idle.stalled(110.0 + seconds) is not None) == detected
+        stall = hear(idle, 110.0 + seconds, *[("step 0F1", 10.1 + seconds)] * 3)
+        assert (stall is not None) == detected
     for seconds, detected in ((7.0, False), (9.0, True)):
         for rank in (0, 2):
             silent.add_heartbeat(rank, "step 0F1", 0.1, 110.0 + seconds)

@@ -30,9 +30,10 @@ from raypp.storage.directory import DirectoryStore
 class _Failing(Leader):
     """Fails at its first turn, and has processes that cannot be ended."""
 
-    def __init__(self, store: Path) -> None:
-        job = parse_job({"name": "r", "checkpoint": {"url": str(store)}})
-        super().__init__(RunRequest("r", job_document(job)), None, restarted=False)
+    def __init__(self, store: Path, submission: str = "", *, restarted: bool = False) -> None:
+        sections = {"checkpoint": {"url": str(store)}, "resources": {"device": "cpu"}}
+        job = parse_job({"name": "r", "recovery": {"orphan_timeout_s": 60}, **sections})
+        super().__init__(RunRequest("r", job_document(job), submission), None, restarted=restarted)
         self.ended = 0
 
     def _begin(self) -> None:
@@ -79,20 +80,7 @@ class _Away(DirectoryStore):
 class _Restarted(_Failing):
     """The controller's second process, which takes the run over; it ends at its first turn."""
 
-    def __init__(self, store: Path) -> None:
-        job = parse_job(
-            {
-                "name": "r",
-                "checkpoint": {"url": str(store)},
-                "resources": {"device": "cpu"},
-                "recovery": {"orphan_timeout_s": 60},
-            }
-        )
-        Leader.__init__(self, RunRequest("r", job_document(job)), None, restarted=True)
-        self.ended = 0
-
-    def _begin(self) -> None:
-        Leader._begin(self)
+    _begin = Leader._begin
 
     def _turn(self) -> None:
         self.outcome = RunEnd("r", RunState.RUNNING, 0, self.record.step)
@@ -112,7 +100,7 @@ def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
     monkeypatch.setattr(leader_module, "_STORE_RETRY", Backoff(timeout_s=0.02, first_s=0.02, longest_s=0.02))
     monkeypatch.setattr(leader_module, "find_workers", lambda run: [])
     monkeypatch.setattr(placement, "existing_group", lambda name: None)
-    leader = _Restarted(tmp_path)
+    leader = _Restarted(tmp_path, restarted=True)
     leader.run()
     leader.record.close()
     assert leader.ended == 0
@@ -123,13 +111,13 @@ def test_a_controller_that_restarts_while_the_store_is_away_ends_no_rank(
     assert kinds == ["submitted", "controller_restarted"]
 
 
-class _SecondLife(Leader):
+class _SecondLife(_Failing):
     """Was restarted by Ray, and has no processes to end."""
 
+    _begin = Leader._begin
+
     def __init__(self, store: Path, submission: str) -> None:
-        sections = {"name": "r", "checkpoint": {"url": str(store)}, "resources": {"device": "cpu"}}
-        request = RunRequest("r", job_document(parse_job(sections)), submission)
-        super().__init__(request, None, restarted=True)
+        super().__init__(store, submission, restarted=True)
 
     def _end_processes(self) -> None:
         pass
@@ -147,8 +135,7 @@ def _write_machine(folder: Path, number: int) -> None:
 
 
 def _write_failed(folder: Path) -> None:
-    """Writes the records of a first submission that failed, as raypp wrote them when it had no
-    machine in the store."""
+    """Writes a first submission that failed, as raypp did when it had no machine in the store."""
     store = DirectoryStore(folder)
     of_old = {"submission_id": "old"}
     write_spec(store, "r", job_document(parse_job({"name": "r"})))
@@ -199,8 +186,7 @@ def test_a_directory_that_the_head_does_not_share_with_the_submitting_machine_en
 
 
 def test_the_status_of_an_earlier_submission_is_not_the_end_of_one_that_was_recorded(tmp_path: Path) -> None:
-    """The controller was killed after it wrote the event of the submission and before it wrote its
-    status."""
+    """The controller was killed between the event of the submission and its status."""
     _write_failed(tmp_path)
     write_spec(DirectoryStore(tmp_path), "r", {}, 2)
     _write_machine(tmp_path, 2)

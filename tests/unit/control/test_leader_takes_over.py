@@ -3,6 +3,7 @@ The clock stands still, and the workers are stand-ins."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,16 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 from stand_in_clock import StandInClock
-from stand_in_workers import NODES, Actor, Devices, StandIns, Workers
+from stand_in_workers import Actor, Devices, StandIns, Workers, info_of, stand_still
 
 from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
 from raypp.control import attempt as attempt_module
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
-from raypp.control import rank_ends, watchers
+from raypp.control import watchers
 from raypp.control.leader import Leader
 from raypp.control.machine_log import MachineLog
-from raypp.control.protocol import RunRequest, WorkerInfo, WorkerStatus
+from raypp.control.protocol import RunRequest, WorkerStatus
 from raypp.control.report import reports
 from raypp.control.run_events import end_event
 from raypp.failure_kinds import FailureKind
@@ -29,7 +30,7 @@ from raypp.mesh.shapes import Shape
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
-from raypp.records import Event, NodeFacts, RankFailure, RankResult, RunState, Seat, StepReport
+from raypp.records import Event, RankFailure, RankResult, RunState, Seat, StepReport
 from raypp.recovery.cause_of_death import Death
 from raypp.spec.load import job_document, parse_job
 from raypp.storage.directory import DirectoryStore
@@ -53,10 +54,8 @@ class Heir(Leader):
         mesh = Mesh.of(self.job.mesh)
         self.living = []
         for number in ranks:
-            node = "12"[number // 2]
             seat = Seat(RUN, 1, number, 4, mesh.coordinates(number), mesh.sizes)
-            info = WorkerInfo(NodeFacts(node, f"10.0.0.{node}", node, 100 + number, "eth0"), 2000)
-            self.living.append((Actor(), WorkerStatus(info, number, seat)))
+            self.living.append((Actor(), WorkerStatus(info_of(number), number, seat)))
         self.ended = 0
 
     def _new_attempt(self, number: int) -> StandIns:
@@ -73,19 +72,12 @@ class Heir(Leader):
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
-    clock = StandInClock()
-    for module in (leader_module, attempt_module, rank_ends, reports, watchers):
-        monkeypatch.setattr(module, "time", clock)
-    for module in (attempt_module, rank_ends):
-        monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
-    monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
     gone = Death(FailureKind.KILLED, "its process was gone")
     monkeypatch.setattr(attempt_module, "death_during_controller_outage", lambda rank: gone)
     monkeypatch.setattr(leader_module, "Placement", SimpleNamespace(of=lambda *_: Devices()))
     monkeypatch.setattr(leader_module, "WorkerGroup", lambda *_: Workers())
     monkeypatch.setattr(leader_module, "remove_snapshots", lambda run: None)
-    clock.advance(1e6)  # what was made before the clock took the real time
-    return clock
+    return stand_still(monkeypatch, leader_module, reports, watchers)
 
 
 @pytest.fixture
@@ -98,10 +90,7 @@ def left(tmp_path: Path) -> Path:
         for step in range(1, STEP + 1):
             recorder.step(_report(step))
         mesh = Mesh.of(parse_job(SECTIONS).mesh)
-        ranks = [
-            RankStatus(rank, mesh.coordinates(rank), f"10.0.0.{'12'[rank // 2]}", 100 + rank, "step")
-            for rank in range(4)
-        ]
+        ranks = [RankStatus(n, mesh.coordinates(n), info_of(n).facts.ip, 100 + n, "step") for n in range(4)]
         recorder.status(RunStatus(RUN, RunState.RUNNING, STEPS, STEP, attempt=1, ranks=tuple(ranks)))
     _left_also(tmp_path)
     _commit(store, COMMITTED)
@@ -130,11 +119,20 @@ def _left_also(folder: Path, *events: m.MachineEvent) -> m.Machine:
     return machine
 
 
-def take_over(monkeypatch: pytest.MonkeyPatch, folder: Path, *alive: int) -> Heir:
-    heir = Heir(folder, *alive)
-    monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.living)
-    heir._begin()
-    return heir
+TakeOver = Callable[..., Heir]
+
+
+@pytest.fixture
+def take_over(monkeypatch: pytest.MonkeyPatch, left: Path) -> TakeOver:
+    """Returns what begins the second process while these ranks are alive."""
+
+    def begin(*alive: int) -> Heir:
+        heir = Heir(left, *alive)
+        monkeypatch.setattr(leader_module, "find_workers", lambda run: heir.living)
+        heir._begin()
+        return heir
+
+    return begin
 
 
 def attempt_of(heir: Heir) -> StandIns:
@@ -142,8 +140,8 @@ def attempt_of(heir: Heir) -> StandIns:
     return heir._attempt
 
 
-def test_living_ranks_are_led_on_in_their_attempt(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
-    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+def test_living_ranks_are_led_on_in_their_attempt(take_over: TakeOver) -> None:
+    heir = take_over(0, 1, 2, 3)
     assert (heir.machine.phase, heir.machine.attempt, heir.machine.restarts) == (m.RunPhase.RUNNING, 1, 0)
     assert heir.machine.committed_step == COMMITTED and heir.record.step == STEP
     assert [[call[0] for call in actor.calls] for actor, _ in heir.living] == [["outcome"]] * 4
@@ -158,10 +156,8 @@ def test_living_ranks_are_led_on_in_their_attempt(monkeypatch: pytest.MonkeyPatc
     assert heir.kinds().count("succeeded") == 1 and heir.kinds().count("submitted") == 1
 
 
-def test_a_rank_that_died_meanwhile_ends_the_attempt_and_the_others_stay(
-    monkeypatch: pytest.MonkeyPatch, left: Path
-) -> None:
-    heir = take_over(monkeypatch, left, 0, 1, 2)
+def test_a_rank_that_died_meanwhile_ends_the_attempt_and_the_others_stay(take_over: TakeOver) -> None:
+    heir = take_over(0, 1, 2)
     heir._turn()
     assert heir.machine.phase is m.RunPhase.ENDING and heir.machine.failures[0].rank == 3
     assert (heir.machine.failures[0].pid, heir.machine.failures[0].step) == (103, STEP)
@@ -174,8 +170,8 @@ def test_a_rank_that_died_meanwhile_ends_the_attempt_and_the_others_stay(
     assert sorted(heir._workers.seated) == [0, 1, 2, 3] and heir._workers.seated[0].actor is heir.living[0][0]
 
 
-def test_without_any_rank_the_next_attempt_begins_as_a_restart(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
-    heir = take_over(monkeypatch, left)
+def test_without_any_rank_the_next_attempt_begins_as_a_restart(take_over: TakeOver) -> None:
+    heir = take_over()
     heir._turn()
     assert (heir.machine.phase, heir.machine.attempt, heir.machine.restarts) == (m.RunPhase.LAUNCHING, 2, 1)
     assert "controller_restarted" in heir.kinds()
@@ -186,10 +182,10 @@ def _fail(*ranks: int, kind: FailureKind = FailureKind.KILLED) -> list[m.RankFai
 
 
 def test_an_attempt_that_was_ending_goes_on_ending_and_a_known_failure_is_recorded_once(
-    monkeypatch: pytest.MonkeyPatch, left: Path
+    take_over: TakeOver, left: Path
 ) -> None:
     _left_also(left, *_fail(3))
-    heir = take_over(monkeypatch, left, 0, 1, 2)
+    heir = take_over(0, 1, 2)
     heir._turn()
     assert heir.machine.phase is m.RunPhase.ENDING and len(heir.machine.failures) == 1
     assert [[call[0] for call in actor.calls] for actor, _ in heir.living] == [["outcome", "leave"]] * 3
@@ -197,14 +193,14 @@ def test_an_attempt_that_was_ending_goes_on_ending_and_a_known_failure_is_record
 
 
 def test_the_pause_before_a_restart_and_the_budget_of_restarts_outlive_the_controller(
-    monkeypatch: pytest.MonkeyPatch, left: Path
+    take_over: TakeOver, monkeypatch: pytest.MonkeyPatch, left: Path
 ) -> None:
     """The processes of the attempt that is over are not taken for ranks."""
     again = (m.AttemptEnded(), m.DelayOver(), m.Claimed(1), m.Seated())
     _left_also(left, m.Committed(COMMITTED), *_fail(3), *again, *_fail(3), *again, *_fail(3), m.AttemptEnded())
     ended: list[Any] = []
     monkeypatch.setattr(leader_module, "end_actor", ended.append)
-    heir = take_over(monkeypatch, left, 0, 1, 2)
+    heir = take_over(0, 1, 2)
     assert len(ended) == 3 and (heir.machine.restarts, len(heir.machine.history)) == (3, 3)
     heir._turn()
     assert (heir.machine.attempt, heir.machine.phase) == (2, m.RunPhase.LAUNCHING)
@@ -238,10 +234,8 @@ def test_a_machine_that_cannot_be_read_leaves_the_ranks_alone_and_says_what_is_k
     assert (reader.status() or {})["state"] == "RUNNING" and not (left / RUN / "end.json").exists()
 
 
-def test_a_process_that_was_taken_for_dead_gives_no_command_any_more(
-    monkeypatch: pytest.MonkeyPatch, left: Path
-) -> None:
-    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+def test_a_process_that_was_taken_for_dead_gives_no_command_any_more(take_over: TakeOver, left: Path) -> None:
+    heir = take_over(0, 1, 2, 3)
     heir.record.flush()
     other = MachineLog(DirectoryStore(left), RUN, "c-other")
     machine = other.open(0)
@@ -256,18 +250,18 @@ def test_a_process_that_was_taken_for_dead_gives_no_command_any_more(
 
 @pytest.mark.parametrize("alive", [(), (1, 2)], ids=["no rank", "some ranks"])
 def test_a_run_whose_last_step_is_committed_is_over_even_if_some_ranks_are_left(
-    monkeypatch: pytest.MonkeyPatch, left: Path, alive: tuple[int, ...]
+    take_over: TakeOver, left: Path, alive: tuple[int, ...]
 ) -> None:
     _commit(DirectoryStore(left), STEPS)
-    heir = take_over(monkeypatch, left, *alive)
+    heir = take_over(*alive)
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("SUCCEEDED", 0)
     assert (heir.outcome.step, heir.ended > 0) == (STEPS, True)
     assert [row["step"] for row in heir.reader.history()] == list(range(1, STEPS + 1)), "the checkpoint tells the rest"
 
 
-def test_a_stop_that_was_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
+def test_a_stop_that_was_asked_for_is_not_forgotten(take_over: TakeOver, left: Path) -> None:
     _left_also(left, m.StopAsked(True))
-    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+    heir = take_over(0, 1, 2, 3)
     assert heir.machine.state is RunState.STOPPING
     assert heir.reports.stop is not None and heir.reports.stop.save_before_stop
     for rank in range(4):
@@ -279,23 +273,21 @@ def test_a_stop_that_was_asked_for_is_not_forgotten(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_an_end_that_was_decided_is_carried_out_and_told_once(
-    monkeypatch: pytest.MonkeyPatch, left: Path, recorded: bool
-) -> None:
+def test_an_end_that_was_decided_is_carried_out_and_told_once(take_over: TakeOver, left: Path, recorded: bool) -> None:
     over = _left_also(left, *_fail(1, kind=FailureKind.USER_ERROR), m.AttemptEnded())
     assert over.finish is not None
     if recorded:
         with RunRecorder(DirectoryStore(left), RUN, "c-more") as recorder:
             recorder.event(end_event(over.finish, 1, STEP))
-    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+    heir = take_over(0, 1, 2, 3)
     assert heir.outcome is not None and (heir.outcome.state, heir.outcome.exit_code) == ("FAILED", 2)
     assert heir.ended > 0 and heir.kinds().count("failed") == 1
     status = heir.reader.status() or {}
     assert (status["state"], status["error"]) == ("FAILED", over.finish.reason)
 
 
-def test_a_rank_that_dies_after_it_was_adopted_is_found(monkeypatch: pytest.MonkeyPatch, left: Path) -> None:
-    heir = take_over(monkeypatch, left, 0, 1, 2, 3)
+def test_a_rank_that_dies_after_it_was_adopted_is_found(take_over: TakeOver) -> None:
+    heir = take_over(0, 1, 2, 3)
     attempt_of(heir).tells(2, ActorDiedError())
     heir._turn()
     assert [(one.rank, one.kind, one.pid) for one in heir.machine.failures] == [(2, "killed", 102)]

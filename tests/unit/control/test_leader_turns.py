@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 from stand_in_clock import StandInClock
-from stand_in_workers import NODES, Devices, StandIns, Workers
+from stand_in_workers import Devices, StandIns, Workers, stand_still
 
-from raypp.control import attempt as attempt_module
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
 from raypp.control import rank_ends, watchers
@@ -84,6 +83,24 @@ class Led(Leader):
         self._numbers[rank] += 1
         self.reports.report(ReportBatch(self.machine.attempt, rank, self._numbers[rank], phase, idle_s, **more))
 
+    def end(self) -> None:
+        """Lets the failure that came end the attempt, and all other ranks leave it."""
+        self._turn()
+        self.all_leave()
+        self._turn()
+
+    def stand(self, clock: StandInClock, phase: str, *ranks: int) -> None:
+        """After step 9 these ranks stay in a phase, until that ends the attempt."""
+        self.step_done(9)
+        self._turn()
+        for seconds in range(1, 10):
+            clock.advance(1)
+            for rank in ranks:
+                self.hear(rank, phase, float(seconds))
+            self._turn()
+            if self.machine.phase is not m.RunPhase.RUNNING:
+                break
+
     def step_done(self, step: int) -> None:
         report = StepReport(step, 1.0, 1.0, 10, 10, 0.1, 100.0, self.machine.attempt)
         self.hear(0, f"step {step}", steps=(report,))
@@ -106,17 +123,10 @@ class Led(Leader):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
-    clock = StandInClock()
-    for module in (leader_module, attempt_module, rank_ends, reports, watchers):
-        monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(attempt_module, "all_nodes", lambda: NODES)
     monkeypatch.setattr(watchers, "draining_nodes", dict)
     monkeypatch.setattr(leader_module, "remove_snapshots", lambda life: None)
     monkeypatch.setattr(watchers, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
-    for module in (attempt_module, rank_ends):
-        monkeypatch.setattr(module, "cause_of_worker_death", lambda *_: Death(FailureKind.KILLED, "gone"))
-    clock.advance(1e6)  # what was made before the clock took the real time
-    return clock
+    return stand_still(monkeypatch, leader_module, reports, watchers)
 
 
 @pytest.fixture
@@ -165,15 +175,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stacks_and_its_process_is_en
     leader: Led, clock: StandInClock
 ) -> None:
     leader.seat()
-    leader.step_done(9)
-    leader._turn()
-    for seconds in range(1, 10):
-        clock.advance(1)
-        for rank in (0, 1, 3):
-            leader.hear(rank, "step 0B0 waits", float(seconds))
-        leader._turn()
-        if leader.machine.phase is not m.RunPhase.RUNNING:
-            break
+    leader.stand(clock, "step 0B0 waits", 0, 1, 3)
     assert leader.failures() == [(2, "hung")]
     (stacks,) = leader.events("stacks")
     assert (stacks.rank, stacks.details["stacks"]) == (2, "in forward")
@@ -182,15 +184,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stacks_and_its_process_is_en
 
 def test_of_a_hang_of_nobody_all_ranks_are_restarted_and_no_process_is_ended(leader: Led, clock: StandInClock) -> None:
     leader.seat()
-    leader.step_done(9)
-    leader._turn()
-    for seconds in range(1, 10):
-        clock.advance(1)
-        for rank in range(4):
-            leader.hear(rank, "step sum", float(seconds))
-        leader._turn()
-        if leader.machine.phase is not m.RunPhase.RUNNING:
-            break
+    leader.stand(clock, "step sum", 0, 1, 2, 3)
     assert leader.machine.phase is m.RunPhase.ENDING and leader.done == []
     (failed,) = leader.events("rank_failed")
     assert failed.rank is None and failed.details["kind"] == "hung"
@@ -263,9 +257,7 @@ def test_a_node_that_an_attempt_has_lost_is_avoided_before_ray_knows(
     leader.seat()
     for rank in (2, 3):
         leader.attempt.tells(rank, ActorDiedError())
-    leader._turn()
-    leader.all_leave()
-    leader._turn()
+    leader.end()
     assert leader.failures() == [(2, "node_lost"), (3, "node_lost")]
     assert set(leader._placement.lost_nodes._since) == {"2"}
 
@@ -292,9 +284,7 @@ def test_a_stop_is_in_the_store_before_the_ranks_learn_of_it(leader: Led, monkey
 def test_data_that_are_wrong_end_the_run_at_once_with_the_exit_code_of_wrong_input(leader: Led) -> None:
     leader.seat()
     leader.attempt.tells(1, RankFailure(1, "pp0-fsdp1", "10.0.0.1", 101, FailureKind.USER_ERROR, "all wrong"), False)
-    leader._turn()
-    leader.all_leave()
-    leader._turn()
+    leader.end()
     assert leader.outcome is not None and (leader.outcome.state, leader.outcome.exit_code) == ("FAILED", 2)
     assert "all wrong" in leader.outcome.reason and leader.machine.restarts == 0
     assert (leader.reader.status() or {})["error"] == leader.outcome.reason
@@ -309,8 +299,6 @@ def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_coul
     leader = Led(tmp_path, max_restarts=0)
     leader.seat()
     leader.attempt.tells(0, RankFailure(0, "pp0-fsdp0", "10.0.0.1", 100, kind, "the disk is full"))
-    leader._turn()
-    leader.all_leave()
-    leader._turn()
+    leader.end()
     assert leader.outcome is not None and leader.outcome.state == "FAILED"
     assert removed == ([] if kept else [life_of(leader._store, leader._job)])

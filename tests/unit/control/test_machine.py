@@ -111,8 +111,7 @@ def test_a_stop_whose_save_never_succeeds_fails_the_run_and_names_the_newest_che
 
 
 def test_a_stop_whose_state_is_lost_with_its_ranks_has_failed() -> None:
-    """Without snapshots in memory the next attempt begins at the newest checkpoint and has nothing
-    to save."""
+    """Without snapshots in memory the next attempt has nothing to save."""
     machine, _ = play(m.Machine(), *RUNNING, m.Committed(5), m.StopAsked(True), UNSAVED, *AGAIN)
     machine, commands = play(machine, m.Finished(True, 5), m.AttemptEnded())
     assert machine.state is RunState.FAILED and "the state was in no memory" in commands[-1].reason  # type: ignore[union-attr]
@@ -265,6 +264,7 @@ def test_processes_are_kept_only_where_another_attempt_may_follow() -> None:
 
 
 WHOLE, HALF = Shape(2, 2, 1, 1, 1, 4), Shape(2, 1, 1, 1, 1, 8)
+GROWING = (m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
 
 
 def test_without_room_the_run_takes_a_smaller_mesh_with_new_processes_and_counts_no_restart() -> None:
@@ -275,13 +275,14 @@ def test_without_room_the_run_takes_a_smaller_mesh_with_new_processes_and_counts
 
 
 def test_a_stop_while_the_run_was_to_grow_ends_it_whatever_fails_after_its_ranks_returned() -> None:
-    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    machine, commands = play(growing, m.StopAsked(True), m.Finished(True, 7), m.RankFailed(failure()), m.AttemptEnded())
+    machine, commands = play(
+        m.Machine(), *GROWING, m.StopAsked(True), m.Finished(True, 7), m.RankFailed(failure()), m.AttemptEnded()
+    )
     assert machine.state is RunState.STOPPED and commands[-1] == m.Finish(RunState.STOPPED)
 
 
 def test_with_room_again_the_run_saves_stops_and_takes_the_larger_mesh() -> None:
-    machine, commands = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
+    machine, commands = play(m.Machine(), *GROWING)
     assert commands[-1] == m.SendRequests(Requests(stop=True, save_before_stop=True))
     machine, commands = play(machine, m.Committed(7), m.Finished(True), m.AttemptEnded())
     assert commands == [m.EndAttempt(), m.Launch()]
@@ -298,8 +299,7 @@ def test_a_run_does_not_grow_twice_without_a_newer_commit() -> None:
 
 
 def test_an_operators_stop_wins_over_a_change_of_mesh() -> None:
-    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    machine, _ = play(growing, m.StopAsked(), m.Finished(True), m.AttemptEnded())
+    machine, _ = play(m.Machine(), *GROWING, m.StopAsked(), m.Finished(True), m.AttemptEnded())
     assert machine.state is RunState.STOPPED
     shrinking, _ = play(m.Machine(), m.Start(), m.Claimed(1), m.Reshape(HALF, 4))
     machine, commands = play(shrinking, m.StopAsked(), m.AttemptEnded())
@@ -307,23 +307,20 @@ def test_an_operators_stop_wins_over_a_change_of_mesh() -> None:
 
 
 def test_a_run_that_finishes_while_it_was_to_grow_has_succeeded() -> None:
-    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    assert play(growing, m.Finished(False), m.AttemptEnded())[0].state is RunState.SUCCEEDED
+    assert play(m.Machine(), *GROWING, m.Finished(False), m.AttemptEnded())[0].state is RunState.SUCCEEDED
 
 
 def test_a_failure_while_the_run_was_to_grow_keeps_no_process() -> None:
-    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    assert play(growing, m.RankFailed(failure()))[1] == [m.EndAttempt(keep=False)]
+    assert play(m.Machine(), *GROWING, m.RankFailed(failure()))[1][-1] == m.EndAttempt(keep=False)
 
 
 def test_a_run_that_cannot_save_before_it_grows_keeps_its_mesh_which_its_snapshots_fit() -> None:
-    growing, _ = play(m.Machine(), m.Start(shape=HALF), m.Claimed(1), m.Seated(), m.Reshape(WHOLE, 2))
-    machine, commands = play(growing, UNSAVED, m.AttemptEnded(), m.DelayOver(), m.Claimed(2), m.Seated())
+    machine, commands = play(m.Machine(), *GROWING, UNSAVED, m.AttemptEnded(), m.DelayOver(), m.Claimed(2), m.Seated())
     assert (machine.shape, machine.restarts, machine.state) == (HALF, 1, RunState.RUNNING)
     assert play(machine, m.Reshape(WHOLE, 2))[1] == [], "not before there is a newer commit"
     machine, commands = play(machine, m.Committed(9), m.Reshape(WHOLE, 2), m.Finished(True), m.AttemptEnded())
     assert (machine.shape, commands[-1]) == (WHOLE, m.Launch())
-    killed, _ = play(growing, m.RankFailed(failure()), m.AttemptEnded())
+    killed, _ = play(m.Machine(), *GROWING, m.RankFailed(failure()), m.AttemptEnded())
     assert killed.shape == WHOLE
 
 
@@ -410,8 +407,7 @@ def test_a_run_whose_attempts_all_fail_ends_and_never_restarts_in_vain_more_ofte
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40), st.integers(0, 30))
 def test_changes_of_mesh_come_to_an_end_however_nodes_come_and_go(rounds: list[tuple[bool, bool]], steps: int) -> None:
-    """Every attempt either finds no room and shrinks, or trains, may take a step, and is offered
-    room."""
+    """An attempt finds no room and shrinks, or trains, may take a step, and is offered room."""
     shapes = [Shape(1, 1, 1, 1, 1, 8), HALF, WHOLE]
     machine, _ = play(m.Machine(), m.Start(shape=WHOLE))
     launches, step = 1, 0

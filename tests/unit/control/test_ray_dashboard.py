@@ -27,10 +27,14 @@ def test_this_python_runs_drivers_only_if_this_machine_is_the_head(on_head: bool
     assert python == (shlex.quote(sys.executable) if on_head else "python")
 
 
-def test_a_proxy_is_not_asked_for_a_cluster_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def proxy_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
+
+
+def test_a_proxy_is_not_asked_for_a_cluster_on_loopback() -> None:
     with nasty.server(b'{"ray_version": "2.60.0"}') as url:
         for address in (url, url.replace("127.0.0.1", "localhost")):
             assert Dashboard(address).ray_version() == "2.60.0"
@@ -38,8 +42,6 @@ def test_a_proxy_is_not_asked_for_a_cluster_on_loopback(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("status", [403, 503])
 def test_a_proxy_that_refuses_is_named_first(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
     with nasty.server(b"<html>denied by policy</html>", status) as proxy:
         monkeypatch.setenv("http_proxy", proxy.replace("//", "//me:secret@"))
         with pytest.raises(UnreachableError) as caught:
@@ -51,9 +53,6 @@ def test_a_proxy_that_refuses_is_named_first(status: int, monkeypatch: pytest.Mo
 
 
 def test_a_proxy_that_is_down_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    monkeypatch.delenv("NO_PROXY", raising=False)
     with pytest.raises(UnreachableError, match=r"^address: through the proxy http://127.0.0.1:9 \(http_proxy\)"):
         Dashboard("http://head.example:8265").ray_version()
     monkeypatch.setenv("no_proxy", ".example")

@@ -65,8 +65,7 @@ def test_a_stop_is_recorded_once_when_the_next_controller_is_asked_again(tmp_pat
 
 
 def test_steps_that_are_told_again_after_newer_ones_do_not_take_the_status_back(tmp_path: Path) -> None:
-    """The controller dies with unwritten steps, and the restarted one answers only the rank's last
-    report."""
+    """The controller dies with unwritten steps; the next answers only the rank's last report."""
     seat = Seat("told", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1))
     buffer = ReportBuffer(seat)
     for step in range(1, 11):
@@ -125,8 +124,7 @@ def test_a_later_life_begins_with_the_history_where_the_status_is_older(tmp_path
 
 
 def test_what_only_a_checkpoint_knows_is_told_from_it(tmp_path: Path) -> None:
-    """Rank 0 is gone with its last reports: the steps after the 5th, and the commits after the
-    first."""
+    """Rank 0 is gone with its last reports: of steps after the 5th, and of the second commit."""
     store = DirectoryStore(tmp_path)
     first = _record(store, "c-1")
     first.begin(None)

@@ -159,12 +159,8 @@ class Played(MemoryTier):
 
 
 def run_apart(tiers: list[Played], job: Job, draw: Callable[[int], int]) -> None:
-    """Plays the steps of replicas that run freely between the agreements of all.
-
-    Args:
-        draw: Returns a number below the given one: which replica is next, whether its snapshot is
-            complete, whether it has heard of a step that all have done.
-    """
+    """Plays the steps of replicas that run freely between the agreements of all. `draw` chooses,
+    below a number, who is next, whether a snapshot is complete, and what a replica has heard of."""
     done, heard = [0] * len(tiers), [0] * len(tiers)
     added: list[list[tuple[int, int]]] = [[] for _ in tiers]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import pairwise
 
 import pytest
-from stand_in_clock import StandInClock
+from stand_in_clock import StandInClock, wait_until
 
 from raypp.storage import rate_limit
 from raypp.storage.rate_limit import LOW_PRIORITY, YIELDED, Abandoned, OtherTraffic, Pace
@@ -55,10 +55,7 @@ def elsewhere(own: str, peer: str) -> bool:
 
 def until(condition: bool, traffic: OtherTraffic) -> None:
     """The other end's kernel acknowledges what was read, at its own time."""
-    end = time.monotonic() + 30
-    while traffic.is_under_way() is not condition:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: traffic.is_under_way() is condition)
 
 
 def test_a_message_is_under_way_until_the_other_end_has_it() -> None:
@@ -176,11 +173,8 @@ def test_what_waited_together_does_not_leave_together(clock: StandInClock) -> No
     begun = clock.now
     pace = Pace(1e6, gives_way=lambda: clock.now < begun + 0.02)
     turns = pace._bucket.turn = Turns(clock)  # type: ignore[assignment]
-    threads = [threading.Thread(target=take_all, args=(pace, 4 * pace.piece_bytes)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(take_all, [pace] * 4, [4 * pace.piece_bytes] * 4))
     assert len(turns.ended) == 16
     apart = [later - earlier for earlier, later in pairwise(turns.ended)]
     assert min(apart) == pytest.approx(pace.piece_bytes / 1e6), "ahead of the limit"
@@ -197,19 +191,13 @@ def test_an_upload_that_gives_way_can_be_stopped() -> None:
 def test_one_that_waits_for_its_turn_can_be_stopped_alone() -> None:
     """The copies of snapshots share the limit with the uploads, and end at other times."""
     pace, stop = Pace(1e3, gives_way=lambda: True), threading.Event()
-    other_stop, ended = threading.Event(), threading.Event()
-
-    def run_first() -> None:
+    other_stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(take_all, pace.shared(other_stop.is_set), 10**6)
+        threading.Timer(0.1, stop.set).start()
         with pytest.raises(Abandoned):
-            take_all(pace.shared(other_stop.is_set), 10**6)
-        ended.set()
-
-    first = threading.Thread(target=run_first)
-    first.start()
-    threading.Timer(0.1, stop.set).start()
-    with pytest.raises(Abandoned):
-        take_all(pace.shared(stop.is_set), 10**6)
-    assert first.is_alive()
-    other_stop.set()
-    assert ended.wait(30)
-    first.join()
+            take_all(pace.shared(stop.is_set), 10**6)
+        assert not first.done()
+        other_stop.set()
+        with pytest.raises(Abandoned):
+            first.result(30)

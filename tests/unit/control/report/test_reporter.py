@@ -1,4 +1,5 @@
-"""A rank's reporter without a cluster: what it does when its log cannot be written."""
+"""A rank's reporter and its buffer, without a cluster: what reaches the controller and the store,
+also while the log cannot be written."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from stand_in_clock import StandInClock
 
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report import reporter as reporter_module
-from raypp.control.report.reporter import ControllerReporter, ReportRoute
+from raypp.control.report.reporter import ControllerReporter, ReportBuffer, ReportRoute
 from raypp.records import Coordinates, Event, Requests, Seat
 
 SEAT = Seat("run", 1, 1, 2, Coordinates(), Coordinates(1, 1, 1, 1))
@@ -112,3 +113,30 @@ def test_a_trail_that_nobody_looks_at_stays_short(monkeypatch: pytest.MonkeyPatc
         reporter.phase("step", "1F0", device.mark())
     assert len(reporter._trail._queued) <= 10
     assert reporter._batch().reached == 99
+
+
+def _answer(life: int, durable: int = 0) -> BatchAnswer:
+    return BatchAnswer(Requests(), str(life), durable)
+
+
+def test_what_is_in_the_store_is_not_kept_and_what_is_not_is_told_to_the_next_life() -> None:
+    buffer = ReportBuffer(SEAT)
+    for number in range(3):
+        buffer.add_event(Event("one", str(number)))
+        buffer.sent(buffer.next_batch("step", 0.0), _answer(1, durable=number))
+    left = buffer.unwritten()
+    assert left is not None and [event.message for event in left.events] == ["2"]
+    buffer.sent(buffer.next_batch("step", 0.0), _answer(2))
+    assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["2"]
+
+
+def test_what_nobody_took_waits_before_what_is_newer_and_the_oldest_go_first() -> None:
+    buffer = ReportBuffer(SEAT, most=3)
+    buffer.add_event(Event("one", "0"))
+    batch = buffer.next_batch("step", 0.0)
+    buffer.add_event(Event("one", "1"))
+    buffer.requeue(batch)
+    assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["0", "1"]
+    for number in range(5):
+        buffer.add_event(Event("one", str(number)))
+    assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["2", "3", "4"]
