@@ -12,7 +12,7 @@ from raypp.api.checked_job import checked, load_checked_job
 from raypp.api.run import Run
 from raypp.api.submission import prepare, start
 from raypp.spec.job import Job
-from raypp.spec.load import job_file
+from raypp.spec.job_file import job_file
 
 _log = logging.getLogger("raypp")
 

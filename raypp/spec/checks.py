@@ -19,12 +19,12 @@ from raypp.registry import is_module
 from raypp.spec.availability import CHOICES, Choice
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job, SourceOptions
+from raypp.spec.load import shown
 from raypp.spec.lora import adapted_stacks, check_targets
 from raypp.spec.mixture import check_mixture, known_source
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.precision import DTYPES
-from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
 from raypp.spec.tokenizer_file import TOKENIZER, read_tokenizer, tokenizer_path, vocabulary

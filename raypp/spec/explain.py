@@ -20,12 +20,11 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import TRACKERS
 from raypp.spec import type_names
 from raypp.spec.availability import CHOICES
-from raypp.spec.document import dotted, undotted
 from raypp.spec.families import FAMILIES, family_options, kinds_with
 from raypp.spec.job import Job
+from raypp.spec.load import shown
 from raypp.spec.models import DecoderOptions
-from raypp.spec.pydantic_errors import shown
-from raypp.spec.section import Section
+from raypp.spec.section import Section, dotted, undotted
 
 WIDTH = 88
 

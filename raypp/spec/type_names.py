@@ -11,11 +11,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from raypp.spec import limits
-from raypp.spec.document import KeyPath
 from raypp.spec.families import model_options
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
-from raypp.spec.section import Section
+from raypp.spec.section import KeyPath, Section
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 

@@ -18,7 +18,7 @@ import yaml
 from raypp.data.loader import open_loader
 from raypp.data.sources import data_identity
 from raypp.spec.job import Job
-from raypp.spec.load import load_job
+from raypp.spec.job_file import load_job
 
 JOB = """
 name: shards
