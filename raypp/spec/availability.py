@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from raypp.kinds import OPTIMIZERS, POLICIES, SCHEDULES, SOURCES, TRACKERS
 from raypp.registry import Kind, Registry
 from raypp.spec.families import MODELS
+
+_FUNCTION = re.compile(r"^[^:]+:[^:]+$")
 
 
 @dataclass(frozen=True)
@@ -19,17 +20,16 @@ class Choice:
     Attributes:
         registry: The kinds that a name may refer to.
         others: Further names that are not in the registry.
-        own: Pattern of a user's own kind; None if the key accepts none.
+        own: Pattern of a user's own kind.
     """
 
     registry: Registry[Any]
     others: tuple[Kind, ...] = ()
-    own: re.Pattern[str] | None = None
+    own: re.Pattern[str] = _FUNCTION
 
-    def kinds(self) -> Iterator[Kind]:
-        """Yields the kind of each name, in display order."""
-        yield from self.registry
-        yield from self.others
+    def kinds(self) -> list[Kind]:
+        """Returns the kind of each name, in display order."""
+        return [*self.registry, *self.others]
 
     def words(self) -> list[str]:
         return [kind.name for kind in self.kinds()]
@@ -40,30 +40,26 @@ class Choice:
 
     def is_own(self, word: str) -> bool:
         """Whether a name has the form of a user's own kind."""
-        return self.own is not None and self.own.search(word) is not None
+        return self.own.search(word) is not None
 
     def works(self, word: str) -> bool:
         """Whether this version accepts a name.
 
         Does not check that a user's own kind can be imported.
         """
-        for kind in self.others:
-            if kind.name == word:
-                return kind.available
-        if word in self.registry:
-            return bool(self.registry.get(word).available)
-        return self.is_own(word)
+        if any(kind.name == word for kind in self.others):
+            return True
+        return bool(self.registry.get(word).available) if word in self.registry else self.is_own(word)
 
 
-_FUNCTION = re.compile(r"^[^:]+:[^:]+$")
 _AUTO = Kind("auto", "chosen from the numbers of stages per rank and microbatches; mostly 1f1b")
 
 CHOICES: dict[str, Choice] = {
-    "model.kind": Choice(MODELS, own=_FUNCTION),
-    "data.kind": Choice(SOURCES, own=_FUNCTION),
-    "pipeline.schedule": Choice(SCHEDULES, (_AUTO,), own=re.compile(r"^[^:]+:[^:]+$|\.csv$")),
-    "train.optimizer.kind": Choice(OPTIMIZERS, own=_FUNCTION),
-    "recovery.policy": Choice(POLICIES, own=_FUNCTION),
-    "observe.trackers.kind": Choice(TRACKERS, own=_FUNCTION),
+    "model.kind": Choice(MODELS),
+    "data.kind": Choice(SOURCES),
+    "pipeline.schedule": Choice(SCHEDULES, (_AUTO,), re.compile(r"^[^:]+:[^:]+$|\.csv$")),
+    "train.optimizer.kind": Choice(OPTIMIZERS),
+    "recovery.policy": Choice(POLICIES),
+    "observe.trackers.kind": Choice(TRACKERS),
 }
 """Every key of the job file that names a kind."""

@@ -78,8 +78,9 @@ def schema() -> dict[str, Any]:
         ("TrackerOptions", "observe.trackers.kind"),
     ):
         choice = CHOICES[key]
-        own = [{"pattern": choice.own.pattern}] if choice.own is not None else []
-        _property(definitions, section, key.rpartition(".")[2]).update(anyOf=[{"enum": choice.words()}, *own])
+        _property(definitions, section, key.rpartition(".")[2]).update(
+            anyOf=[{"enum": choice.words()}, {"pattern": choice.own.pattern}]
+        )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "raypp job"}
 
 
