@@ -17,9 +17,9 @@ from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.hf.original import with_original
 from raypp.hf.tensor import GrownTensor, HfTensor
+from raypp.kinds import known_source
 from raypp.spec.family import Shape
 from raypp.spec.job import Job
-from raypp.spec.mixture import known_source
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.spec.tokenizer_file import TOKENIZER, tokenizer_path

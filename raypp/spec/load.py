@@ -14,9 +14,17 @@ from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
 from raypp.errors import JobError, Problem
-from raypp.spec import type_names
 from raypp.spec.job import Job
 from raypp.spec.section import KeyPath, dotted
+from raypp.spec.type_names import (
+    all_sections,
+    expected_at,
+    field_at,
+    is_limit,
+    literals_of,
+    section_at,
+    section_of,
+)  # fmt: skip
 
 
 def parse_job(mapping: Mapping[str, Any]) -> Job:
@@ -57,7 +65,7 @@ def _without_empty_sections(value: Any, section: Any) -> Any:
     result = {}
     for key, inner in value.items():
         info = section.model_fields.get(key)
-        inner_section = type_names.section_of(info.annotation) if info else None
+        inner_section = section_of(info.annotation) if info else None
         if inner_section is not None:
             inner = _without_empty_sections(inner, inner_section)
             if inner is None and info.default is not None:
@@ -77,7 +85,7 @@ def _problems_of(error: ValidationError, document: Any) -> list[Problem]:
             continue  # of a union with a section, whose own errors describe the mistake
         path = key_path(tuple(details["loc"]), document, missing=details["type"] == "missing")
         limit = details["ctx"]["le"] if details["type"] == "less_than_equal" else None
-        beyond = limit is not None and type_names.is_limit(limit)
+        beyond = limit is not None and is_limit(limit)
         if path in problems and not beyond:
             continue
         if beyond:
@@ -85,7 +93,7 @@ def _problems_of(error: ValidationError, document: Any) -> list[Problem]:
         elif details["type"] == "extra_forbidden":
             problems[path] = unknown_key(path, document)
         elif details["type"] == "missing" and isinstance(path[-1], str):
-            problems[path] = Problem(dotted(path), "is missing", f"add `{path[-1]}:` ({_expected(path, document)})")
+            problems[path] = Problem(dotted(path), "is missing", f"add `{path[-1]}:` ({expected_at(path, document)})")
         elif details["type"] == "missing":
             problems[path[:-1]] = wrong_value(path[:-1], _value(path[:-1], document), document)
         else:
@@ -121,10 +129,10 @@ def unknown_key(path: KeyPath, document: Any) -> Problem:
 
     Suggests the closest key, the section that has it, or lists the known keys.
     """
-    name, section = str(path[-1]) if path else "", type_names.section_at(path[:-1], document)
-    known = type_names.known_keys(section) if section else []
+    name, section = str(path[-1]) if path else "", section_at(path[:-1], document)
+    known = list(section.model_fields) if section else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    homes = [f"{key}.{name}" if key else name for key, other in type_names.all_sections() if name in other.model_fields]
+    homes = [f"{key}.{name}" if key else name for key, other in all_sections() if name in other.model_fields]
     if close:
         fix = f"did you mean {close[0]}?"
     elif len(homes) in (1, 2):
@@ -136,7 +144,8 @@ def unknown_key(path: KeyPath, document: Any) -> Problem:
 
 def wrong_value(path: KeyPath, value: Any, document: Any) -> Problem:
     """Describes a value of the wrong type or out of range."""
-    return Problem(dotted(path), f"must be {_expected(path, document)}, is {shown(value)}", _fix(path, value, document))
+    fault = f"must be {expected_at(path, document)}, is {shown(value)}"
+    return Problem(dotted(path), fault, _fix(path, value, document))
 
 
 def shown(value: Any) -> str:
@@ -152,14 +161,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def _expected(path: KeyPath, document: Any) -> str:
-    return type_names.expected_at(path, document)
-
-
 def _fix(path: KeyPath, value: Any, document: Any) -> str:
-    expected, name = _expected(path, document), str(path[-1]) if path else ""
-    info = type_names.field_at(path, document)
-    literals = type_names.literals_of(info.annotation) if info else []
+    expected, name = expected_at(path, document), str(path[-1]) if path else ""
+    info = field_at(path, document)
+    literals = literals_of(info.annotation) if info else []
     if literals and isinstance(value, str):
         close = difflib.get_close_matches(value.lower(), literals, n=1, cutoff=0.5)
         if close:
@@ -178,15 +183,14 @@ def _fix(path: KeyPath, value: Any, document: Any) -> str:
         return f"for example `name: {slug or 'my-run'}`"
     if literals and "number" not in expected:
         return f"use {' or '.join(literals)}" if len(literals) < 3 else f"use one of {', '.join(literals)}"
-    if info is not None and type_names.section_of(info.annotation) is not None:
-        keys = type_names.known_keys(type_names.section_of(info.annotation))  # type: ignore[arg-type]
-        return f"put its keys below `{name}:`, indented ({', '.join(keys[:4])} …)"
+    if info is not None and (section := section_of(info.annotation)) is not None:
+        return f"put its keys below `{name}:`, indented ({', '.join(list(section.model_fields)[:4])} …)"
     default = info.get_default(call_default_factory=True) if info else PydanticUndefined
     if default is not PydanticUndefined and default is not None:
         return f"for example `{name}: {default if isinstance(default, str) else json.dumps(default)}`"
     sections = (path[:depth] for depth in range(len(path), 0, -1))
-    section = next((dotted(part) for part in sections if type_names.section_at(part, document)), "")
-    return f"see `raypp explain {section}`" if section else "see `raypp explain`"
+    of = next((dotted(part) for part in sections if section_at(part, document)), "")
+    return f"see `raypp explain {of}`" if of else "see `raypp explain`"
 
 
 def _number(text: str) -> bool:
