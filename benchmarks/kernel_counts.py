@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.surroundings import announce
+from benchmarks.torch_private import kernels_on_cuda
 from raypp.measure.played_step import Norm
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
@@ -26,7 +27,7 @@ from raypp.models.rotary import rotated
 from raypp.models.stage import build_stage
 from raypp.planning.loss_memory import chunk_size
 from raypp.spec.load import parse_job
-from raypp.torch_private import DispatchMode, fake_tensors, kernels_on_cuda
+from raypp.torch_private import DispatchMode, fake_tensors
 
 SIZES = {"hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_size": 14336, "vocab_size": 128256}
 TOKENS, HEAD, VOCABULARY = 4096, 128, SIZES["vocab_size"]

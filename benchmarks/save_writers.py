@@ -215,7 +215,7 @@ def s3torchconnector(place: Place, asynchronous: bool = False) -> Dcp:
 
 
 def fsspec(place: Place, asynchronous: bool = False) -> Dcp:
-    from raypp.torch_private import fsspec_writer
+    from benchmarks.torch_private import fsspec_writer
 
     writer_of = fsspec_writer()
     options: Any = {"endpoint_url": os.environ["AWS_ENDPOINT_URL_S3"], "default_block_size": PART_BYTES}

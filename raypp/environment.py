@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
 from importlib import metadata
 
 from raypp.errors import JobError, Problem
@@ -97,19 +96,17 @@ def check_node(place: str) -> None:
     Raises:
         JobError: Something is missing or too old; names all of it.
     """
-    problems = list(_node_problems(place))
-    if problems:
-        raise JobError(problems)
-
-
-def _node_problems(place: str) -> Iterator[Problem]:
     versions = {"python": platform.python_version()} | {name: _version(name) for name in ON_NODES}
     fix = "install `raypp[node]` there, into the Python that runs Ray"
+    problems = []
     missing = [name for name, version in versions.items() if not version]
     if missing:
-        yield Problem(place, f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed", fix)
+        fault = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        problems.append(Problem(place, fault, fix))
     if old := too_old(versions):
-        yield Problem(place, f"has {old}", fix)
+        problems.append(Problem(place, f"has {old}", fix))
+    if problems:
+        raise JobError(problems)
 
 
 def _version(name: str) -> str:

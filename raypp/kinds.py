@@ -211,6 +211,14 @@ POLICIES = Registry("recovery policy", PolicyKind, "raypp.recovery.policies", "b
 TRACKERS = Registry("tracker", TrackerKind, "raypp.observe.trackers", "open_tracker", "raypp.trackers")
 
 
+def known_source(name: str) -> SourceKind | None:
+    """Returns a data source; None if the name is unknown, which is reported elsewhere."""
+    try:
+        return SOURCES.get(name)
+    except JobError:
+        return None
+
+
 def store_kind(url: str, *, key: str = "") -> StoreKind:
     """Returns the kind of store of a URL. A plain path means a directory.
 

@@ -17,11 +17,12 @@ import difflib
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar
 
 from raypp.errors import JobError, Problem
 
@@ -38,9 +39,7 @@ class Kind:
         summary: One line of help.
         available: False if the job language knows the name but this version does not support it
             yet.
-        position: Sort key of lists of kinds. Ties are sorted by name, registered kinds by
-            registration order.
-        options: Pydantic class of its options, if kinds differ in their keys.
+        position: Sort key of lists of kinds. Ties are sorted by name.
         builder: The function that builds it, or `package.module:function`. Filled in for a kind
             that declares itself.
         own: True for a user's own kind, which is not part of raypp. raypp checks what it builds.
@@ -51,7 +50,6 @@ class Kind:
     summary: str = ""
     available: bool = True
     position: int = 100
-    options: type[Any] | None = None
     builder: str | Callable[..., Any] = ""
     own: bool = False
 
@@ -75,10 +73,7 @@ K = TypeVar("K", bound=Kind)
 
 
 class Registry(Generic[K]):
-    """The kinds of one thing.
-
-    These are the kinds in raypp's package, those of installed packages, and those registered by a
-    call.
+    """The kinds of one thing: those in raypp's package, and those of installed packages.
 
     Args:
         noun: What a kind is, for messages: "model", "schedule".
@@ -86,45 +81,27 @@ class Registry(Generic[K]):
         package: Package whose modules are searched for a `KIND` of that class.
         function: Name of the builder in such a module.
         group: Entry-point group in which installed packages list modules with a `KIND`.
+        kinds: All of raypp's kinds, in place of a package.
     """
 
-    @overload
-    def __init__(self: Registry[Kind], noun: str) -> None: ...
-
-    @overload
-    def __init__(self, noun: str, entry: type[K], package: str, function: str, group: str) -> None: ...
-
     def __init__(
-        self, noun: str, entry: type[Any] = Kind, package: str = "", function: str = "", group: str = ""
+        self, noun: str, entry: type[K], package: str = "", function: str = "", group: str = "", kinds: Iterable[K] = ()
     ) -> None:
         self.noun, self.group = noun, group
-        self._entry, self._package, self._function = entry, package, function
-        self._registered: dict[str, K] = {}
-        self._ours: dict[str, K] | None = None
-        self._all: dict[str, K] | None = None
-
-    def register(self, name: str, builder: str | Callable[..., Any] = "", **facts: Any) -> K:
-        """Adds a kind. A name can be registered only once."""
-        if name in self._registered:
-            raise ValueError(f"{self.noun} kind {name!r} is registered twice")
-        home = builder if isinstance(builder, str) else builder.__module__
-        kind: K = self._entry(name, builder=builder, own=bool(home) and not home.startswith("raypp."), **facts)
-        self._registered[name] = kind
-        self._ours = self._all = None
-        return kind
+        self._entry, self._package, self._function, self._given = entry, package, function, kinds
 
     def names(self) -> list[str]:
-        return list(self._listed())
+        return list(self._listed)
 
     def usable(self) -> list[K]:
         """Returns the kinds that are available."""
         return [kind for kind in self if kind.available]
 
     def __iter__(self) -> Iterator[K]:
-        return iter(self._listed().values())
+        return iter(self._listed.values())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._in_raypp() or name in self._listed()
+        return name in self._in_raypp or name in self._listed
 
     def get(self, name: str, *, key: str = "", fix: str = "") -> K:
         """Returns the kind of that name, or a user's own kind given as `module.path:function`.
@@ -138,11 +115,11 @@ class Registry(Generic[K]):
             JobError: There is no such kind. The message lists the kinds and suggests the closest
                 name. Or the declaration of a user's own kind cannot be read.
         """
-        if name in self._in_raypp():
-            return self._in_raypp()[name]
+        if name in self._in_raypp:
+            return self._in_raypp[name]
         if ":" in name:
             return self._own(name, name, key)
-        kinds = self._listed()
+        kinds = self._listed
         if name in kinds:
             return kinds[name]
         usable = [kind.name for kind in self.usable()]
@@ -150,22 +127,17 @@ class Registry(Generic[K]):
         fix = f"did you mean {close[0]!r}?" if close else fix or "use one of them, or your own as module.path:function"
         raise JobError(Problem(key, f"there is no {self.noun} {name!r}; there are: {', '.join(usable)}", fix))
 
+    @cached_property
     def _in_raypp(self) -> dict[str, K]:
-        """Returns the kinds of the package and those registered by a call.
+        """The kinds without those of installed packages, whose list takes longer to read."""
+        ours = sorted([*self._in_package(), *self._given], key=lambda kind: (kind.position, kind.name))
+        return {kind.name: kind for kind in ours}
 
-        Skips installed packages.
-        """
-        if self._ours is None:
-            declared = sorted(self._in_package(), key=lambda kind: kind.name)
-            ours = sorted([*declared, *self._registered.values()], key=lambda kind: kind.position)
-            self._ours = {kind.name: kind for kind in ours}
-        return self._ours
-
+    @cached_property
     def _listed(self) -> dict[str, K]:
-        if self._all is None:
-            others = {name: self._installed_kind(name, value) for name, value in _installed(self.group).items()}
-            self._all = self._in_raypp() | others | self._in_raypp()  # ours come first and win name clashes
-        return self._all
+        points = importlib.metadata.entry_points(group=self.group) if self.group else ()
+        others = {point.name: self._installed_kind(point.name, point.value) for point in points}
+        return self._in_raypp | others | self._in_raypp  # ours come first and win name clashes
 
     def _in_package(self) -> Iterator[K]:
         spec = importlib.util.find_spec(self._package) if self._package else None
@@ -185,8 +157,7 @@ class Registry(Generic[K]):
         if declaration is None:
             return None
         arguments, keywords = declaration
-        kind: K = self._entry(*arguments, **keywords)
-        return replace(kind, builder=builder)
+        return self._entry(*arguments, **keywords | {"builder": builder})
 
     def _own(self, name: str, value: str, key: str = "") -> K:
         """Returns a user's own kind: the one its module declares, else `undeclared`.
@@ -204,8 +175,7 @@ class Registry(Generic[K]):
             fault = f"cannot read {DECLARATION} of {value!r}: {error}"
             fix = f"write {DECLARATION} = {self._entry.__name__}(name, summary, …) with its arguments as literals"
             raise JobError(Problem(key, fault, fix)) from error
-        kind: K = declared or self._entry.undeclared(name)
-        return replace(kind, name=name, builder=builder, own=True)
+        return replace(declared or self._entry.undeclared(name), name=name, builder=builder, own=True)
 
     def _installed_kind(self, name: str, value: str) -> K:
         """Returns a kind of an installed package.
@@ -227,11 +197,6 @@ def _spec(module: str) -> ModuleSpec | None:
         return importlib.util.find_spec(module)
     except (ImportError, ValueError, TypeError):  # the last two: of names that no module can have
         return None
-
-
-def _installed(group: str) -> dict[str, str]:
-    """Returns the kinds that installed packages list: {"mine": "my_package.my_schedule"}."""
-    return {point.name: point.value for point in importlib.metadata.entry_points(group=group)} if group else {}
 
 
 def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]] | None:

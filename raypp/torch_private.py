@@ -1,17 +1,17 @@
-"""torch's private names that raypp uses, under public names. No other file uses a private name.
+"""torch's private names that raypp uses, under public names. No other file of it uses one.
 
 torch may change a private name in any release. Each entry says what raypp uses the name for and
 since which release torch has it; "since 2.4" may be earlier, because older releases were not
 checked. Everything here works with torch 2.11 to 2.13; `make test-torch211` checks it with 2.11. If
 a new torch breaks a name, fix it here.
-`tests/lint/test_torch_private.py` fails if another file uses a private name.
+`tests/lint/test_torch_private.py` fails if another file uses a private name. Those that only tests
+and benchmarks use are in `benchmarks/torch_private.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -22,51 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
+from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_unshard_reshard, _ComputationType
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "ATTENTION_OPERATORS",
-    "ChunkStage",
-    "Computation",
-    "DispatchMode",
-    "GROUPED_MM_OPERATOR",
-    "LoweredAction",
-    "add_reduce_grad",
-    "add_to_sums",
-    "add_unshard_reshard",
-    "backends_on",
-    "compute_local_shape_and_global_offset",
-    "copy_to",
-    "fake_tensors",
-    "flash_attention_backward",
-    "flash_attention_for_cpu",
-    "flash_attention_for_cpu_backward",
-    "flash_attention_forward",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "fsdp_shards",
-    "fsspec_writer",
-    "gather_from",
-    "inductor_config",
-    "integer_weights",
-    "kernels_on_cuda",
-    "order_of_streams",
-    "read_scalar",
-    "reduced_together",
-    "register_fake_device",
-    "restart_group_names",
-    "run_step_pre_hooks",
-    "schema_of",
-    "set_local",
-    "set_operation_timeout",
-    "stage_backward_input",
-    "stage_backward_weight",
-    "take_replica_sum",
-]
 
 # Programs (pipeline.runtime): torch's passes add the gather and release of weights and the
 # reduction of gradients.
@@ -376,17 +338,6 @@ DispatchMode = TorchDispatchMode
 read_scalar = torch.ops.aten._local_scalar_dense.default
 """The operator of `Tensor.item`. Since 2.4."""
 
-copy_to = torch.ops.aten._to_copy.default
-"""The operator of `Tensor.to`. Since 2.4."""
-
-
-def schema_of(operator: Any) -> Any:
-    """Returns an operator's schema: which arguments it writes, which of its results are views.
-
-    `OpOverload._schema`, since 1.10.
-    """
-    return operator._schema
-
 
 def inductor_config() -> Any:
     """Returns the settings of torch.compile: `compile_threads` (since 2.0) is how many processes it
@@ -410,16 +361,6 @@ def register_fake_device(name: str, module: Any) -> None:
     dist.Backend.register_backend(f"fake_{name}", _create_fake_pg, extended_api=True, devices=[name])
 
 
-def order_of_streams() -> Any:
-    """Returns torch's record of which work of which stream is ordered before which, by events.
-
-    `cuda._sanitizer.StreamSynchronizations`, which needs no device. Since 1.13.
-    """
-    from torch.cuda._sanitizer import StreamSynchronizations
-
-    return StreamSynchronizations()
-
-
 def fake_tensors() -> Any:
     """Returns a context in which operators compute shapes and devices only, not values.
 
@@ -429,90 +370,3 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-# Benchmarks.
-
-
-def fsspec_writer() -> type[Any]:
-    """Returns torch's own writer of checkpoints to object stores, for comparison; needs fsspec.
-
-    `checkpoint._fsspec_filesystem.FsspecWriter`: torch has no public name for it. Since 2.4.
-    """
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-    return FsspecWriter
-
-
-def kernels_on_cuda(function: Callable[..., Any], inputs: Sequence[Tensor], fake: Any) -> list[list[int]]:
-    """Returns the bytes that each kernel moves which torch.compile would generate for an H100.
-
-    Products and attention are not generated. Changes torch in this process: torch for CPUs cannot
-    trace for CUDA, but inductor can plan kernels for a graph that was traced on the CPU. Uses
-    `_inductor`'s lowering and scheduler as of 2.13.
-
-    Args:
-        function: Computes a tensor or several, which have a backward if an input has one.
-        inputs: Its inputs, fake tensors on the CPU.
-        fake: The context that they are from.
-
-    Returns:
-        The kernels of the forward, and those of the backward if there is one.
-    """
-    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.device_interface import CudaInterface
-    from torch._inductor import scheduler
-    from torch._inductor.compile_fx import _recursive_post_grad_passes
-    from torch._inductor.debug import DebugContext
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
-    from torch.utils._pytree import tree_leaves, tree_map
-
-    h100 = SimpleNamespace(name="H100", gcnArchName="", major=9, minor=0, warp_size=32)
-    h100.multi_processor_count, h100.regs_per_multiprocessor = 132, 65536
-    places: tuple[Any, ...] = torch.cuda, CudaInterface, scheduler
-    for place in places[:2]:
-        place.is_available, place.get_device_properties = lambda: True, lambda device=None: h100
-    places[0].get_device_capability = lambda device=None: (9, 0)
-    places[0].current_device = lambda: 0
-    places[0].get_rng_state, places[0].set_rng_state = lambda *_: torch.zeros(1), lambda *_: None
-    places[1].get_compute_capability = lambda device=None: 90
-    places[2].has_triton = lambda: True
-    sizes: list[list[int]] = []
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
-
-    def plan(traced: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
-        run = make_boxed_func(copy.deepcopy(traced).forward)
-        with V.set_fake_mode(fake):
-            _recursive_post_grad_passes(traced)
-        for node in traced.graph.nodes:
-            node.meta["val"] = tree_map(moved, node.meta.get("val"))
-            if "device" in node.kwargs:
-                node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-        given = [moved(value) for value in given]
-        lowered = GraphLowering(traced, example_inputs=given)
-        handlers = (V.set_graph_handler(lowered), V.set_debug_handler(DebugContext()), V.set_extern_kernel_nodes([]))
-        with V.set_fake_mode(fake), handlers[0], handlers[1], handlers[2]:
-            lowered.run(*given)
-            lowered.init_wrapper_code()
-            lowered._update_scheduler()
-            others = (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode)
-            own = [node for node in lowered.scheduler.nodes if not isinstance(node, others)]
-            sizes.append([int(node.get_read_write_buffers_sizes()) for node in own])
-        return run
-
-    compiled = aot_function(
-        function, plan, plan, partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table()
-    )
-    is_compiling, torch.compiler.is_compiling = torch.compiler.is_compiling, lambda: True
-    outputs = [one for one in tree_leaves(compiled(*inputs)) if one.requires_grad]
-    torch.compiler.is_compiling = is_compiling
-    if outputs:
-        gradients = [torch.ones_like(one) for one in outputs]
-        torch.autograd.grad(outputs, [one for one in inputs if one.requires_grad], gradients)
-    return sizes

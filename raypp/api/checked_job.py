@@ -18,7 +18,8 @@ from raypp.planning.sizes import count, not_counted, sizes_remark
 from raypp.recovery.policy import check_policy
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
-from raypp.spec.load import IncompleteJobError, JobFile, in_order, job_document, job_file, load_job
+from raypp.spec.job_file import IncompleteJobError, JobFile, in_order, job_file, load_job
+from raypp.spec.load import job_document
 from raypp.spec.paths import is_remote
 
 _log = logging.getLogger("raypp")

@@ -34,7 +34,8 @@ from raypp.planning.check import check_plan
 from raypp.planning.plan import Grounds, with_every_steps
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
-from raypp.spec.load import JobFile, job_document, job_file
+from raypp.spec.job_file import JobFile, job_file
+from raypp.spec.load import job_document
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.untrusted.text import shell_word
 

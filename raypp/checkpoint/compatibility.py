@@ -12,9 +12,9 @@ from typing import Any
 
 from raypp.data.tokenizer import open_tokenizer
 from raypp.errors import JobError, Problem, RayppError
+from raypp.kinds import known_source
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.spec.mixture import known_source
 from raypp.spec.precision import PRECISIONS
 from raypp.untrusted.text import visible
 

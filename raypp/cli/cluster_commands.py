@@ -15,7 +15,6 @@ from raypp.api.checked_job import load_checked_job
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json
 from raypp.clusters import local
-from raypp.clusters.prometheus import find_prometheus
 from raypp.clusters.slurm import Allocation, SlurmCluster, slurm_cluster
 from raypp.control.client import device_for
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_UNREACHABLE, JobError, Problem, ResourcesError
@@ -83,7 +82,7 @@ def _describe(cluster: local.LocalCluster) -> None:
 def _prometheus(cluster: local.LocalCluster) -> str:
     if cluster.has_prometheus():
         return f"{cluster.prometheus_url()}  scrapes Ray's metrics and those of the runs"
-    if find_prometheus() is None:
+    if local.find_prometheus() is None:
         return "not installed; install `prometheus` (Debian, Homebrew), then run `raypp local up` again"
     if not cluster.prometheus_port:
         return "none: an older raypp started this cluster; run `raypp local down`, then `raypp local up`"

@@ -20,7 +20,7 @@ from raypp.errors import DataError, JobError
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
-from raypp.spec.load import load_job
+from raypp.spec.job_file import load_job
 from raypp.storage import open_for_others
 from raypp.untrusted.text import shell_word
 

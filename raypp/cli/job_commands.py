@@ -49,17 +49,17 @@ def list_kinds_command(key: str | None, as_json: bool) -> None:
     With KEY (model.kind), list only the kinds of that key.
     """
     from raypp.kinds import STORES
-    from raypp.spec.availability import CHOICES
+    from raypp.spec.availability import CHOICES, Choice
 
-    every = {name: choice.kinds for name, choice in CHOICES.items()} | {"checkpoint.url": lambda: iter(STORES)}
+    every = CHOICES | {"checkpoint.url": Choice(STORES)}
     if key is not None and key not in every:
         matching = [known for known in every if known.startswith(key)]
         if len(matching) != 1:
             raise JobError(f"{key!r} is not a key with kinds", f"use one of {', '.join(every)}")
         key = matching[0]
     kinds = {
-        name: [(kind.name, kind.available, kind.summary) for kind in listed()]
-        for name, listed in every.items()
+        name: [(kind.name, kind.available, kind.summary) for kind in choice.kinds()]
+        for name, choice in every.items()
         if key in (None, name)
     }
     if as_json:

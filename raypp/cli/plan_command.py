@@ -27,8 +27,9 @@ from raypp.planning.search import search as search_meshes
 from raypp.planning.sizes import sizes_remark
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
+from raypp.spec.job_file import JobFile
 from raypp.spec.limits import RANKS, RATE
-from raypp.spec.load import JobFile, job_document
+from raypp.spec.load import job_document
 
 
 class _Finite(click.FloatRange):

@@ -8,14 +8,18 @@ Prometheus' data.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +27,6 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from raypp.clusters.dashboard import Dashboard
-from raypp.clusters.prometheus import find_prometheus, start_prometheus, wait_for_prometheus
 from raypp.clusters.ray_head import NODE_IP, SlowStartError, start_ray_head, wait_for_ray
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.clusters.user_folder import locked, private_directory, raypp_home, write_private
@@ -41,6 +44,10 @@ _STATE_BYTES = 64 << 10
 _DASHBOARD_PORT = 8265
 """Ray's own, for the dashboard of the first cluster on a machine. Others get one that is free."""
 _RAY_PARENT, _RAY_PREFIX = "/tmp", "raypp-"
+_TARGETS = "prom_metrics_service_discovery.json"
+"""The file in Ray's folder that names the metrics ports of all nodes."""
+_SCRAPE_INTERVAL = "5s"
+_KEPT_TIME, _KEPT_SIZE = "15d", "512MB"
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,6 @@ def directory() -> Path:
     return raypp_home() / "local"
 
 
-def default_num_cpus() -> int:
-    """Returns the number of logical slots; on a laptop, several ranks deliberately share a core."""
-    return max(8, os.cpu_count() or 1)
-
-
 def find() -> LocalCluster | None:
     """Returns the embedded cluster of this RAYPP_HOME if both its servers run; else None."""
     cluster = _read_state()
@@ -131,8 +133,10 @@ def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
             return _with_prometheus(running), False
         need("ray", "local", "raypp local up")
         _end_leftovers()
+        # At least 8: on a laptop, several ranks deliberately share a core.
+        num_cpus = num_cpus or max(8, os.cpu_count() or 1)
         with held_port(_DASHBOARD_PORT) as free:
-            return _start(num_cpus or default_num_cpus(), _DASHBOARD_PORT if free else None), True
+            return _start(num_cpus, _DASHBOARD_PORT if free else None), True
 
 
 def down(*, delete_data: bool = False) -> bool:
@@ -245,11 +249,68 @@ def _with_prometheus(cluster: LocalCluster) -> LocalCluster:
     program = find_prometheus()
     if program is None or not cluster.prometheus_port or cluster.has_prometheus():
         return cluster
-    server = start_prometheus(program, directory() / "prometheus", cluster.ray_dir, cluster.prometheus_port)
+    server = _start_prometheus(program, directory() / "prometheus", cluster.ray_dir, cluster.prometheus_port)
     cluster = dataclasses.replace(cluster, prometheus=server)
     _write_state(cluster)
-    wait_for_prometheus(cluster.prometheus_url(), server)
+    _wait_for_prometheus(cluster.prometheus_url(), server)
     return cluster
+
+
+def find_prometheus() -> str | None:
+    """Returns the path of the program, if it is installed."""
+    return shutil.which("prometheus")
+
+
+def _start_prometheus(program: str, directory: Path, ray_dir: str, port: int) -> OwnProcess:
+    """Starts a Prometheus on loopback that scrapes the embedded cluster, and outlives this process.
+
+    What an earlier one stored is kept.
+
+    Args:
+        program: As `find_prometheus` returns it.
+        directory: Of its data, `prometheus.yml` and `prometheus.log`. Created if missing; one
+            server per directory at a time.
+        ray_dir: Ray's folder; `_TARGETS` may appear there later.
+        port: Its port on 127.0.0.1.
+    """
+    private_directory(directory)
+    targets = {"files": [str(Path(ray_dir) / _TARGETS)], "refresh_interval": _SCRAPE_INTERVAL}
+    config = {
+        "global": {"scrape_interval": _SCRAPE_INTERVAL},
+        "scrape_configs": [{"job_name": "ray", "file_sd_configs": [targets]}],
+    }
+    write_private(directory / "prometheus.yml", json.dumps(config, indent=2))  # JSON is YAML
+    command = [
+        program,
+        f"--config.file={directory / 'prometheus.yml'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--storage.tsdb.retention.time={_KEPT_TIME}",
+        f"--storage.tsdb.retention.size={_KEPT_SIZE}",
+        "--log.level=warn",
+    ]
+    with (directory / "prometheus.log").open("wb") as log:
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=directory,
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            start_new_session=True,
+        )
+    return OwnProcess.of(server.pid)
+
+
+def _wait_for_prometheus(url: str, server: OwnProcess, patience_s: float = 30.0) -> bool:
+    """Waits until it answers queries; returns whether it does."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end and server.find() is not None:
+        with contextlib.suppress(OSError), opener.open(f"{url}/-/ready", timeout=5):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _write_state(cluster: LocalCluster) -> None:

@@ -221,7 +221,7 @@ def _address_towards(node: str) -> str:
     """Returns this machine's address on the way to a node.
 
     Raises:
-        ResourcesError: The node's name has no address.
+        UnreachableError: The node's name has no address.
     """
     try:
         address = socket.getaddrinfo(node, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0]

@@ -31,9 +31,9 @@ from raypp.planning.host_memory import offload_problems
 from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
 from raypp.registry import load_object
+from raypp.spec.availability import own_files
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
-from raypp.spec.own_code import own_files
 from raypp.spec.secret import secrets_of, without_secrets
 from raypp.spec.trackers import missing_for_trackers, tracker_variables
 from raypp.storage import ObjectStore

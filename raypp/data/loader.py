@@ -20,7 +20,6 @@ from raypp.data.sources import Documents, open_documents
 from raypp.errors import DataError, JobError, Problem
 from raypp.kinds import SOURCES, keeps_data_elsewhere
 from raypp.spec.job import Job
-from raypp.spec.mixture import rows_of_run, spent_problem
 from raypp.spec.paths import is_hub_name
 
 C = TypeVar("C")
@@ -264,9 +263,17 @@ def check_budgets(job: Job) -> list[Problem]:
 
 def spent_before_the_end(order: MixtureOrder, job: Job) -> Problem | None:
     """Returns the problem of budgets that do not last for the job's steps; None if they do."""
-    _, needed = rows_of_run(job)
+    needed = job.rows_per_step * job.train.steps
     rows = order.rows_until(needed)
-    return spent_problem(job, rows) if rows < needed else None
+    if rows >= needed:
+        return None
+    full = rows // job.rows_per_step
+    fault = (
+        f"the budgets of all parts are spent in step {full + 1:,} of {job.train.steps:,}: "
+        f"they give {rows:,} rows, and the run takes {needed:,}"
+    )
+    fewer = f", or set train.steps to {full:,}" if full else ""
+    return Problem("data.parts", fault, f"raise a budget, or leave one part without any{fewer}")
 
 
 class Prefetch(Generic[T]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,14 +17,16 @@ from raypp.hf.model_files import HfFiles
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.hf.original import with_original
 from raypp.hf.tensor import GrownTensor, HfTensor
+from raypp.kinds import known_source
 from raypp.spec.family import Shape
 from raypp.spec.job import Job
-from raypp.spec.load import JobFile
-from raypp.spec.mixture import known_source
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
 from raypp.spec.tokenizer_file import TOKENIZER, tokenizer_path
 from raypp.untrusted.text import visible
+
+if TYPE_CHECKING:
+    from raypp.spec.job_file import JobFile
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 16 << 20

@@ -16,8 +16,8 @@ from raypp.records import ONE_RANK
 from raypp.spec.checks import check_spec
 from raypp.spec.document import Document
 from raypp.spec.job import Job
+from raypp.spec.job_file import apply_overrides
 from raypp.spec.load import parse_job
-from raypp.spec.overrides import apply_overrides
 from raypp.spec.paths import is_remote, resolve_paths
 
 DATA = "--data"

@@ -66,18 +66,18 @@ class _Recorded:
 
 
 def step_line(report: StepReport, now: float) -> bytes:
-    return document({**_fields(report), "time": now})
+    return document({**vars(report), "time": now})
 
 
 def event_line(event: Event) -> bytes:
-    return document(_fields(event))
+    return document(vars(event))
 
 
 def log_line(line: LogLine) -> bytes:
     if len(line.text) > LONGEST_TEXT:
         cut = f"{line.text[:LONGEST_TEXT]} … ({len(line.text) - LONGEST_TEXT} more characters)"
         line = dataclasses.replace(line, text=cut)
-    return document(_fields(line))
+    return document(vars(line))
 
 
 def read_step(line: bytes) -> TimedStep:
@@ -99,10 +99,6 @@ def document(value: dict[str, Any]) -> bytes:
     """Encodes a JSON object as one line: of records, or the content of a stored object."""
     # ASCII only: nothing that a rank prints (lone surrogates, unusual line ends) can split a line.
     return json.dumps(value, separators=(",", ":"), default=str, skipkeys=True).encode("ascii") + b"\n"
-
-
-def _fields(record: StepReport | Event | LogLine) -> dict[str, Any]:
-    return {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
 
 
 _Record = TypeVar("_Record", StepReport, Event, LogLine, _Recorded)

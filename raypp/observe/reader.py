@@ -30,8 +30,8 @@ class RunReader:
     """
 
     def __init__(self, store: ObjectStore, run: str) -> None:
-        self._store = store
-        self._run = run
+        self.store = store
+        self.run = run
         self._step_cursor = Cursor()
         self._event_cursor = Cursor()
         self._steps: list[TimedStep] = []
@@ -41,17 +41,9 @@ class RunReader:
         self.damaged = 0
         """Number of complete lines that could not be decoded; they are skipped."""
 
-    @property
-    def run(self) -> str:
-        return self._run
-
-    @property
-    def store(self) -> ObjectStore:
-        return self._store
-
     def exists(self) -> bool:
         """Returns whether the store holds anything under the run's name."""
-        return next(iter(self._store.list(f"{self._run}/")), None) is not None
+        return next(iter(self.store.list(f"{self.run}/")), None) is not None
 
     def status(self) -> dict[str, Any] | None:
         """Returns the last status written (`RunStatus.as_dict`); None before the first.
@@ -64,15 +56,15 @@ class RunReader:
 
     def run_status(self) -> RunStatus | None:
         """Returns the last status written as a record; see `status`."""
-        key = f"{self._run}/status.json"
+        key = f"{self.run}/status.json"
         try:
-            data = self._store.get(key, 0, _BOUNDS.size + 1)
+            data = self.store.get(key, 0, _BOUNDS.size + 1)
         except NotFound:
             return None
         fix = "check whether another program wrote it"
         # A newer raypp may write more keys.
         return parse_as(
-            RunStatus, data, f"{self._store.url}/{key}", _BOUNDS, RayppError, fix, kind="a status", unknown="ignore"
+            RunStatus, data, f"{self.store.url}/{key}", _BOUNDS, RayppError, fix, kind="a status", unknown="ignore"
         )
 
     def history(self) -> list[dict[str, Any]]:
@@ -108,30 +100,25 @@ class RunReader:
         return list(self._events)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Returns the results of evaluations by step: step, loss, tokens, seconds, attempt.
-
-        An evaluation that was repeated after a restart appears once, with the last attempt's
-        values.
-        """
-        results: dict[int, dict[str, Any]] = {}
-        for event in self.events():
-            if event.kind == "evaluated" and event.step is not None:
-                values = {key: event.details.get(key) for key in ("loss", "tokens", "seconds")}
-                results[event.step] = {"step": event.step, **values, "attempt": event.attempt}
-        return [results[step] for step in sorted(results)]
+        """Returns the results of evaluations by step: step, loss, tokens, seconds, attempt."""
+        results = []
+        for step, event in self._last_of("evaluated"):
+            values = {key: event.details.get(key) for key in ("loss", "tokens", "seconds")}
+            results.append({"step": step, **values, "attempt": event.attempt})
+        return results
 
     def samples(self) -> list[dict[str, Any]]:
-        """Returns the samples by step: step, attempt, samples (prompt, text, tokens, finish each).
+        """Returns the samples by step: step, attempt, samples (prompt, text, tokens, finish)."""
+        return [
+            {"step": step, "attempt": event.attempt, "samples": [one for one in listed if isinstance(one, dict)]}
+            for step, event in self._last_of("sampled")
+            if isinstance(listed := event.details.get("samples"), list)
+        ]
 
-        Samples that were taken again after a restart appear once, those of the last attempt.
-        """
-        results: dict[int, dict[str, Any]] = {}
-        for event in self.events():
-            listed = event.details.get("samples")
-            if event.kind == "sampled" and event.step is not None and isinstance(listed, list):
-                texts = [one for one in listed if isinstance(one, dict)]
-                results[event.step] = {"step": event.step, "attempt": event.attempt, "samples": texts}
-        return [results[step] for step in sorted(results)]
+    def _last_of(self, kind: str) -> list[tuple[int, Event]]:
+        """Returns the events of a kind by step; of those that restarts repeated, the last one."""
+        last = {event.step: event for event in self.events() if event.kind == kind and event.step is not None}
+        return sorted(last.items())
 
     def logs(self, rank: int | None = None, since: Cursor | None = None) -> Iterator[LogLine]:
         """Yields log lines, oldest first, and reads them as they are consumed.
@@ -142,7 +129,7 @@ class RunReader:
                 lines.
         """
         cursor = since if since is not None else Cursor()
-        writers = new_lines(self._store, f"{self._run}/logs", cursor)
+        writers = new_lines(self.store, f"{self.run}/logs", cursor)
         streams = [self._read_each(lines, read_log) for lines in writers.values()]
         for record, line in heapq.merge(*streams, key=lambda pair: pair[0].time):
             cursor.pass_by(line)
@@ -150,7 +137,7 @@ class RunReader:
                 yield record
 
     def _poll(self, folder: str, cursor: Cursor, read: Callable[[bytes], _Record]) -> list[_Record]:
-        writers = new_lines(self._store, f"{self._run}/{folder}", cursor)
+        writers = new_lines(self.store, f"{self.run}/{folder}", cursor)
         # Read everything before the cursor moves: if the store fails halfway, the next poll repeats
         # it.
         pairs = [pair for lines in writers.values() for pair in self._read_each(lines, read)]

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 
 from raypp.errors import in_words
 from raypp.kinds import store_kind
@@ -76,23 +75,15 @@ class RunRecorder:
         self._urgent = False
         self._wanted = 0
         self._tried = 0
-        self._taken = 0
-        self._durable = 0
+        self.taken = 0
+        """Number of steps and events recorded so far."""
+        self.durable = 0
+        """Number of those that are in the store, at least; they are written in the same order."""
         self._failures = 0
         self._closing = False
         self._last_round = time.monotonic()
         self._thread = threading.Thread(target=self._run_rounds, name=f"records-{run}", daemon=True)
         self._thread.start()
-
-    @property
-    def taken(self) -> int:
-        """Number of steps and events recorded so far."""
-        return self._taken
-
-    @property
-    def durable(self) -> int:
-        """Number of those that are in the store, at least; they are written in the same order."""
-        return self._durable
 
     def step(self, report: StepReport) -> None:
         """Records a finished step."""
@@ -154,14 +145,12 @@ class RunRecorder:
     def __enter__(self) -> RunRecorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _count(self) -> None:
         with self._changed:
-            self._taken += 1
+            self.taken += 1
 
     def write_soon(self) -> None:
         """Lets the next round of writes begin within a tenth of a second."""
@@ -186,12 +175,12 @@ class RunRecorder:
                     self._changed.wait(left)
                 if self._closing:
                     return
-                wanted, taken = self._wanted, self._taken
+                wanted, taken = self._wanted, self.taken
                 self._urgent = False
             error = self._round(everything=wanted != self._tried)
             with self._changed:
                 self.last_error = error
-                self._durable = self._durable if error else taken
+                self.durable = self.durable if error else taken
                 self._failures = self._failures + 1 if error else 0
                 self._last_round = time.monotonic()
                 self._tried = wanted

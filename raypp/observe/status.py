@@ -103,7 +103,7 @@ def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: floa
     if silence < (SILENT_AFTER_S if alive is None else GONE_AFTER_S):
         return status
     who = "the run's controller has been gone" if alive is False else "the run has shown no sign of life"
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(status["updated_at"])))
+    since = date_and_clock(float(status["updated_at"]))
     earlier = f"; its last error: {status['error']}" if status["error"] else ""
     ranks = [{**rank, "state": "gone"} for rank in status["ranks"]]
     return {

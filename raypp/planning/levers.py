@@ -17,7 +17,7 @@ from raypp.mesh.shapes import divisors, shapes
 from raypp.planning.memory import peak_memory
 from raypp.planning.resolve import schedule_of
 from raypp.records import Coordinates
-from raypp.spec.checks import value_at
+from raypp.spec.availability import value_at
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.models import MoeOptions

@@ -11,20 +11,18 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from raypp.errors import DataError, JobError, Problem
-from raypp.kinds import OPTIMIZERS, SourceKind, data_forms, store_kind
+from raypp.kinds import OPTIMIZERS, SourceKind, data_forms, known_source, store_kind
 from raypp.registry import is_module
-from raypp.spec.availability import CHOICES, Choice
+from raypp.spec.availability import Choice, named_kinds
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job, SourceOptions
+from raypp.spec.load import shown
 from raypp.spec.lora import adapted_stacks, check_targets
-from raypp.spec.mixture import check_mixture, known_source
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.precision import DTYPES
-from raypp.spec.pydantic_errors import shown
 from raypp.spec.quantised import width_problems
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
 from raypp.spec.tokenizer_file import TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
@@ -32,6 +30,7 @@ from raypp.spec.trackers import check_trackers
 from raypp.untrusted.files import files_below, special_kind
 from raypp.untrusted.text import visible
 
+_MOST_PARTS = 1000
 BYTE_IDS = 257
 """Ids of the `bytes` tokenizer: 0 to 255 are the bytes, 256 ends a document."""
 
@@ -44,7 +43,8 @@ def check_spec(job: Job, directory: Path | None = None) -> list[Problem]:
         directory: The job file's directory. The message about a missing file names it as a place
             that was searched.
     """
-    problems = [*_kinds(job), *_stores(job)]
+    problems = [problem for named in named_kinds(job) for problem in _kind(*named)]
+    problems += _stores(job)
     refused = {problem.key for problem in problems}
     problems += [problem for problem in (*_model(job), *_lora(job)) if problem.key not in refused]
     problems += [problem for problem in _data(job, directory) if problem.key not in refused]
@@ -63,30 +63,13 @@ def check_training(job: Job) -> list[Problem]:
         job: A job in which `check_spec` found no problem, with another mesh, other lengths of rows,
             or other values of these options.
     """
-    sample = _sample(job, _source(job)) if job.train.sample is not None else ()
+    sample = _sample(job, known_source(job.data.kind)) if job.train.sample is not None else ()
     return [*_lora(job), *_optimizer(job), *_sync(job), *sample]
-
-
-def _kinds(job: Job) -> Iterator[Problem]:
-    for key, choice, value in named_kinds(job):
-        yield from _kind(key, choice, value)
-
-
-def named_kinds(job: Job) -> Iterator[tuple[str, Choice, str]]:
-    """Yields every key of a job that names a kind, what it accepts, and its value."""
-    for key, choice in CHOICES.items():
-        if key == "observe.trackers.kind":
-            for index, tracker in enumerate(job.observe.trackers):
-                yield f"observe.trackers[{index}].kind", choice, tracker.kind
-        else:
-            yield key, choice, value_at(job, key)
-    for index, part in enumerate(job.data.parts or ()):
-        yield f"data.parts[{index}].kind", CHOICES["data.kind"], part.kind
 
 
 def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
     if choice.works(value):
-        if choice.is_own(value) and not _is_csv(value):
+        if choice.is_own(value) and not value.endswith(".csv"):  # `planning` reads and checks a file of actions
             yield from _own(value, key, choice)
         return
     known, usable = choice.words(), choice.available()
@@ -111,14 +94,6 @@ def _own(value: str, key: str, choice: Choice) -> Iterator[Problem]:
         choice.registry.get(value, key=key)
     except JobError as error:
         yield from error.problems
-
-
-def _is_csv(value: str) -> bool:
-    """Whether the value is a user's own schedule in a file of actions.
-
-    `planning` reads and checks the file.
-    """
-    return value.endswith(".csv")
 
 
 def _stores(job: Job) -> Iterator[Problem]:
@@ -269,7 +244,7 @@ def _model(job: Job) -> Iterator[Problem]:
             f"{model.num_heads} query heads cannot be split evenly over {model.kv_heads} key/value heads",
             f"use a divisor of model.num_heads: {_one_of([str(n) for n in divisors])}",
         )
-    source = _source(job)
+    source = known_source(job.data.kind)
     bytes_used = job.data.tokenizer == "bytes" and source is not None and source.ids == "text"
     if bytes_used and model.vocab_size < BYTE_IDS:
         fault = f"{model.vocab_size} is too small: the bytes tokenizer has {BYTE_IDS} ids (256 bytes, end of document)"
@@ -332,9 +307,9 @@ def _of_other_families(model: DecoderOptions) -> Iterator[Problem]:
 
 
 def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
-    data, source = job.data, _source(job)
+    data, source = job.data, known_source(job.data.kind)
     if source is not None and source.mixes:
-        yield from check_mixture(job)
+        yield from _mixture(job)
         for index, part in enumerate(data.parts or ()):
             yield from _options(part, f"data.parts[{index}]", directory)
     else:
@@ -356,6 +331,40 @@ def _data(job: Job, directory: Path | None) -> Iterator[Problem]:
         yield Problem("train.eval_every_steps", "there is no held-out part to evaluate: data.eval is not set", fix)
     if job.train.sample is not None:
         yield from _sample(job, source)
+
+
+def _mixture(job: Job) -> Iterator[Problem]:
+    """Returns the problems of the parts with each other. Reads no file.
+
+    Whether their budgets suffice is only known when the data is read (`raypp.data.mixture`).
+    """
+    data, parts = job.data, job.data.parts
+    example = "for example `parts: [{weight: 2, kind: text, path: a.txt}, {weight: 1, kind: text, path: b.txt}]`"
+    if not parts:
+        yield Problem("data.parts", "is empty" if parts is not None else "is missing: a mixture has parts", example)
+        return
+    if len(parts) > _MOST_PARTS:
+        fault = f"has {len(parts):,} parts; at most {_MOST_PARTS:,} are mixed"
+        yield Problem("data.parts", fault, "join files of the same kind by a glob or a directory")
+    if data.path is not None:
+        yield Problem("data.path", "a mixture has no path of its own", "give each of data.parts its path")
+    for name in ("columns", "roles"):
+        if getattr(data, name):
+            yield Problem(f"data.{name}", "a mixture has none of its own", f"give each of data.parts its {name}")
+    if data.eval is not None and data.eval.path is not None:
+        fault = "a mixture holds out a fraction of each of its parts"
+        yield Problem("data.eval.path", fault, "use `eval: {fraction: 0.02}`")
+    names = [part.name for part in parts if part.name is not None]
+    for index, part in enumerate(parts):
+        key = f"data.parts[{index}]"
+        source = known_source(part.kind)
+        if source is not None and source.mixes:
+            fault = "a mixture cannot be a part of a mixture"
+            yield Problem(f"{key}.kind", fault, "list its parts here, with their weights multiplied by its weight")
+        if part.epochs is not None and part.tokens is not None:
+            yield Problem(f"{key}.tokens", "epochs are given, too", "leave out one of the two")
+        if part.name is not None and names.count(part.name) > 1:
+            yield Problem(f"{key}.name", f"another part is named {part.name!r}, too", "give each its own name")
 
 
 def _sample(job: Job, source: SourceKind | None) -> Iterator[Problem]:
@@ -409,11 +418,6 @@ def _options(options: SourceOptions, key: str, directory: Path | None) -> Iterat
         yield Problem(f"{key}.document_len", f"the shortest document ({shortest}) is longer than the longest", fix)
 
 
-def _source(job: Job) -> SourceKind | None:
-    """Returns the job's data source; None if the name is unknown, which `_kinds` reports."""
-    return known_source(job.data.kind)
-
-
 def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
     if is_remote(path):
         return
@@ -455,14 +459,6 @@ def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
         vocabulary(read_tokenizer(Path(path)), Path(path))
     except DataError as error:
         yield from error.problems
-
-
-def value_at(job: Job, key: str) -> Any:
-    """Returns the value of a dotted key."""
-    value: Any = job
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _one_of(words: list[str]) -> str:

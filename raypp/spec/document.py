@@ -14,9 +14,8 @@ import yaml
 
 from raypp.errors import Problem
 from raypp.spec.limits import DEPTH
+from raypp.spec.section import KeyPath, dotted
 from raypp.untrusted.documents import shown
-
-KeyPath = tuple[str | int, ...]
 
 _NULL, _BOOL, _INT, _FLOAT, _STR, _MERGE, _MAP, _SEQ = (
     f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "merge", "map", "seq")
@@ -133,20 +132,6 @@ def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
     except yaml.YAMLError as error:
         document.problems.append(reading.syntax_problem(error, text))
     return document
-
-
-def dotted(path: KeyPath) -> str:
-    """Formats a key path as `pipeline.layers_per_stage[1]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
-
-
-def undotted(key: str) -> KeyPath:
-    """Returns the key path of a dotted key (`a.b[1]`)."""
-    parts = re.findall(r"\[(\d{1,9})\]|([^.\[\]]+)", key)
-    return tuple(int(index) if index else name for index, name in parts)
 
 
 class _Reading:

@@ -20,12 +20,11 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import TRACKERS
 from raypp.spec import type_names
 from raypp.spec.availability import CHOICES
-from raypp.spec.document import dotted, undotted
 from raypp.spec.families import FAMILIES, family_options, kinds_with
 from raypp.spec.job import Job
+from raypp.spec.load import shown
 from raypp.spec.models import DecoderOptions
-from raypp.spec.pydantic_errors import shown
-from raypp.spec.section import Section
+from raypp.spec.section import Section, dotted, undotted
 
 WIDTH = 88
 
@@ -79,8 +78,9 @@ def schema() -> dict[str, Any]:
         ("TrackerOptions", "observe.trackers.kind"),
     ):
         choice = CHOICES[key]
-        own = [{"pattern": choice.own.pattern}] if choice.own is not None else []
-        _property(definitions, section, key.rpartition(".")[2]).update(anyOf=[{"enum": choice.words()}, *own])
+        _property(definitions, section, key.rpartition(".")[2]).update(
+            anyOf=[{"enum": choice.words()}, {"pattern": choice.own.pattern}]
+        )
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "raypp job"}
 
 
@@ -129,7 +129,7 @@ def _section(key: str, section: type[Section], width: int) -> str:
     for options in family_options()[1:] if key == "model" else ():
         kinds = kinds_with(options)
         text.append(f"\n  {' and '.join(kinds)} also {'has' if len(kinds) == 1 else 'have'}:")
-        extra = type_names.extra_fields(options)
+        extra = {name: info for name, info in options.model_fields.items() if name not in DecoderOptions.model_fields}
         text += [_field(key, name, info, width, indent=2) for name, info in extra.items()]
     for kind in TRACKERS if key == "observe.trackers" else ():
         text.append(f"\n  options of {kind.name}:")
@@ -161,8 +161,11 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
     pad = " " * indent
     takes = re.sub(r"\ban? ", "", takes)
     lines = [f"{pad}{head:<{34 - indent}}  {takes}"]
-    prose = " ".join((info.description or "").split())
-    for text in (*_words(key), prose, _now(key)):
+    texts = [" ".join((info.description or "").split())]
+    if key in CHOICES:
+        known, usable = CHOICES[key].words(), CHOICES[key].available()
+        texts = [" | ".join(known), *texts, f"Available now: {', '.join(usable)}." if usable != known else ""]
+    for text in texts:
         lines += textwrap.wrap(text, width, initial_indent=pad + "    ", subsequent_indent=pad + "    ")
     return "\n".join(lines)
 
@@ -171,19 +174,6 @@ def _yaml(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value) if isinstance(value, dict) else shown(list(value) if isinstance(value, tuple) else value)
-
-
-def _now(key: str) -> str:
-    """Returns `Available now: gpipe, 1f1b.` if only some values of a key work, else ""."""
-    choice = CHOICES.get(key)
-    if choice is None or choice.available() == choice.words():
-        return ""
-    return f"Available now: {', '.join(choice.available())}."
-
-
-def _words(key: str) -> list[str]:
-    """Returns `text | jsonl | …` for a key whose values are the kinds of a registry."""
-    return [" | ".join(CHOICES[key].words())] if key in CHOICES else []
 
 
 def _no_such_place(section: str) -> Problem:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Discriminator, Tag
 
-from raypp.registry import Registry
+from raypp.registry import Kind, Registry
 from raypp.spec.family import Family, whole_heads
 from raypp.spec.models import CustomOptions, DecoderOptions
 from raypp.spec.rope import Rotary
@@ -33,9 +33,7 @@ FAMILIES: dict[str, Family] = {
 }
 """The families by `model.kind`."""
 
-MODELS = Registry("model")
-for _family in FAMILIES.values():
-    MODELS.register(_family.name, _family.builder, options=_family.options, summary=_family.summary)
+MODELS = Registry("model", Kind, kinds=FAMILIES.values())
 
 
 def family_of(options: DecoderOptions) -> Family | None:

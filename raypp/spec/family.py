@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from raypp.registry import Kind
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import Rotary
 
@@ -137,13 +138,11 @@ def whole_heads(options: DecoderOptions, index: int) -> Rotary | None:
     return Rotary(options.dim_per_head, options.rope_theta, options.rope)
 
 
-@dataclass(frozen=True)
-class Family:
-    """One decoder family.
+@dataclass(frozen=True, kw_only=True)
+class Family(Kind):
+    """One decoder family: a value of `model.kind`.
 
     Attributes:
-        name: `model.kind`.
-        summary: One line of help: which models it covers.
         weights: Returns the parameters of the layer with a global index, in export order. Planning
             derives parameters, FLOPs and memory from them; import and export take names and shapes.
         layer: Builds that layer as a torch module. Imports torch when called; the family's file
@@ -152,20 +151,16 @@ class Family:
         options: Class of its `model:` section.
         rotary: Returns what the queries and keys of the layer with a global index are rotated by,
             None for no rotation. A stage computes each distinct one once per microbatch.
-        position: Sort key of lists of families; ties are sorted by name.
         builder: Builds a stage of these layers (`package.module:function`), see
             `raypp.models.stage`.
     """
 
-    name: str
-    summary: str
     weights: Callable[[Any, int], Sequence[Weight]]
     layer: Callable[[Any, int], Any]
     hf: HfFormat
     options: type[DecoderOptions] = DecoderOptions
     rotary: Callable[[Any, int], Rotary | None] = whole_heads
-    position: int = 100
-    builder: str = "raypp.models.stage:build_decoder"
+    builder: str | Callable[..., Any] = "raypp.models.stage:build_decoder"
 
     def stage_weights(self, options: DecoderOptions, layers: range, *, first: bool, last: bool) -> dict[str, Weight]:
         """Returns the parameters of a stage by global name.

@@ -1,95 +1,30 @@
-"""Loads a job file into a `Job`. Reports all problems at once, each with its `file:line`."""
+"""Makes a job from plain values, and back. Describes each wrong value as a problem that a user can
+fix."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import PydanticUndefined
 
 from raypp.errors import JobError, Problem
-from raypp.spec.document import Document, KeyPath, read_document, undotted
 from raypp.spec.job import Job
-from raypp.spec.limits import FILE_BYTES
-from raypp.spec.overrides import apply_overrides
-from raypp.spec.paths import resolve_paths
-from raypp.spec.pydantic_errors import problems_of, shown
-from raypp.spec.type_names import section_of
-from raypp.untrusted.files import read_file_or_pipe
-
-
-@dataclass(frozen=True)
-class JobFile:
-    """A job and the file it was loaded from.
-
-    Attributes:
-        job: The job, with resolved paths.
-        path: The file's path as the user gave it.
-        where: The location (`job.yaml:14`, `--set a.b=c`) of every key that was given.
-        remarks: What was chosen for the user, who should know it.
-    """
-
-    job: Job
-    path: Path
-    where: Mapping[KeyPath, str] = field(default_factory=dict, repr=False)
-    remarks: tuple[str, ...] = ()
-
-    @property
-    def directory(self) -> Path:
-        """Directory in which relative paths are looked up after the current directory."""
-        return self.path.absolute().parent
-
-    def locate(self, problem: Problem) -> Problem:
-        """Returns the problem with the location of its key, or of its nearest enclosing section."""
-        return _locate(problem, self.where)
-
-
-class IncompleteJobError(JobError):
-    """A job file with errors in some of its values.
-
-    Attributes:
-        rest: The job with those values at their defaults, so that the other values can be checked
-            too. None if not even that is valid.
-    """
-
-    rest: JobFile | None = None
-
-
-def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
-    """Loads a job file.
-
-    Args:
-        path: The YAML file, or a pipe that the shell made of `<(command)`.
-        overrides: `section.key=value` overrides that replace values of the file.
-
-    Raises:
-        JobError: All problems of the file and the overrides. An `IncompleteJobError` if the rest of
-            the job is valid.
-    """
-    path = Path(path)
-    document = read_document(_read(path), str(path))
-    if document.problems and document.value is None:
-        raise JobError(document.problems)
-    if document.value is not None and not isinstance(document.value, dict):
-        fix = "begin with `name: my-run`, followed by sections such as `model:`; for an example: raypp init quickstart"
-        raise JobError(Problem("", f"a job must be a mapping of keys, is {shown(document.value)}", fix, f"{path}:1"))
-    empty = document.value is None
-    apply_overrides(document, overrides)
-    if empty and not document.value and not document.problems:
-        fix = "begin with `name: my-run`; `raypp explain` lists every key; for an example: raypp init quickstart"
-        raise JobError(Problem("", "the file is empty", fix, f"{path}:1"))
-    try:
-        job = _parse(document)
-    except JobError as error:
-        incomplete = IncompleteJobError(error.problems)
-        rest = _without(document.value, error.problems)
-        if rest is not None:
-            incomplete.rest = JobFile(resolve_paths(rest, path.absolute().parent), path, document.where)
-        raise incomplete from error
-    return JobFile(resolve_paths(job, path.absolute().parent), path, document.where)
+from raypp.spec.section import KeyPath, dotted
+from raypp.spec.type_names import (
+    all_sections,
+    expected_at,
+    field_at,
+    is_limit,
+    literals_of,
+    section_at,
+    section_of,
+)  # fmt: skip
 
 
 def parse_job(mapping: Mapping[str, Any]) -> Job:
@@ -98,13 +33,10 @@ def parse_job(mapping: Mapping[str, Any]) -> Job:
     Raises:
         JobError: All problems of the values.
     """
-    return _parse(Document(dict(mapping)))
-
-
-def job_file(job: Job) -> JobFile:
-    """Returns a job that was made in Python as if read from a file of the working directory."""
-    here = Path.cwd()
-    return JobFile(resolve_paths(job, here), here / "job")
+    job, problems = validated(mapping)
+    if job is None:
+        raise JobError(problems)
+    return job
 
 
 def job_document(job: Job) -> dict[str, Any]:
@@ -115,47 +47,15 @@ def job_document(job: Job) -> dict[str, Any]:
     return job.model_dump(mode="json")
 
 
-def _read(path: Path) -> str:
-    data = read_file_or_pipe(path, FILE_BYTES, JobError)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        fault = f"is not UTF-8 text (byte 0x{data[error.start]:02x})"
-        raise JobError(Problem("", fault, "save the file as UTF-8", f"{path}:{line}")) from None
-
-
-def _parse(document: Document) -> Job:
-    """Validates a document. Raises the problems of its text and those of the models together."""
-    problems, job = list(document.problems), None
-    value = _without_empty_sections(document.value if document.value is not None else {}, Job)
+def validated(mapping: Any) -> tuple[Job | None, list[Problem]]:
+    """Makes a job from plain values; returns None, and all problems of the values, if it cannot."""
+    value = _without_empty_sections(mapping, Job)
     try:
         # Via JSON: pydantic's strict mode then still accepts a list for a tuple and 1 for 1.0, but
         # neither `true` for a number nor 2.0 or "2" for a whole number.
-        job = Job.model_validate_json(json.dumps(value), strict=True)
+        return Job.model_validate_json(json.dumps(value), strict=True), []
     except ValidationError as error:
-        reported = {problem.key for problem in problems}
-        problems += [problem for problem in problems_of(error, value) if problem.key not in reported]
-    if problems or job is None:
-        raise JobError(in_order(_locate(problem, document.where) for problem in problems))
-    return job
-
-
-def _without(value: Any, problems: Iterable[Problem]) -> Job | None:
-    """Returns the job with defaults in place of wrong values; None if it is still invalid."""
-    rest = {key: dict(part) if isinstance(part, dict) else part for key, part in (value or {}).items()}
-    for problem in problems:
-        section, _, key = problem.key.partition(".")
-        inner = rest.get(section)
-        if key and isinstance(inner, dict):
-            inner.pop(key.partition(".")[0], None)
-        else:
-            rest.pop(section, None)
-    rest.setdefault("name", "unnamed")
-    try:
-        return Job.model_validate_json(json.dumps(_without_empty_sections(rest, Job)), strict=True)
-    except ValidationError:
-        return None
+        return None, _problems_of(error, value)
 
 
 def _without_empty_sections(value: Any, section: Any) -> Any:
@@ -174,18 +74,133 @@ def _without_empty_sections(value: Any, section: Any) -> Any:
     return result
 
 
-def _locate(problem: Problem, where: Mapping[KeyPath, str]) -> Problem:
-    path = undotted(problem.key)
-    while path and path not in where:
-        path = path[:-1]
-    return problem.located(where[path]) if path in where else problem
+def _problems_of(error: ValidationError, document: Any) -> list[Problem]:
+    """Returns one problem per wrong key, in the order of the document's sections.
+
+    Merges the errors of a union.
+    """
+    problems: dict[KeyPath, Problem] = {}
+    for details in error.errors(include_url=False):
+        if details["loc"][-1:] == ("bool",) and isinstance(details["input"], dict):
+            continue  # of a union with a section, whose own errors describe the mistake
+        path = key_path(tuple(details["loc"]), document, missing=details["type"] == "missing")
+        limit = details["ctx"]["le"] if details["type"] == "less_than_equal" else None
+        beyond = limit is not None and is_limit(limit)
+        if path in problems and not beyond:
+            continue
+        if beyond:
+            problems[path] = _too_large(path, details["input"], limit)
+        elif details["type"] == "extra_forbidden":
+            problems[path] = unknown_key(path, document)
+        elif details["type"] == "missing" and isinstance(path[-1], str):
+            problems[path] = Problem(dotted(path), "is missing", f"add `{path[-1]}:` ({expected_at(path, document)})")
+        elif details["type"] == "missing":
+            problems[path[:-1]] = wrong_value(path[:-1], _value(path[:-1], document), document)
+        else:
+            problems[path] = wrong_value(path, details["input"], document)
+    return list(problems.values())
 
 
-def in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Sorts problems by line. Those of `--set` come last."""
+def _too_large(path: KeyPath, value: Any, most: Any) -> Problem:
+    words = f"{most:,}" if isinstance(most, int) else f"{most:g}"
+    return Problem(dotted(path), f"must be at most {words}, is {shown(value)}", f"use a number up to {words}")
 
-    def line(problem: Problem) -> tuple[bool, int]:
-        number = problem.where.rpartition(":")[2]
-        return problem.where.startswith("--set"), int(number) if number.isdigit() else 0
 
-    return sorted(problems, key=line)
+def key_path(location: KeyPath, document: Any, *, missing: bool = False) -> KeyPath:
+    """Returns an error's location as a key path, without the names of union members."""
+    if location[:1] == ("model",):
+        location = location[:1] + location[2:]  # the second part is the tag of the options class
+    path: list[str | int] = []
+    for position, part in enumerate(location):
+        last = position == len(location) - 1
+        inside = part in document if isinstance(document, dict) else False
+        if isinstance(document, list) and isinstance(part, int):
+            inside = part < len(document)
+        if inside:
+            document = document[part]
+        elif not (missing and last):
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def unknown_key(path: KeyPath, document: Any) -> Problem:
+    """Describes an unknown key.
+
+    Suggests the closest key, the section that has it, or lists the known keys.
+    """
+    name, section = str(path[-1]) if path else "", section_at(path[:-1], document)
+    known = list(section.model_fields) if section else []
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    homes = [f"{key}.{name}" if key else name for key, other in all_sections() if name in other.model_fields]
+    if close:
+        fix = f"did you mean {close[0]}?"
+    elif len(homes) in (1, 2):
+        fix = f"did you mean {' or '.join(homes)}?"
+    else:
+        fix = f"remove it; {dotted(path[:-1]) or 'a job'} has: {', '.join(known)}"
+    return Problem(dotted(path), "unknown key", fix)
+
+
+def wrong_value(path: KeyPath, value: Any, document: Any) -> Problem:
+    """Describes a value of the wrong type or out of range."""
+    fault = f"must be {expected_at(path, document)}, is {shown(value)}"
+    return Problem(dotted(path), fault, _fix(path, value, document))
+
+
+def shown(value: Any) -> str:
+    """Formats a value as it would appear in the file, truncated if long."""
+    if value is None:
+        return "null"
+    if isinstance(value, str | float):
+        text = repr(value)
+    elif isinstance(value, dict):
+        text = "a section of keys"
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _fix(path: KeyPath, value: Any, document: Any) -> str:
+    expected, name = expected_at(path, document), str(path[-1]) if path else ""
+    info = field_at(path, document)
+    literals = literals_of(info.annotation) if info else []
+    if literals and isinstance(value, str):
+        close = difflib.get_close_matches(value.lower(), literals, n=1, cutoff=0.5)
+        if close:
+            return f"did you mean {close[0]}?"
+    if "whole number" in expected and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"write {int(value)}"
+    if "number" in expected and isinstance(value, str) and _number(value):
+        return f"write it without quotes: {value.strip()}"
+    if expected.startswith("text") and isinstance(value, bool | int | float):
+        quoted = f"'{json.dumps(value)}'"
+        return f'put it in quotes: {quoted} (in a shell: --set "{dotted(path)}={quoted}")'
+    if expected == "true or false":
+        return "write true" if str(value).lower() in ("yes", "on", "1") else "write true or false"
+    if path == ("name",):
+        slug = re.sub(r"[^a-z0-9]+", "-", str(value).lower()).strip("-")[:40]
+        return f"for example `name: {slug or 'my-run'}`"
+    if literals and "number" not in expected:
+        return f"use {' or '.join(literals)}" if len(literals) < 3 else f"use one of {', '.join(literals)}"
+    if info is not None and (section := section_of(info.annotation)) is not None:
+        return f"put its keys below `{name}:`, indented ({', '.join(list(section.model_fields)[:4])} …)"
+    default = info.get_default(call_default_factory=True) if info else PydanticUndefined
+    if default is not PydanticUndefined and default is not None:
+        return f"for example `{name}: {default if isinstance(default, str) else json.dumps(default)}`"
+    sections = (path[:depth] for depth in range(len(path), 0, -1))
+    of = next((dotted(part) for part in sections if section_at(part, document)), "")
+    return f"see `raypp explain {of}`" if of else "see `raypp explain`"
+
+
+def _number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _value(path: KeyPath, document: Any) -> Any:
+    for part in path:
+        document = document[part]
+    return document

@@ -17,10 +17,9 @@ from raypp.errors import Problem
 from raypp.spec.families import family_of
 from raypp.spec.family import Weight
 from raypp.spec.models import DecoderOptions
-from raypp.spec.quantised import ROUTERS
+from raypp.spec.quantised import is_quantised
 
 ALL_LINEAR = "all-linear"
-_WEIGHT = ".weight"
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,11 @@ def check_targets(options: DecoderOptions) -> Iterator[Problem]:
 
 
 def _module(weight: Weight) -> str | None:
-    """Returns the name of the matrix that a weight is; None if it can have no adapter."""
-    dims = {"attention": 2, "feed_forward": 2, "experts": 3}.get(weight.part)
-    if len(weight.shape) != dims:
-        return None
-    name = weight.name.removesuffix(_WEIGHT)
-    return None if name.rpartition(".")[2] in ROUTERS else name
+    """Returns the name of the matrix that a weight is; None if it can have no adapter.
+
+    What gets adapters is what a quantised base quantises: `is_quantised` says which and why.
+    """
+    return weight.name.removesuffix(".weight") if is_quantised(weight) else None
 
 
 def _global(index: int, module: str) -> str:

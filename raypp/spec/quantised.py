@@ -40,7 +40,7 @@ NF4 = (
 )
 """The values of 4-bit NormalFloat (QLoRA, arXiv:2305.14314, appendix E)."""
 _SCALE_BYTES = 4
-ROUTERS = ("gate", "router", "shared_expert_gate")
+_ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def quantised_base(options: DecoderOptions) -> Base | None:
@@ -73,7 +73,7 @@ def is_quantised(weight: Weight) -> bool:
     """
     dims = {"attention": 2, "feed_forward": 2, "experts": 3}.get(weight.part)
     module = weight.name.removesuffix(".weight").rpartition(".")[2]
-    return len(weight.shape) == dims and module not in ROUTERS
+    return len(weight.shape) == dims and module not in _ROUTERS
 
 
 def quantised_names(options: DecoderOptions) -> frozenset[str]:

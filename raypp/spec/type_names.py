@@ -11,11 +11,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from raypp.spec import limits
-from raypp.spec.document import KeyPath
 from raypp.spec.families import model_options
 from raypp.spec.job import Job
-from raypp.spec.models import DecoderOptions
-from raypp.spec.section import Section
+from raypp.spec.section import KeyPath, Section
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -111,28 +109,13 @@ def expected_at(path: KeyPath, document: Any) -> str:
     return words_of(get_args(items[0])[-1]) if items else "another value"
 
 
-def all_sections() -> Iterator[tuple[str, type[Section]]]:
-    """Yields every section with its dotted key, the job itself first ("")."""
-    yield "", Job
-    yield from _below("", Job)
-
-
-def known_keys(section: type[Section]) -> list[str]:
-    return list(section.model_fields)
-
-
-def extra_fields(section: type[Section]) -> dict[str, FieldInfo]:
-    """Returns the fields that a family's options add to those of every decoder."""
-    return {name: info for name, info in section.model_fields.items() if name not in DecoderOptions.model_fields}
-
-
-def _below(prefix: str, section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+def all_sections(key: str = "", section: type[Section] = Job) -> Iterator[tuple[str, type[Section]]]:
+    """Yields a section and all within it, each with its dotted key: "" for the job itself."""
+    yield key, section
     for name, info in section.model_fields.items():
         inner = section_of(info.annotation) or item_section_of(info.annotation)
         if inner is not None:
-            key = f"{prefix}.{name}" if prefix else name
-            yield key, inner
-            yield from _below(key, inner)
+            yield from all_sections(f"{key}.{name}" if key else name, inner)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

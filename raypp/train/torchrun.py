@@ -31,7 +31,8 @@ from raypp.observe.tracking import Trackers
 from raypp.records import END_EVENTS, Event, Requests, RunState, Seat, StepReport
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
-from raypp.spec.load import job_document, load_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import job_document
 from raypp.spec.trackers import missing_for_trackers
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.train.device_check import has_bf16

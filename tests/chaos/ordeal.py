@@ -26,7 +26,8 @@ from raypp.clusters.find import find_cluster, lend_store_settings
 from raypp.control import client
 from raypp.observe.reader import RunReader
 from raypp.observe.status import is_final
-from raypp.spec.load import job_document, load_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import job_document
 from raypp.storage import open_store
 
 PATIENCE_S = 900.0

@@ -18,7 +18,7 @@ from laptop import Laptop, Run, wait_for
 
 from cluster.metrics.dashboard import dashboard
 from raypp.clusters.known_runs import cluster_name
-from raypp.clusters.prometheus import find_prometheus
+from raypp.clusters.local import find_prometheus
 from raypp.observe.quantities import AUX_LOSS, METRICS, Z_LOSS
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(400)]

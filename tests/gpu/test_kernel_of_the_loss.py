@@ -101,8 +101,9 @@ def test_the_loss_of_a_chunk_is_one_kernel_on_an_h100() -> None:
 
 _PLANNED = """
 import json, torch
+from benchmarks.torch_private import kernels_on_cuda
 from raypp.models.loss import COMPILER_OPTIONS, losses_and_errors
-from raypp.torch_private import fake_tensors, inductor_config, kernels_on_cuda
+from raypp.torch_private import fake_tensors, inductor_config
 
 for name, value in COMPILER_OPTIONS.items():
     setattr(inductor_config(), name, value)

@@ -8,7 +8,8 @@ from markdown_pages import REPOSITORY
 from raypp.checkpoint.compatibility import check_resume
 from raypp.records import Coordinates
 from raypp.recovery.hang_analysis import Blame, RankActivity, find_culprit
-from raypp.spec.load import job_document, load_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import job_document
 
 PAGE = (REPOSITORY / "docs" / "tasks" / "read_a_hang.md").read_text(encoding="utf-8")
 

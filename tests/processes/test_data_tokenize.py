@@ -19,7 +19,7 @@ from programs import run_python
 from raypp.data.loader import open_loader
 from raypp.data.sources import data_identity
 from raypp.spec.job import Job
-from raypp.spec.load import load_job
+from raypp.spec.job_file import load_job
 
 JOB = """
 name: shards

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.torch_private import order_of_streams, schema_of
 from raypp.measure import fake_device
 from raypp.parallel.shard import local_part
 from raypp.pipeline.planned_stage import _stream as posting_stream
-from raypp.torch_private import DispatchMode, order_of_streams, read_scalar, schema_of
+from raypp.torch_private import DispatchMode, read_scalar
 
 
 @dataclass

@@ -16,7 +16,7 @@ from harness import run_in_living
 from raypp.measure.played_step import step_peak
 from raypp.mesh.geometry import Mesh
 from raypp.planning.plan import make_plan
-from raypp.spec.load import load_job
+from raypp.spec.job_file import load_job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,6 +16,7 @@ from small_models import small_options
 from torch import Tensor
 from training import thinned
 
+from benchmarks.torch_private import copy_to
 from raypp.control.report.reporter import _Trail
 from raypp.measure.fake_device import Event, HostWaitsError, fake_runner, run_fake_step
 from raypp.models.loss import token_loss_sum
@@ -26,7 +27,7 @@ from raypp.pipeline.collate import StageBatch
 from raypp.pipeline.device_clock import device_marks
 from raypp.records import Requests
 from raypp.spec.load import parse_job
-from raypp.torch_private import DispatchMode, copy_to, read_scalar
+from raypp.torch_private import DispatchMode, read_scalar
 from raypp.train.evaluate import ForwardRunner
 from raypp.train.step import ReadStep, StepRunner
 

@@ -15,7 +15,8 @@ from raypp.cli import parity_command
 from raypp.cli.main import run
 from raypp.errors import RunFailedError
 from raypp.measure.parity import run_parity
-from raypp.spec.load import load_job, parse_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import parse_job
 from raypp.spec.precision import FP32
 
 pytestmark = pytest.mark.ranks

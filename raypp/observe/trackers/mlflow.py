@@ -47,10 +47,6 @@ def check(options: Mapping[str, str], environment: Mapping[str, str]) -> list[Pr
     return [Problem("", "mlflow has no place for its runs: MLFLOW_TRACKING_URI is not set", fix)]
 
 
-def open_tracker(run: TrackedRun) -> MLflow:
-    return MLflow(run)
-
-
 class MLflow:
     """One run of MLflow, found by a tag. It cannot take back what it has."""
 
@@ -96,6 +92,9 @@ class MLflow:
     def close(self, state: str) -> None:
         if state in _STATES:
             self._client.set_terminated(self._id, _STATES[state])
+
+
+open_tracker = MLflow
 
 
 def _artifacts(uri: str) -> str | None:

@@ -23,10 +23,6 @@ _PART_BYTES = 1 << 20
 _FLUSH_S = 5
 
 
-def open_tracker(run: TrackedRun) -> TensorBoard:
-    return TensorBoard(run)
-
-
 class TensorBoard:
     """Writes event files. A rewound step is marked, and TensorBoard then drops what is void."""
 
@@ -70,3 +66,6 @@ class TensorBoard:
 
     def close(self, state: str) -> None:
         self._writer.close()
+
+
+open_tracker = TensorBoard

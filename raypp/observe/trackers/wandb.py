@@ -43,10 +43,6 @@ def _mode(options: Mapping[str, str], environment: Mapping[str, str]) -> tuple[s
     return environment.get("WANDB_MODE") or "online", ""
 
 
-def open_tracker(run: TrackedRun) -> Wandb:
-    return Wandb(run)
-
-
 class Wandb:
     """One run of Weights & Biases, by its id. It cannot take back what it has."""
 
@@ -99,3 +95,6 @@ class Wandb:
 
     def close(self, state: str) -> None:
         self._run.finish(exit_code=1 if state == "FAILED" else 0)
+
+
+open_tracker = Wandb

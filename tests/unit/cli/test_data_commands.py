@@ -50,7 +50,7 @@ def test_json_holds_the_ids_and_the_loss_of_the_rows(capsys: pytest.CaptureFixtu
 
 def test_the_same_rows_are_shown_that_a_run_reads_first(capsys: pytest.CaptureFixture[str]) -> None:
     from raypp.data.loader import open_loader
-    from raypp.spec.load import load_job
+    from raypp.spec.job_file import load_job
 
     assert run(["data", "show", "jobs/chat.yaml", "--rows", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["first_rows"]

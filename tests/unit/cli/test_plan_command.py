@@ -12,7 +12,7 @@ from raypp.cli.console import Console
 from raypp.cli.main import run
 from raypp.cli.plan_view import plan_view
 from raypp.planning.costs import Costs, Part, write_costs
-from raypp.spec.load import load_job
+from raypp.spec.job_file import load_job
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = str(REPOSITORY / "jobs" / "quickstart.yaml")

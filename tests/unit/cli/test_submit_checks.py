@@ -34,7 +34,8 @@ from raypp.control.protocol import REQUEST_FILE, RunRequest
 from raypp.errors import JobError, Problem, UnreachableError
 from raypp.observe.reader import RunReader
 from raypp.records import RunState
-from raypp.spec.load import job_document, load_job, parse_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import job_document, parse_job
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 

@@ -12,7 +12,7 @@ import yaml
 
 from raypp.planning.check import check_plan
 from raypp.spec.checks import check_spec
-from raypp.spec.load import load_job
+from raypp.spec.job_file import load_job
 
 _ROOT = Path(__file__).parents[3]
 _FOLDER = _ROOT / "cluster" / "kuberay"

@@ -20,7 +20,8 @@ from raypp.planning.check import check_plan
 from raypp.records import Event, RankFailure
 from raypp.recovery.policy import AttemptEnd, bad_nodes
 from raypp.spec.job import Job
-from raypp.spec.load import load_job, parse_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import parse_job
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -15,8 +15,8 @@ from raypp.control.credentials import PROFILE, SECRETS, SETTINGS
 from raypp.control.package import build_package
 from raypp.control.protocol import RunRequest
 from raypp.kinds import STORES
+from raypp.spec.availability import own_files
 from raypp.spec.load import parse_job
-from raypp.spec.own_code import own_files
 
 
 def test_a_schedule_of_ones_own_module_travels_beside_raypp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from raypp.control import credentials
 from raypp.control.package import build_package
 from raypp.errors import JobError, RayppError
 from raypp.spec.document import read_document
+from raypp.spec.job_file import apply_overrides
 from raypp.spec.load import job_document, parse_job
-from raypp.spec.overrides import apply_overrides
 from raypp.spec.secret import HIDDEN, is_secret, secrets_of, without_secrets
 from raypp.storage import open_store
 from raypp.storage.directory import DirectoryStore

@@ -23,7 +23,8 @@ from raypp.data.write_shards import Options, write_shards
 from raypp.errors import DataError, JobError
 from raypp.hf.from_hf import with_hf_sizes
 from raypp.spec.job import Job
-from raypp.spec.load import job_document, load_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import job_document
 from raypp.spec.tokenizer_file import special_tokens
 from raypp.storage import open_store
 

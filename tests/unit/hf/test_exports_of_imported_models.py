@@ -23,7 +23,8 @@ from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
 from raypp.inference.source import find_source
 from raypp.spec.families import FAMILIES
-from raypp.spec.load import job_document, load_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import job_document
 from raypp.spec.models import DecoderOptions
 from raypp.storage.directory import DirectoryStore
 

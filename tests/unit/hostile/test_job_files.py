@@ -22,7 +22,8 @@ from raypp.mesh.shapes import divisors
 from raypp.planning.check import check_plan
 from raypp.planning.plan import make_plan
 from raypp.spec.document import read_document
-from raypp.spec.load import load_job, parse_job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import parse_job
 from raypp.untrusted import files
 from tests.fuzz.job_files import planned
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from raypp.spec.document import Document
 from raypp.spec.job import Job
+from raypp.spec.job_file import apply_overrides
 from raypp.spec.load import job_document, parse_job
-from raypp.spec.overrides import apply_overrides
 
 
 def job_with(**sections: Any) -> Job:

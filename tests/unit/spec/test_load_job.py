@@ -9,7 +9,8 @@ import pytest
 
 from raypp.errors import EXIT_USAGE, JobError, Problem
 from raypp.spec.job import Job
-from raypp.spec.load import JobFile, job_document, load_job, parse_job
+from raypp.spec.job_file import JobFile, load_job
+from raypp.spec.load import job_document, parse_job
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from raypp.spec.availability import own_files
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.spec.own_code import own_files
 
 
 def job(**sections: Any) -> Job:

@@ -9,7 +9,8 @@ import pytest
 from raypp.api.checked_job import checked
 from raypp.errors import JobError
 from raypp.spec.job import Job
-from raypp.spec.load import job_document, job_file, parse_job
+from raypp.spec.job_file import job_file
+from raypp.spec.load import job_document, parse_job
 from raypp.spec.precision import (
     BF16,
     DTYPES,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from raypp.spec.checks import check_spec, named_kinds
+from raypp.spec.availability import named_kinds
+from raypp.spec.checks import check_spec
 from raypp.spec.load import parse_job
 
 

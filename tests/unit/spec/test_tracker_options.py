@@ -10,11 +10,12 @@ import pytest
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import TRACKERS
+from raypp.spec.availability import own_files
 from raypp.spec.checks import check_spec
 from raypp.spec.explain import explain, schema
 from raypp.spec.job import Job
-from raypp.spec.load import job_document, load_job, parse_job
-from raypp.spec.own_code import own_files
+from raypp.spec.job_file import load_job
+from raypp.spec.load import job_document, parse_job
 from raypp.spec.trackers import missing_for_trackers, tracker_variables
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.spec.load import load_job
+from raypp.spec.job_file import load_job
 from raypp.train.torchrun import for_a_controller, main
 
 JOB = """
