@@ -24,9 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
-from raypp.parallel.compute_copies import computing, copies_of
+from raypp.parallel.compute_copies import computing, copies_of, fill_wide_gradients
 from raypp.parallel.late_sums import free_within_backward, reduce_within_backward
-from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.device_clock import ActionClock

@@ -177,8 +177,8 @@ def residuals(rank: int, world: int, port: int, job: dict[str, Any], steps: int)
     def note_sum(self: ReplicaSums) -> None:
         under_way = list(self._under_way)
         wait(self)
-        for one, sums in zip(started, under_way, strict=True):
-            one["sum"] += sums.result
+        for one, finish in zip(started, under_way, strict=True):
+            one["sum"] += finish.args[1]
         started.clear()
 
     def note_left(self: ReplicaSums) -> None:
