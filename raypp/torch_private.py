@@ -261,7 +261,7 @@ def reduced_together(module: Any) -> list[nn.Parameter]:
     return [one.sharded_param for group in _fsdp_groups(module) for one in group.fsdp_params]
 
 
-# Operators (parallel.attention_blocks, models.varlen_attention, parallel.recompute, train.reduce).
+# Operators (parallel.ring_hops, models.varlen_attention, parallel.apply, train.reduce).
 
 flash_attention_for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """torch's attention kernel on CPUs, which also returns the log-sum-exp (lse). Since 2.4."""

@@ -35,11 +35,10 @@ from raypp.measure.parity import one_process_job
 from raypp.models.loss import Targets, token_loss_sum
 from raypp.models.stage import build_stage, computes_loss, initialise
 from raypp.parallel.apply import compute_dtype, prepare_stage
-from raypp.parallel.compute_copies import computing
+from raypp.parallel.compute_copies import computing, fill_wide_gradients
 from raypp.parallel.late_sums import LateSums
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import write_whole
-from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.collate import StageBatch
 from raypp.planning.machines import message_bytes
 from raypp.ports import free_port

@@ -12,27 +12,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from raypp.errors import RayppError
+from raypp.models.once import forward_and_recomputation
 from raypp.models.quantised import store_rest, stored_formats, torch_dtype
-from raypp.parallel.compute_copies import ComputeCopies
+from raypp.parallel.compute_copies import ComputeCopies, sum_in_fp32
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
-from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled_blocks
 from raypp.parallel.replica_sums import ReplicaSums
-from raypp.parallel.wide_gradients import sum_in_fp32
 from raypp.spec.job import Job
 from raypp.spec.precision import FP32
 from raypp.spec.quantised import quantised_base
-from raypp.torch_private import integer_weights
+from raypp.torch_private import ATTENTION_OPERATORS, GROUPED_MM_OPERATOR, integer_weights
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def _compile_blocks(stage: nn.Module) -> None:
 
     It leaves `__call__` alone, so FSDP's hooks stay outside the compiled part.
     """
-    for block in stage.get_submodule("model.layers").children():
+    for block in _blocks(stage):
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
@@ -122,8 +125,7 @@ def _prefetch_next_block(stage: nn.Module) -> None:
     a block of another one. Only of use if weights are freed between microbatches.
     """
     blocks: list[list[FSDPModule]] = [
-        [module for module in block.modules() if isinstance(module, FSDPModule)]
-        for block in stage.get_submodule("model.layers").children()
+        [module for module in block.modules() if isinstance(module, FSDPModule)] for block in _blocks(stage)
     ]
     for own, following in pairwise(blocks):
         own[0].set_modules_to_forward_prefetch(following)
@@ -164,7 +166,7 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
                 fully_shard(
                     part.experts, **{**settings, **expert_fsdp_settings(expert_mesh, apart=job.outer is not None)}
                 )
-        for block in stage.get_submodule("model.layers").children():
+        for block in _blocks(stage):
             fully_shard(block, **settings)
         fully_shard(stage, **settings)
     for module in stage.modules():
@@ -192,3 +194,85 @@ def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaS
     if not job.train.dtypes.sums_in_place or not (int8 or late):
         return None
     return ReplicaSums(stage, int8=int8, late=late)
+
+
+# Activation checkpointing: which intermediate results of a block are kept for the backward.
+
+_MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED_MM_OPERATOR})
+_ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
+
+
+def recompute_blocks(stage: nn.Module, extent: Literal["selective", "full"]) -> None:
+    """Makes each block recompute activations in its backward.
+
+    "full" keeps only the input of a block. "selective" also keeps the results of matrix products
+    and of attention, which are most of the work, and recomputes the rest: norms, rotary encoding,
+    SiLU, elementwise products. Both give bitwise the same gradients as keeping everything.
+
+    Selective checkpointing cannot contain experts that FSDP gathers by themselves (spread over
+    ranks): gathering runs other operators in the backward than in the forward. There it surrounds
+    attention and the experts, so that rows on their way are kept, and not sent again.
+
+    Only `forward` is replaced. A wrapper module would change parameter names. FSDP's hooks belong
+    to `__call__`, so they stay outside the recomputed part.
+    """
+    contexts = _selective if extent == "selective" else forward_and_recomputation
+    for block in _blocks(stage):
+        parts: list[Any] = [block]
+        spread = [part.experts for part in moe_blocks(block) if part.exchange is not None]
+        if extent == "selective" and spread:
+            parts = [block.get_submodule("self_attn"), *spread]
+        for part in parts:
+            part.forward = _recomputed(part.forward, contexts)
+
+
+def recompute_within_compiled_blocks(stage: nn.Module) -> None:
+    """Makes blocks recompute like "selective". Call it before they are compiled.
+
+    Selective checkpointing watches every operator, which it cannot do in compiled code: there, the
+    compiler must do it. The compiler does it only for a checkpoint that contains nothing it leaves
+    uncompiled. So the checkpoint is put around the feed-forward of each block, the largest part
+    without attention. Around it, the compiler recomputes norms and the rotary encoding by itself,
+    because they are cheap, and attention keeps its inputs and results. Experts are not compiled;
+    what they compute is recomputed as in `recompute_blocks`.
+
+    Raises:
+        RayppError: A block of an own model has no method `feed_forward`.
+    """
+    for block in _blocks(stage):
+        if not hasattr(block, "feed_forward"):
+            raise RayppError(
+                f"{type(block).__name__} has no method feed_forward, which train.activation_checkpointing selective "
+                "recomputes in compiled blocks",
+                "use train.activation_checkpointing full or none, or train.compile false",
+            )
+        experts: list[Any] = [part.experts for part in moe_blocks(block)]
+        for part in experts:
+            part.forward = _recomputed(part.forward, _selective)
+        if not experts:
+            block.feed_forward = _recomputed(block.feed_forward, _operators_kept)
+
+
+def _blocks(stage: nn.Module) -> Iterator[Any]:
+    yield from stage.get_submodule("model.layers").children()
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+    # Nothing in a block draws random numbers, so their state need not be kept. On CUDA, keeping it
+    # costs copies and makes the host wait.
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    return partial(checkpoint, forward, **settings)
+
+
+def _selective() -> Any:
+    return forward_and_recomputation(_operators_kept())
+
+
+def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Keeps the results of matrix products and attention."""
+    name = operation.name().partition(".")[0]
+    kept = name in _MATRIX_PRODUCTS or name.startswith(_ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_operators_kept = partial(create_selective_checkpoint_contexts, _policy)

@@ -8,24 +8,25 @@ Legend: B rows, T tokens of a padded row, R ranks of the cp group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypp.models.attention import PLAIN
+from raypp.models.attention import PLAIN, packed_attention
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import Move, PackedDocuments
-from raypp.parallel.hop_segments import hop_segments
+from raypp.parallel.expert import all_to_all
 from raypp.parallel.ring import Ring, ring_attention
-from raypp.parallel.ring_hops import BlockHops, FlashHops, RingHops
-from raypp.parallel.ulysses import ulysses_attention
+from raypp.parallel.ring_hops import BlockHops, FlashHops, RingHops, hop_segments
 from raypp.parallel.zigzag import RingPlan, plan_ring, zigzag
-from raypp.spec.attention_rule import AttentionRule
+from raypp.spec.attention_rule import NO_RULE, AttentionRule
 
 
 class ContextShare(Protocol):
@@ -170,3 +171,58 @@ class UlyssesShare:
         whole = PackedDocuments.of_rows(rows, length, kernel=kernel)
         across = _UlyssesAcross(len(rows), self.group, whole)
         return whole.reaching(across, self.columns(length), len(rows))
+
+
+# Ulysses attention: exchanges tokens for heads before attention, and heads for tokens after it.
+#
+# In between, each rank has whole rows for its share of the heads, so any attention can be used
+# (DeepSpeed-Ulysses, arXiv:2309.14509). If R does not divide K, each key/value head is sent to all
+# ranks whose queries need it. Autograd sums the gradients that come back.
+#
+# Legend: t = T / R tokens of a row on this rank, H query heads, K key/value heads, D head width.
+
+
+def ulysses_attention(
+    q_SHD: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    rows: int,
+    group: dist.ProcessGroup,
+    whole: PackedDocuments,
+    rule: AttentionRule = NO_RULE,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Computes causal attention within documents over whole rows; this rank holds a part of each.
+
+    Collective over the group, in the forward and in the backward.
+
+    Args:
+        q_SHD: This rank's queries `[B·t, H, D]`, rotary encoding applied. R divides H.
+        k_SKD: This rank's keys `[B·t, K, D]`, rotary encoding applied.
+        v_SKD: This rank's values `[B·t, K, D]`.
+        rows: B.
+        group: The ranks that share the rows.
+        whole: The documents of the whole rows.
+        rule: The layer's rule.
+        sinks_H: The scores of the sinks of all heads, `[H]`. None: there are none.
+
+    Returns:
+        The output `[B·t, H, D]`.
+    """
+    ranks = group.size()
+    copies = math.lcm(k_SKD.shape[1], ranks) // k_SKD.shape[1]
+    if copies > 1:
+        k_SKD, v_SKD = k_SKD.repeat_interleave(copies, 1), v_SKD.repeat_interleave(copies, 1)
+    heads = [x.shape[1] // ranks for x in (q_SHD, k_SKD, v_SKD)]
+    # One exchange for all three: [R, B·t, heads of a rank, D], ordered by receiving rank.
+    per_rank = [x.reshape(len(x), ranks, -1, x.shape[-1]) for x in (q_SHD, k_SKD, v_SKD)]
+    mine = torch.cat(per_rank, dim=2).transpose(0, 1)
+    theirs = all_to_all(mine, group)
+    row_wise = theirs.view(ranks, rows, -1, *theirs.shape[2:]).transpose(0, 1).flatten(0, 2)
+    q, k, v = torch.split(row_wise, heads, dim=1)
+    if sinks_H is not None:
+        sinks_H = sinks_H.chunk(ranks)[group.rank()]
+    out = packed_attention(q, k, v, whole, rule, sinks_H)
+    by_rank = out.reshape(rows, ranks, -1, *out.shape[1:]).transpose(0, 1)
+    back = all_to_all(by_rank.flatten(1, 2), group)
+    return back.transpose(0, 1).flatten(1, 2)

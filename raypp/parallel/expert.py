@@ -122,7 +122,7 @@ class ExpertExchange:
             The results `[N, C]`, in the order of `rows_NC`.
         """
         sizes = once(partial(self._agree, counts_E))
-        arrived_NC = _AllToAll.apply(rows_NC, sizes.arrive, sizes.leave, self.group)  # type: ignore[no-untyped-call]
+        arrived_NC = all_to_all(rows_NC, self.group, sizes.arrive, sizes.leave)
         # Rows arrive sorted by rank, then expert. The experts need them by expert, then rank.
         ranks, held = sizes.received_RE.shape
         local = torch.arange(held, device=counts_E.device).repeat(ranks)
@@ -130,8 +130,7 @@ class ExpertExchange:
         back_M = inverse(order_M)
         done_MC: Tensor = experts(reordered(arrived_NC, order_M, back_M), sizes.received_RE.sum(0), sizes.counts)
         done_MC = reordered(done_MC, back_M, order_M)
-        returned: Tensor = _AllToAll.apply(done_MC, sizes.leave, sizes.arrive, self.group)  # type: ignore[no-untyped-call]
-        return returned
+        return all_to_all(done_MC, self.group, sizes.leave, sizes.arrive)
 
     def _agree(self, counts_E: Tensor) -> _Sizes:
         """Exchanges row counts, int64 `[E]`, and reads them on the host.
@@ -164,27 +163,43 @@ class _Sizes:
     received_RE: Tensor
 
 
+def all_to_all(
+    rows: Tensor, group: dist.ProcessGroup, arrive: list[int] | None = None, leave: list[int] | None = None
+) -> Tensor:
+    """Sends rows `[N, ...]` to other ranks, and returns those received, `[M, ...]`.
+
+    The backward sends the gradients back the same way. Both are collective over the group.
+
+    Args:
+        rows: This rank's rows, in the order of the ranks that receive them.
+        group: The ranks.
+        arrive: Rows received from each rank, M in all. None: all ranks exchange equal parts.
+        leave: Rows sent to each rank, N in all.
+    """
+    received: Tensor = _AllToAll.apply(rows, group, arrive, leave)  # type: ignore[no-untyped-call]
+    return received
+
+
 class _AllToAll(torch.autograd.Function):
-    """Sends rows to other ranks. The backward sends the gradients back the same way."""
+    """`all_to_all` with its backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows_NC: Tensor, arrive: list[int], leave: list[int], group: dist.ProcessGroup) -> Tensor:
-        """Sends rows `[N, C]` and returns those received, `[M, C]`. Collective over the group."""
-        ctx.arrive, ctx.leave, ctx.group = arrive, leave, group
-        return _all_to_all(rows_NC, arrive, leave, group)
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, arrive: list[int] | None, leave: list[int] | None
+    ) -> Tensor:
+        """Sends rows `[N, ...]` and returns those received, `[M, ...]`."""
+        ctx.group, ctx.arrive, ctx.leave = group, arrive, leave
+        return _sent_to_all(rows, group, arrive, leave)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sends gradients `[M, C]` back and returns `[N, C]`. Collective over the group."""
-        return _all_to_all(gradient, ctx.leave, ctx.arrive, ctx.group), None, None, None
+        """Sends gradients `[M, ...]` back and returns `[N, ...]`."""
+        return _sent_to_all(gradient, ctx.group, ctx.leave, ctx.arrive), None, None, None
 
 
-def _all_to_all(rows_NC: Tensor, arrive: list[int], leave: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Exchanges rows: `[N, C]`, N the sum of `leave`, to `[M, C]`, M the sum of `arrive`.
-
-    Both lists have one entry per rank. Collective over the group.
-    """
-    # Input and output must be contiguous: gloo ignores the strides of the output.
-    out_NC = torch.empty((sum(arrive), *rows_NC.shape[1:]), dtype=rows_NC.dtype, device=rows_NC.device)
-    dist.all_to_all_single(out_NC, rows_NC.contiguous(), arrive, leave, group=group)
-    return out_NC
+def _sent_to_all(rows: Tensor, group: dist.ProcessGroup, arrive: list[int] | None, leave: list[int] | None) -> Tensor:
+    # Input and output must be contiguous: gloo silently ignores the strides of the output.
+    length = len(rows) if arrive is None else sum(arrive)
+    out = torch.empty((length, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    dist.all_to_all_single(out, rows.contiguous(), arrive, leave, group=group)
+    return out

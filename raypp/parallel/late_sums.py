@@ -9,9 +9,10 @@ with a separate stream, once `reduce_within_backward` lets it start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,41 +20,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """A reduce-scatter in flight.
+class SumsUnderWay:
+    """Sums of gradients that are in flight together.
 
-    Attributes:
-        work: The handle of the all-to-all.
-        sent: The gradients sent, `[ranks · size]`; must stay alive until the work is done.
-        parts: The gradients received, `[ranks · size]`, in rank order.
-        result: Where the sum goes, `[size]`.
+    Args:
+        late: True: sums complete in `wait`. FSDP must not read them before. False: each is awaited
+            before FSDP goes on.
     """
 
-    work: dist.Work
-    sent: Tensor
-    parts: Tensor
-    result: Tensor
-
-    def finish(self) -> None:
-        """Waits for the parts and writes their sum, added in rank order, to `result`."""
-        self.work.wait()
-        parts = self.parts.view(-1, self.result.numel())
-        result = self.result.view(-1)
-        result.copy_(parts[0])
-        for part in parts[1:]:
-            result.add_(part)
-
-
-class _Finishes(Protocol):
-    def finish(self) -> None: ...
-
-
-class SumsUnderWay:
-    """Sums of gradients that are in flight together."""
-
-    def __init__(self) -> None:
-        self._under_way: list[_Finishes] = []
+    def __init__(self, *, late: bool) -> None:
+        self.late = late
+        self.timed: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns a context around the start of each sum."""
+        self._under_way: list[Callable[[], None]] = []
+        """Each waits for a sum, and completes it."""
 
     @property
     def under_way(self) -> int:
@@ -62,25 +42,34 @@ class SumsUnderWay:
 
     def wait(self) -> None:
         """Waits for all sums in flight. Call it before anything reads the gradients."""
-        for one in self._under_way:
-            one.finish()
+        for finish in self._under_way:
+            finish()
         self._under_way.clear()
+
+
+def _finish(work: dist.Work, sent: Tensor, parts: Tensor, result: Tensor) -> None:
+    """Waits for a reduce-scatter, and writes the sum of its parts, added in rank order.
+
+    Args:
+        work: The handle of the all-to-all.
+        sent: The gradients sent, `[ranks · size]`; they must stay alive until the work is done.
+        parts: The gradients received, `[ranks · size]`, in rank order.
+        result: Where the sum goes, `[size]`.
+    """
+    work.wait()
+    result = result.view(-1)
+    first, *others = parts.view(-1, result.numel())
+    result.copy_(first)
+    for part in others:
+        result.add_(part)
 
 
 class LateSums(SumsUnderWay):
     """The reduce-scatter that FSDP uses for the modules of one stage on CPU.
 
-    It needs extra memory as large as the gradients in flight.
-
-    Args:
-        late: True: sums complete in `wait`. FSDP must not read them before; this holds when
-            gradients are reduced in the dtype of the weights (fp32) along one axis. False: each
-            call waits.
+    It needs extra memory as large as the gradients in flight. It may be late when gradients are
+    reduced in the dtype of the weights (fp32) along one axis.
     """
-
-    def __init__(self, *, late: bool) -> None:
-        super().__init__()
-        self.late = late
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocates a buffer `[*size]` for FSDP."""
@@ -103,12 +92,13 @@ class LateSums(SumsUnderWay):
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"this reduce-scatter only sums gradients, but FSDP asks for {op}")
-        parts = torch.empty_like(input_tensor)
-        work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
-        assert work is not None
-        self._under_way.append(_Sum(work, input_tensor, parts, output_tensor))
-        if not self.late:
-            self.wait()
+        with self.timed():
+            parts = torch.empty_like(input_tensor)
+            work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
+            assert work is not None
+            self._under_way.append(partial(_finish, work, input_tensor, parts, output_tensor))
+            if not self.late:
+                self.wait()
 
 
 def reduce_within_backward(stage: FSDPModule, root: Tensor) -> None:

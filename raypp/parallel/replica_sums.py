@@ -9,10 +9,9 @@ summed, so an exact sum has the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,25 +43,17 @@ class _Flat:
     pending: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _UnderWay:
-    """A sum in flight.
+def _finish(work: dist.Work, result: Tensor, messages: list[Tensor]) -> None:
+    """Waits for a sum.
 
-    Attributes:
+    Args:
         work: The handle of the collective.
         result: The flat gradient `[N]`, which becomes the sum.
         messages: What the replicas send in int8; empty if the collective itself adds up.
     """
-
-    work: dist.Work
-    result: Tensor
-    messages: list[Tensor] = field(default_factory=list)
-
-    def finish(self) -> None:
-        """Waits for the collective, and adds the messages up."""
-        self.work.wait()
-        if self.messages:
-            add_up(self.messages, self.result)
+    work.wait()
+    if messages:
+        add_up(messages, result)
 
 
 @dataclass(frozen=True)
@@ -92,16 +83,13 @@ class ReplicaSums(SumsUnderWay):
     Args:
         stage: A stage that FSDP shards and replicates.
         int8: Quantise what is sent.
-        late: True: sums complete in `wait`. FSDP must not read them before; this holds on a CPU
-            when gradients are reduced in the dtype of the weights. False: each sum is awaited
-            before FSDP goes on; on a GPU that is its stream, not the host.
+        late: As for `SumsUnderWay`; possible on a CPU when gradients are reduced in the dtype of
+            the weights. On a GPU it is FSDP's stream that waits, not the host.
     """
 
     def __init__(self, stage: nn.Module, *, int8: bool, late: bool) -> None:
-        super().__init__()
-        self.late, self.int8 = late, int8
-        self.timed: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context around the start of each sum."""
+        super().__init__(late=late)
+        self.int8 = int8
         self._flats: list[_Flat] = []
         for module in stage.modules():
             if isinstance(module, FSDPModule) and (group := take_replica_sum(module)) is not None:
@@ -131,23 +119,30 @@ class ReplicaSums(SumsUnderWay):
         def start(gradient: Tensor) -> None:
             """Starts the sum of a flat gradient `[N]`, in place. Collective over the replicas."""
             with self.timed():
-                self._under_way.append(self._in_int8(flat, gradient) if self.int8 else _exact(flat, gradient))
+                if self.int8:
+                    work, messages = self._in_int8(flat, gradient)
+                else:
+                    work, messages = dist.all_reduce(gradient, group=flat.group, async_op=True), []
+                assert work is not None
+                self._under_way.append(partial(_finish, work, gradient, messages))
                 if not self.late:
                     self.wait()
 
         return start
 
-    def _in_int8(self, flat: _Flat, gradient: Tensor) -> _UnderWay:
-        """Starts the int8 sum of a flat gradient `[N]`. Collective over the replicas."""
+    def _in_int8(self, flat: _Flat, gradient: Tensor) -> tuple[dist.Work | None, list[Tensor]]:
+        """Starts the int8 sum of a flat gradient `[N]`. Collective over the replicas.
+
+        Returns:
+            The work, and the messages that the replicas send.
+        """
         if flat.residual is None or flat.residual.numel() != gradient.numel():
             expected = 0 if flat.residual is None else flat.residual.numel()
             raise RuntimeError(f"FSDP reduces {gradient.numel()} numbers, but there are residuals of {expected}")
         message, flat.pending = encode(gradient, flat.residual)
         everyone = message.new_empty(flat.group.size(), message_size(gradient.numel()))
         messages = list(everyone.unbind())
-        work = dist.all_gather(messages, message, group=flat.group, async_op=True)
-        assert work is not None
-        return _UnderWay(work, gradient, messages)
+        return dist.all_gather(messages, message, group=flat.group, async_op=True), messages
 
     @torch.no_grad()
     def keep_residuals(self) -> None:
@@ -165,13 +160,6 @@ class ReplicaSums(SumsUnderWay):
         """Forgets the residuals of a step that is not applied."""
         for flat in self._flats:
             flat.pending = None
-
-
-def _exact(flat: _Flat, gradient: Tensor) -> _UnderWay:
-    """Starts the exact sum of a flat gradient `[N]`. Collective over the replicas."""
-    work = dist.all_reduce(gradient, group=flat.group, async_op=True)
-    assert work is not None
-    return _UnderWay(work, gradient)
 
 
 def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[DTensor, int]], int]:

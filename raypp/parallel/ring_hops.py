@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,7 @@ from torch import Tensor
 from raypp.models.attention_kernel import FlashBlocks, Segments
 from raypp.models.attention_products import attend_by_products, gradients_by_products
 from raypp.models.documents import Move
-from raypp.parallel.hop_segments import HopSegments
-from raypp.parallel.zigzag import Block, RingPlan
+from raypp.parallel.zigzag import Block, RingPlan, joined_spans
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.torch_private import flash_attention_for_cpu, flash_attention_for_cpu_backward
 
@@ -320,3 +320,82 @@ def _per_kv_head(d_NHD: Tensor, like_NKD: Tensor) -> Tensor:
     """Sums gradients `[N, H, D]` over the query heads of each key/value head: `[N, K, D]`."""
     groups = d_NHD.shape[1] // like_NKD.shape[1]
     return d_NHD.reshape(len(d_NHD), -1, groups, d_NHD.shape[-1]).sum(2) if groups > 1 else d_NHD
+
+
+# The hops as segments for a variable-length kernel: one call per hop.
+#
+# In hop 0, the pieces of a document that a rank holds lie end to end, so the hop is causal
+# attention over them. In every other hop, each rectangle is one segment without a mask.
+
+
+@dataclass(frozen=True)
+class HopSegments:
+    """The segments of one hop.
+
+    Attributes:
+        queries: Spans of this rank's tokens that hold the queries; empty if the hop has none.
+        keys: Spans of the tokens of the keys' rank that hold the keys.
+        segments: How the tokens of the spans, end to end, are divided.
+    """
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    segments: Segments
+
+    def moved(self, move: Move) -> HopSegments:
+        """Returns the same with its tensors moved."""
+        cu_queries, cu_keys = move(self.segments.cu_queries), move(self.segments.cu_keys)
+        return replace(self, segments=replace(self.segments, cu_queries=cu_queries, cu_keys=cu_keys))
+
+
+def hop_segments(plan: RingPlan) -> tuple[HopSegments, ...]:
+    """Returns the segments of each of the plan's hops, on the host.
+
+    The plan must be that of the zigzag layout.
+    """
+    own = _documents(plan.blocks[0])
+    first = _hop([(span, span) for span in own], causal=True)
+    later = ([(block.queries, block.keys) for block in blocks] for blocks in plan.blocks[1 : plan.hops])
+    return first, *(_hop(spans, causal=False) for spans in later)
+
+
+def _documents(blocks: Sequence[Block]) -> list[slice]:
+    """Joins the blocks of hop 0 to the documents, in ascending order.
+
+    A document in both chunks of a row has a causal block in each and the rectangle between them.
+    """
+    continues = {block.queries.start: block.keys for block in blocks if not block.causal}
+    spans: list[slice] = []
+    for span in sorted((block.queries for block in blocks if block.causal), key=lambda span: int(span.start)):
+        before = continues.pop(span.start, None)
+        if before is None:
+            spans.append(span)
+        elif spans and (before.start, before.stop) == (spans[-1].start, span.start):
+            spans[-1] = slice(before.start, span.stop)
+        else:
+            raise ValueError(f"the keys {before} do not lie next to the queries {span}")
+    if continues:
+        raise ValueError(f"rectangles of hop 0 without a causal block: queries from {sorted(continues)}")
+    return spans
+
+
+def _hop(spans: Sequence[tuple[slice, slice]], *, causal: bool) -> HopSegments:
+    """Returns the hop whose segments are the queries of each pair against its keys."""
+    queries, keys = [queries for queries, _ in spans], [keys for _, keys in spans]
+    cu_queries, cu_keys = _cumulative(queries), _cumulative(keys)
+    segments = Segments(
+        torch.tensor(cu_queries, dtype=torch.int32),
+        torch.tensor(cu_keys, dtype=torch.int32),
+        max(map(_size, queries), default=0),
+        max(map(_size, keys), default=0),
+        causal,
+    )
+    return HopSegments(tuple(joined_spans(queries)), tuple(joined_spans(keys)), segments)
+
+
+def _size(span: slice) -> int:
+    return int(span.stop - span.start)
+
+
+def _cumulative(spans: Sequence[slice]) -> list[int]:
+    return [0, *accumulate(map(_size, spans))]

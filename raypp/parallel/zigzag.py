@@ -15,7 +15,7 @@ that see each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -133,19 +133,19 @@ def _joined(blocks: list[Block]) -> list[Block]:
     wide = []
     for _, same_queries in groupby(full, key=lambda block: (block.queries.start, block.queries.stop)):
         group = list(same_queries)
-        wide += [Block(group[0].queries, keys, False) for keys in _spans([block.keys for block in group])]
+        wide += [Block(group[0].queries, keys, False) for keys in joined_spans([block.keys for block in group])]
     wide.sort(key=lambda block: (block.keys.start, block.keys.stop, block.queries.start))
     for _, same_keys in groupby(wide, key=lambda block: (block.keys.start, block.keys.stop)):
         group = list(same_keys)
-        causal += [Block(queries, group[0].keys, False) for queries in _spans([block.queries for block in group])]
+        causal += [Block(queries, group[0].keys, False) for queries in joined_spans([block.queries for block in group])]
     return causal
 
 
-def _spans(slices: list[slice]) -> list[slice]:
-    """Merges adjacent slices; they must be in ascending order."""
-    spans = [slices[0]]
-    for each in slices[1:]:
-        if each.start == spans[-1].stop:
+def joined_spans(slices: Iterable[slice]) -> list[slice]:
+    """Merges slices that follow each other directly."""
+    spans: list[slice] = []
+    for each in slices:
+        if spans and each.start == spans[-1].stop:
             spans[-1] = slice(spans[-1].start, each.stop)
         else:
             spans.append(each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.parallel.late_sums import LateSums
-from raypp.parallel.replica_sums import ReplicaSums
+from raypp.parallel.late_sums import SumsUnderWay
 from raypp.pipeline.device_clock import DeviceClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.torch_private import Computation
@@ -62,24 +62,24 @@ class ActionTrace:
         self._gathers: set[int] = set()
         """Stages whose weights are being gathered."""
         self._hooks: list[Any] = []
-        self._restore: list[Callable[[], None]] = []
+        self._sums: list[SumsUnderWay] = []
         for stage in stages:
-            if stage.replica_sums is not None:
-                self._watch_replica_sums(stage.replica_sums, stage.stage_index)
+            for sums in (stage.late_sums, stage.replica_sums):
+                if sums is not None:
+                    sums.timed = partial(self.timed, "sum", stage.stage_index)
+                    self._sums.append(sums)
             for module in stage.submod.modules():
                 if isinstance(module, FSDPModule):
                     self._watch_gather(module, stage)
-                    if stage.late_sums is not None:
-                        self._watch_sums(module, stage.late_sums, stage.stage_index)
 
     def close(self) -> None:
         """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
-        for restore in self._restore:
-            restore()
+        for sums in self._sums:
+            sums.timed = nullcontext
         self._hooks.clear()
-        self._restore.clear()
+        self._sums.clear()
 
     def around(self, do: Mapping[Computation, Do]) -> dict[Computation, Do]:
         """Returns the functions of the actions, timed."""
@@ -130,23 +130,3 @@ class ActionTrace:
         # Prepended later than FSDP's own hook, so it runs earlier.
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
         self._hooks.append(module.register_forward_pre_hook(after))
-
-    def _watch_sums(self, module: FSDPModule, sums: LateSums, stage: int) -> None:
-        module.set_custom_reduce_scatter(_TimedSums(sums, self, stage))  # type: ignore[arg-type]
-        self._restore.append(lambda: module.set_custom_reduce_scatter(sums))  # type: ignore[arg-type]
-
-    def _watch_replica_sums(self, sums: ReplicaSums, stage: int) -> None:
-        sums.timed = lambda: self.timed("sum", stage)
-        self._restore.append(lambda: setattr(sums, "timed", nullcontext))
-
-
-class _TimedSums:
-    """Times how long it takes to begin each sum; to end it as well, if sums do not end late."""
-
-    def __init__(self, sums: LateSums, trace: ActionTrace, stage: int) -> None:
-        self._sums, self._trace, self._stage = sums, trace, stage
-        self.allocate = sums.allocate
-
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        with self._trace.timed("sum", self._stage):
-            self._sums(*arguments, **options)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from raypp.parallel.late_sums import LateSums
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.pipeline.wire import AsIs, WireFormat, message_seed
+from raypp.schedules.communication import MessageKind
 from raypp.torch_private import ChunkStage
 
 
@@ -126,41 +127,39 @@ class PlannedStage(ChunkStage):
 
     # Messages to and from other ranks.
 
-    def send_forward(self, microbatch: int) -> dist.Work:
-        """Sends the activations `[B, T, C]` of a microbatch to the next stage, without waiting."""
-        (output,), _ = self.fwd_cache[microbatch]
-        return self._send(output.detach(), microbatch, self.stage_index + 1, self.activations, "activations")
+    def send(self, kind: MessageKind, microbatch: int) -> dist.Work:
+        """Sends a microbatch's activations, or the gradients of its input, without waiting.
 
-    def send_backward(self, microbatch: int) -> dist.Work:
-        """Sends the gradients `[B, T, C]` of the stage's input to the previous stage."""
+        Either is `[B, T, C]`.
+        """
+        if kind == "F":
+            (output,), _ = self.fwd_cache[microbatch]
+            return self._send(output.detach(), microbatch, self.stage_index + 1, self.activations, "activations")
         (gradient,) = self.bwd_cache.pop(microbatch)
         return self._send(gradient, microbatch, self.stage_index - 1, self.gradients, "gradients")
 
-    def receive_forward(self, microbatch: int) -> dist.Work:
-        """Posts the receive of a microbatch's activations, as a message of the wire format."""
+    def receive(self, kind: MessageKind, microbatch: int) -> dist.Work:
+        """Posts the receive of a microbatch's activations or gradients, as the wire format sends
+        them."""
+        received, form, source, _ = self._incoming(kind)
         with posting_receives(self.device):
-            self.received[microbatch] = self._buffer(self.activations, microbatch)
-            return self._receive(self.received[microbatch], self.stage_index - 1)
+            received[microbatch] = self._buffer(form, microbatch)
+            return self._receive(received[microbatch], source)
 
-    def receive_backward(self, microbatch: int) -> dist.Work:
-        """Posts the receive of a microbatch's gradients, as a message of the wire format."""
-        with posting_receives(self.device):
-            self.received_grads[microbatch] = self._buffer(self.gradients, microbatch)
-            return self._receive(self.received_grads[microbatch], self.stage_index + 1)
+    def unpack(self, kind: MessageKind, microbatch: int) -> None:
+        """Decodes a received message into the stage's input, or the gradients of its output.
 
-    def unpack_forward(self, microbatch: int) -> None:
-        """Decodes a received message into the stage's input `[B, T, C]`."""
-        message = self._filled(
-            self.received[microbatch], self.activations, microbatch, self.stage_index - 1, "activations"
-        )
-        self.received[microbatch] = self.activations.decode(message, self.shapes[microbatch], self.boundary_dtype)
+        Either is `[B, T, C]`.
+        """
+        received, form, source, noun = self._incoming(kind)
+        message = self._filled(received[microbatch], form, microbatch, source, noun)
+        received[microbatch] = form.decode(message, self.shapes[microbatch], self.boundary_dtype)
 
-    def unpack_backward(self, microbatch: int) -> None:
-        """Decodes a received message into the gradients `[B, T, C]` of the stage's output."""
-        message = self._filled(
-            self.received_grads[microbatch], self.gradients, microbatch, self.stage_index + 1, "gradients"
-        )
-        self.received_grads[microbatch] = self.gradients.decode(message, self.shapes[microbatch], self.boundary_dtype)
+    def _incoming(self, kind: MessageKind) -> tuple[dict[int, Tensor], WireFormat, int, str]:
+        """Returns where messages of a kind are kept, their format, their sender, and their name."""
+        if kind == "F":
+            return self.received, self.activations, self.stage_index - 1, "activations"
+        return self.received_grads, self.gradients, self.stage_index + 1, "gradients"
 
     def _buffer(self, form: WireFormat, microbatch: int) -> Tensor:
         """Allocates a receive buffer for a message `[...]`; marks its last number as unwritten."""

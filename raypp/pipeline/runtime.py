@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,17 +24,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
-from raypp.parallel.compute_copies import computing, copies_of
+from raypp.parallel.compute_copies import computing, copies_of, fill_wide_gradients
 from raypp.parallel.late_sums import free_within_backward, reduce_within_backward
-from raypp.parallel.wide_gradients import fill_wide_gradients
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.device_clock import ActionClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.wire import sum_start
 from raypp.schedules.action import Action, Kind, Program, stages_with_backward
-from raypp.schedules.communication import Line, Send
+from raypp.schedules.communication import Line, Message, MessageKind, Send
 from raypp.schedules.posting import Posting, posting_on, with_messages
+from raypp.schedules.waiting import arrivals
 from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_to_sums, add_unshard_reshard
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -46,6 +47,13 @@ _KINDS = {
     "W": Computation.BACKWARD_WEIGHT,
 }
 _COMPUTES = frozenset(_KINDS.values())
+_MESSAGES = {
+    (True, "F"): Computation.SEND_F,
+    (True, "B"): Computation.SEND_B,
+    (False, "F"): Computation.RECV_F,
+    (False, "B"): Computation.RECV_B,
+}
+"""By whether the message is sent, and by its kind."""
 
 
 def lower(
@@ -78,73 +86,11 @@ def _joined(line: Line, with_weights: Sequence[LoweredAction]) -> list[LoweredAc
                 lowered.append(action)
                 if action.computation_type in _COMPUTES:
                     break
-        elif isinstance(item, Send):
-            lowered.append(_message_action(item.message.kind, True, item.message.stage, item.message.microbatch))
         else:
-            lowered.append(_message_action(item.message.kind, False, item.message.to_stage, item.message.microbatch))
+            kind, stage, microbatch = item.message
+            sends = isinstance(item, Send)
+            lowered.append(LoweredAction(stage if sends else item.message.to_stage, _MESSAGES[sends, kind], microbatch))
     return [*lowered, *rest]
-
-
-def _message_action(kind: str, send: bool, stage: int, microbatch: int) -> LoweredAction:
-    forward = kind == "F"
-    if send:
-        return LoweredAction(stage, Computation.SEND_F if forward else Computation.SEND_B, microbatch)
-    return LoweredAction(stage, Computation.RECV_F if forward else Computation.RECV_B, microbatch)
-
-
-SendKey = tuple[Computation, int, int]
-"""Identifies a message by its send: SEND_F or SEND_B, the sending stage, the microbatch."""
-
-
-def _sent(action: LoweredAction) -> SendKey | None:
-    """Returns the message an action sends; None if it sends none."""
-    if action.computation_type in (Computation.SEND_F, Computation.SEND_B):
-        return action.computation_type, action.stage_index, cast(int, action.microbatch_index)
-    return None
-
-
-def _used(action: LoweredAction) -> SendKey | None:
-    """Returns the message an action would need; its sender may be on the same rank or not exist."""
-    if action.computation_type is Computation.FORWARD:
-        return Computation.SEND_F, action.stage_index - 1, cast(int, action.microbatch_index)
-    if action.computation_type in (Computation.FULL_BACKWARD, Computation.BACKWARD_INPUT):
-        return Computation.SEND_B, action.stage_index + 1, cast(int, action.microbatch_index)
-    return None
-
-
-def arrivals(
-    actions: Mapping[int, Sequence[LoweredAction]], rank: int, rank_of_stage: Sequence[int]
-) -> dict[int, list[SendKey]]:
-    """Finds which of a rank's sends are known to have arrived, and the action that proves it.
-
-    A message from a peer proves that every message the peer consumed before sending it has arrived.
-    So the tensors of finished sends can be released without asking the backend; gloo cannot tell.
-
-    Returns:
-        The proven sends, by the position of the action that proves them.
-    """
-    used_at: dict[tuple[int, SendKey], int] = {}
-    sent_at: dict[SendKey, tuple[int, int]] = {}
-    for peer, peer_actions in actions.items():
-        for position, action in enumerate(peer_actions):
-            if (message := _used(action)) is not None:
-                used_at[peer, message] = position
-            if (message := _sent(action)) is not None:
-                sent_at[message] = (peer, position)
-
-    proofs: dict[int, list[SendKey]] = {}
-    pending: list[tuple[int, SendKey]] = []
-    for position, action in enumerate(actions[rank]):
-        if (message := _sent(action)) is not None:
-            to_stage = message[1] + (1 if message[0] is Computation.SEND_F else -1)
-            pending.append((rank_of_stage[to_stage], message))
-        elif (message := _used(action)) in sent_at:
-            peer, sent = sent_at[message]
-            done = [entry for entry in pending if entry[0] == peer and used_at[entry] < sent]
-            if done:
-                proofs[position] = [key for _, key in done]
-                pending = [entry for entry in pending if entry not in done]
-    return proofs
 
 
 def _backward_next(program: Program, stage: int) -> bool:
@@ -202,17 +148,17 @@ class ProgramRuntime:
         self.load(program)
         self._reducing: list[PlannedStage] = []
         self._held: list[PlannedStage] = []
-        self._sends: dict[SendKey, dist.Work] = {}
-        self._receives: dict[SendKey, dist.Work] = {}
+        self._sends: dict[Message, dist.Work] = {}
+        self._receives: dict[Message, dist.Work] = {}
         self._do: dict[Computation, Callable[[PlannedStage, int], None]] = {
             Computation.FORWARD: self._forward,
-            Computation.FULL_BACKWARD: self._full_backward,
-            Computation.BACKWARD_INPUT: self._input_backward,
+            Computation.FULL_BACKWARD: partial(self._backward, "B"),
+            Computation.BACKWARD_INPUT: partial(self._backward, "I"),
             Computation.BACKWARD_WEIGHT: self._weight_backward,
-            Computation.SEND_F: self._send_forward,
-            Computation.SEND_B: self._send_backward,
-            Computation.RECV_F: self._receive_forward,
-            Computation.RECV_B: self._receive_backward,
+            Computation.SEND_F: partial(self._send, "F"),
+            Computation.SEND_B: partial(self._send, "B"),
+            Computation.RECV_F: partial(self._receive, "F"),
+            Computation.RECV_B: partial(self._receive, "B"),
             Computation.UNSHARD: self._unshard,
             Computation.RESHARD: self._reshard,
             Computation.REDUCE_GRAD: self._reduce,
@@ -228,7 +174,10 @@ class ProgramRuntime:
         self._names = [str(action) for action in self.actions]
         if self.offload is not None:
             self.offload.load(program[self.rank])
-        self._arrivals = arrivals(lowered, self.rank, self.rank_of_stage)
+        self._arrivals = {
+            LoweredAction(a.stage, _KINDS[a.kind], a.microbatch): messages
+            for a, messages in arrivals(program)[self.rank].items()
+        }
         last = {action.stage: action for action in program[self.rank] if action.kind != "F"}
         self._last_whole = {stage: action.microbatch for stage, action in last.items() if action.kind == "B"}
         self._backward_next = _backward_next(program, len(self.rank_of_stage) - 1)
@@ -295,8 +244,8 @@ class ProgramRuntime:
                 self.mark(name)
             microbatch = -1 if action.microbatch_index is None else action.microbatch_index
             do[action.computation_type](self.planned[action.stage_index], microbatch)
-            for key in self._arrivals.get(position, ()):
-                self._sends.pop(key).wait()
+            for message in self._arrivals.get(action, ()):
+                self._sends.pop(message).wait()
             if position == self._sum_start.last_send and not self._sum_start.waits:
                 self._all_sent = True
                 self._start_held_sums()
@@ -341,15 +290,15 @@ class ProgramRuntime:
             return nullcontext()
         return self.offload.backward(kind, stage.stage_index, microbatch)
 
-    def _await(self, key: SendKey) -> None:
+    def _await(self, message: Message) -> None:
         """Waits for a message, and marks the wait: hangs are diagnosed from these marks."""
         if self.mark is not None:
             self.mark(f"{self.now} waits")
-        work = self._receives.pop(key)
+        work = self._receives.pop(message)
         if self.trace is None:
             work.wait()
         else:
-            self.trace.wait("wait F" if key[0] is Computation.RECV_F else "wait B", key[1], key[2], work)
+            self.trace.wait(f"wait {message.kind}", message.to_stage, message.microbatch, work)
         if self.mark is not None:
             self.mark(self.now)
 
@@ -358,7 +307,7 @@ class ProgramRuntime:
     def _forward(self, stage: PlannedStage, microbatch: int) -> None:
         arrived = not stage.is_first and stage.stage_index - 1 not in self.planned
         if arrived:
-            self._await((Computation.RECV_F, stage.stage_index, microbatch))
+            self._await(Message("F", stage.stage_index - 1, microbatch))
         arguments = (self._inputs[microbatch],) if stage.is_first else ()
         kwargs, loss_fn = self._kwargs[microbatch], self.loss_fn if stage.is_last else None
         own_loss = loss_fn is not None and computes_loss(stage.submod)
@@ -366,7 +315,7 @@ class ProgramRuntime:
             kwargs = {**kwargs, "targets": Targets(self._targets[microbatch], self._backward_next)}
         with self._timed("F", stage), self._moved(stage, microbatch):
             if arrived:
-                stage.unpack_forward(microbatch)
+                stage.unpack("F", microbatch)
             output = stage.forward_one_chunk(microbatch, arguments, kwargs, save_forward_output=False)
             if loss_fn is not None:
                 self._losses[microbatch] = output if own_loss else loss_fn(output, self._targets[microbatch])
@@ -375,16 +324,10 @@ class ProgramRuntime:
         if stage.stage_index not in self._backwards and (stage.is_last or stage.stage_index + 1 in self.planned):
             del stage.fwd_cache[microbatch]
 
-    def _full_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._backward(stage, microbatch, "B")
-
-    def _input_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._backward(stage, microbatch, "I")
-
-    def _backward(self, stage: PlannedStage, microbatch: int, kind: Kind) -> None:
+    def _backward(self, kind: Kind, stage: PlannedStage, microbatch: int) -> None:
         arrived = not stage.is_last and stage.stage_index + 1 not in self.planned
         if arrived:
-            self._await((Computation.RECV_B, stage.stage_index, microbatch))
+            self._await(Message("B", stage.stage_index + 1, microbatch))
         loss = self._losses[microbatch] if stage.is_last else None
         if kind == "B" and isinstance(stage.submod, FSDPModule):
             root = stage.fwd_cache[microbatch][0][0] if loss is None else loss
@@ -396,7 +339,7 @@ class ProgramRuntime:
                 free_within_backward(stage.submod, root)
         with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
             if arrived:
-                stage.unpack_backward(microbatch)
+                stage.unpack("B", microbatch)
             if kind == "I":
                 self._gather_for_part(stage)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
@@ -429,22 +372,16 @@ class ProgramRuntime:
 
     # Messages. A send never blocks compute; its work keeps the tensor alive until it has arrived.
 
-    def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
-        with self._timed("F", stage, message=True):
-            self._sends[Computation.SEND_F, stage.stage_index, microbatch] = stage.send_forward(microbatch)
-        if stage.stage_index not in self._backwards:
+    def _send(self, kind: MessageKind, stage: PlannedStage, microbatch: int) -> None:
+        index = stage.stage_index
+        with self._timed("I" if kind == "B" and (index, microbatch) in self._split else kind, stage, message=True):
+            self._sends[Message(kind, index, microbatch)] = stage.send(kind, microbatch)
+        if kind == "F" and index not in self._backwards:
             del stage.fwd_cache[microbatch]
 
-    def _send_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        kind: Kind = "I" if (stage.stage_index, microbatch) in self._split else "B"
-        with self._timed(kind, stage, message=True):
-            self._sends[Computation.SEND_B, stage.stage_index, microbatch] = stage.send_backward(microbatch)
-
-    def _receive_forward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._receives[Computation.RECV_F, stage.stage_index, microbatch] = stage.receive_forward(microbatch)
-
-    def _receive_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        self._receives[Computation.RECV_B, stage.stage_index, microbatch] = stage.receive_backward(microbatch)
+    def _receive(self, kind: MessageKind, stage: PlannedStage, microbatch: int) -> None:
+        source = stage.stage_index + (-1 if kind == "F" else 1)
+        self._receives[Message(kind, source, microbatch)] = stage.receive(kind, microbatch)
 
     # Weights.
 

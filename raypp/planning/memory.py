@@ -341,7 +341,7 @@ def _moments(
     matrix = each * _largest(job)
     embedding = 0 if job.model.lora is not None else each * job.model.vocab_size * job.model.hidden_size
     backward = {action.stage for action in actions if action.kind != "F"}
-    # Gradients wider than their weights are there from the start (`parallel.wide_gradients`).
+    # Gradients wider than their weights are there from the start (`parallel.compute_copies`).
     done = set(stages) if summed > own and not fsdp.replaces else set()
     gradients = sum(fsdp.gradients[stage] for stage in done)
     activations, logits = tokens * passing_per_token(job), 0

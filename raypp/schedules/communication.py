@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from raypp.schedules.action import Action
 
+MessageKind = Literal["F", "B"]
 
-@dataclass(frozen=True, slots=True)
-class Message:
+
+class Message(NamedTuple):
     """A tensor that one stage sends to a neighbouring stage.
 
     Attributes:
@@ -24,7 +25,7 @@ class Message:
         microbatch: Index of the microbatch.
     """
 
-    kind: Literal["F", "B"]
+    kind: MessageKind
     stage: int
     microbatch: int
 
@@ -63,26 +64,25 @@ def sent_by(action: Action, rank_of_stage: Sequence[int], backward: Collection[i
         rank_of_stage: Pipeline rank of every stage.
         backward: The stages that have a backward.
     """
-    if action.kind == "W":
+    stage, kind, microbatch = action
+    to = stage + 1 if kind == "F" else stage - 1
+    if kind == "W" or (kind != "F" and to not in backward) or not _crosses(stage, to, rank_of_stage):
         return None
-    message = Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
-    if message.kind == "B" and message.to_stage not in backward:
-        return None
-    return message if _crosses(message, rank_of_stage) else None
+    return Message("F" if kind == "F" else "B", stage, microbatch)
 
 
 def needed_by(action: Action, rank_of_stage: Sequence[int]) -> Message | None:
     """Returns the message that an action waits for; None if its input is on the same rank."""
-    if action.kind == "W":
+    stage, kind, microbatch = action
+    source = stage - 1 if kind == "F" else stage + 1
+    if kind == "W" or not _crosses(source, stage, rank_of_stage):
         return None
-    forward = action.kind == "F"
-    message = Message("F" if forward else "B", action.stage + (-1 if forward else 1), action.microbatch)
-    return message if 0 <= message.stage < len(rank_of_stage) and _crosses(message, rank_of_stage) else None
+    return Message("F" if kind == "F" else "B", source, microbatch)
 
 
-def _crosses(message: Message, rank_of_stage: Sequence[int]) -> bool:
-    to = message.to_stage
-    return 0 <= to < len(rank_of_stage) and rank_of_stage[to] != rank_of_stage[message.stage]
+def _crosses(stage: int, to: int, rank_of_stage: Sequence[int]) -> bool:
+    both = 0 <= stage < len(rank_of_stage) and 0 <= to < len(rank_of_stage)
+    return both and rank_of_stage[stage] != rank_of_stage[to]
 
 
 def channels_of(rank_of_stage: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,9 +1,9 @@
-"""How many messages of a rank are not known to have arrived, at each of its actions.
+"""Which messages of a rank are not known to have arrived, at each of its actions.
 
 A rank holds a message until another one proves that it has arrived: a message from a peer proves
-that all that the peer used before it sent this one have (`pipeline.runtime.arrivals`, which
-releases them). So the count follows from the program alone. Neither the cable nor the backend
-changes it.
+that all that the peer used before it sent this one have. So the tensors of finished sends can be
+released without asking the backend; gloo cannot tell. What waits follows from the program alone.
+Neither the cable nor the backend changes it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raypp.schedules.action import KINDS, Action, Program, stages_with_backward
+from raypp.schedules.communication import Message, needed_by, sent_by
 
-_Key = tuple[bool, int, int]
-"""A message: whether it holds activations, the sending stage, the microbatch."""
 _FROZEN, _GRADIENT = 1 << 32, 1 << 64
 """What a message adds to all counts of a rank as one number; other activations add 1."""
 
@@ -35,71 +34,50 @@ class Waiting(NamedTuple):
     gradients: int = 0
 
 
+def arrivals(program: Program) -> dict[int, dict[Action, list[Message]]]:
+    """Returns the sends of every rank that are known to have arrived once it runs an action."""
+    rank_of, backward = _rank_of_stage(program), stages_with_backward(program)
+    used: dict[tuple[int, int], list[tuple[Message, Action]]] = defaultdict(list)  # by sender and user
+    proven: dict[Message, int] = {}  # how many messages of its receiver the sender has used
+    for rank, actions in program.items():
+        for action in actions:
+            if (use := needed_by(action, rank_of)) is not None:
+                used[rank_of[use.stage], rank].append((use, action))
+            if (send := sent_by(action, rank_of, backward)) is not None:
+                proven[send] = len(used[rank_of[send.to_stage], rank])
+    found: dict[int, dict[Action, list[Message]]] = {rank: {} for rank in program}
+    for (peer, rank), uses in used.items():
+        known = 0
+        for use, action in uses:
+            if proven[use] > known:
+                found[rank][action] = [message for message, _ in used[rank, peer][known : proven[use]]]
+                known = proven[use]
+    return found
+
+
 def waiting_sends(program: Program) -> dict[int, dict[Action, Waiting]]:
     """Returns what waits on each rank while it runs an action, by rank and action."""
-    holder = {action[0]: rank for rank, actions in program.items() for action in actions}
-    backward = stages_with_backward(program)
-    flows = {rank: [_ends(action, holder, backward) for action in actions] for rank, actions in program.items()}
-    used: dict[tuple[int, int], list[_Key]] = defaultdict(list)  # by sender and user, in the order of use
-    proven: dict[_Key, int] = {}  # how many messages of its receiver the sender has used
-    for rank, flow in flows.items():
-        for source, use, target, send in flow:
-            if use is not None:
-                used[source, rank].append(use)
-            if send is not None:
-                proven[send] = len(used[target, rank])
-    return {rank: _on_rank(rank, actions, flows[rank], used, proven, backward) for rank, actions in program.items()}
+    rank_of, backward = _rank_of_stage(program), stages_with_backward(program)
+    # The counts of a rank are one number, and each combination of them is one object.
+    known = {0: Waiting()}
+    waiting: dict[int, dict[Action, Waiting]] = {}
+    for rank, arrived in arrivals(program).items():
+        of_rank = waiting[rank] = {}
+        count = 0
+        for action in program[rank]:
+            of_rank[action] = known[count]
+            for kind, stage, _ in arrived.get(action, ()):
+                count -= _GRADIENT if kind == "B" else 1 if stage in backward else _FROZEN
+            if (send := sent_by(action, rank_of, backward)) is not None:
+                count += _GRADIENT if send.kind == "B" else 1 if send.stage in backward else _FROZEN
+            if count not in known:
+                known[count] = Waiting(count % _FROZEN, count // _FROZEN % _FROZEN, count // _GRADIENT)
+    return waiting
 
 
-_Flow = tuple[int, _Key | None, int, _Key | None]
-"""The rank of the message that an action uses, that message, the receiver of the one it sends, and
-that one. None: its input or its result stays on its rank."""
-
-
-def _ends(action: Action, holder: dict[int, int], backward: set[int]) -> _Flow:
-    """Returns the flow of an action, given the rank of each stage and those with a backward."""
-    stage, kind, microbatch = action
-    own = holder[stage]
-    if kind == "W":
-        return own, None, own, None
-    forward = kind == "F"
-    before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-    source, target = holder.get(before, own), holder.get(after, own)
-    use = (forward, before, microbatch) if source != own else None
-    send = (forward, stage, microbatch) if target != own and (forward or after in backward) else None
-    return source, use, target, send
-
-
-def _on_rank(
-    rank: int,
-    actions: Sequence[Action],
-    flow: Sequence[_Flow],
-    used: Mapping[tuple[int, int], Sequence[_Key]],
-    proven: Mapping[_Key, int],
-    backward: set[int],
-) -> dict[Action, Waiting]:
-    """Returns what waits on a rank while it runs each of its actions."""
-
-    def part(message: _Key) -> int:
-        """Returns what a message adds to the counts."""
-        return _GRADIENT if not message[0] else 1 if message[1] in backward else _FROZEN
-
-    sent = {user: messages for (sender, user), messages in used.items() if sender == rank}
-    released = dict.fromkeys(sent, 0)
-    # The counts are one number, and each combination of them is one object.
-    count, known = 0, {0: Waiting()}
-    by_action: dict[Action, Waiting] = {}
-    for action, (source, use, _, send) in zip(actions, flow, strict=True):
-        by_action[action] = known[count]
-        if use is not None and (last := proven[use]) > (first := released.get(source, 0)):
-            for message in sent[source][first:last]:
-                count -= part(message)
-            released[source] = last
-        if send is not None:
-            count += part(send)
-        if count not in known:
-            known[count] = Waiting(count % _FROZEN, count // _FROZEN % _FROZEN, count // _GRADIENT)
-    return by_action
+def _rank_of_stage(program: Program) -> list[int]:
+    holder = {action.stage: rank for rank, actions in program.items() for action in actions}
+    return [holder[stage] for stage in range(len(holder))]
 
 
 # Leaves out the actions of a rank that only repeat situations it has been in before.

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypp.models.stage import tied_copies
+from raypp.parallel.compute_copies import round_gradient
 from raypp.parallel.rank_groups import check_groups
 from raypp.parallel.shard import counts_here, local_part, zero_gradient
-from raypp.parallel.wide_gradients import round_gradient
 from raypp.torch_private import foreach_mul_, foreach_norm
 
 

@@ -20,9 +20,10 @@ from raypp.parallel.context import ContextShare, RingShare
 from raypp.parallel.expert import moe_blocks
 from raypp.pipeline.collate import StageBatch
 from raypp.pipeline.planned_stage import PlannedStage
-from raypp.pipeline.runtime import ProgramRuntime, SendKey
+from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.wire import WireFormat
 from raypp.schedules.action import Program
+from raypp.schedules.communication import Message, MessageKind
 from raypp.spec.models import DecoderOptions, MoeOptions
 from raypp.train.build import BuiltStages
 
@@ -76,7 +77,7 @@ class Rehearsal(ProgramRuntime):
         self._arrivals = {}
         self._numbers = torch.Generator(stages[0].device).manual_seed(0)
 
-    def _await(self, key: SendKey) -> None:
+    def _await(self, message: Message) -> None:
         """Does nothing: the message is there since its receive."""
 
     def _message(self, stage: PlannedStage, form: WireFormat, microbatch: int) -> Tensor:
@@ -84,16 +85,11 @@ class Rehearsal(ProgramRuntime):
         shape, dtype = stage.shapes[microbatch], stage.boundary_dtype
         return form.encode(torch.randn(shape, generator=self._numbers, dtype=dtype, device=stage.device), seed=0)
 
-    def _receive_forward(self, stage: PlannedStage, microbatch: int) -> None:
-        stage.received[microbatch] = self._message(stage, stage.activations, microbatch)
+    def _receive(self, kind: MessageKind, stage: PlannedStage, microbatch: int) -> None:
+        received, form = (stage.received, stage.activations) if kind == "F" else (stage.received_grads, stage.gradients)
+        received[microbatch] = self._message(stage, form, microbatch)
 
-    def _receive_backward(self, stage: PlannedStage, microbatch: int) -> None:
-        stage.received_grads[microbatch] = self._message(stage, stage.gradients, microbatch)
-
-    def _send_forward(self, stage: PlannedStage, microbatch: int) -> None:
-        """Sends nothing."""
-
-    def _send_backward(self, stage: PlannedStage, microbatch: int) -> None:
+    def _send(self, kind: MessageKind, stage: PlannedStage, microbatch: int) -> None:
         """Sends nothing."""
 
 

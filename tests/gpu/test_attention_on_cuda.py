@@ -20,8 +20,7 @@ from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
 from raypp.parallel.attention_choice import KERNELS, Setting, choose_attention, reason_against, try_kernel
 from raypp.parallel.context import WholeRows
-from raypp.parallel.hop_segments import hop_segments
-from raypp.parallel.ring_hops import BlockHops, FlashHops, RingHops
+from raypp.parallel.ring_hops import BlockHops, FlashHops, RingHops, hop_segments
 from raypp.parallel.zigzag import plan_ring, zigzag
 from raypp.pipeline.collate import collate, on_device
 from raypp.spec.job import Job

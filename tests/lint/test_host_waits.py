@@ -65,7 +65,7 @@ ALLOWED = {
     ("raypp.pipeline.link_probe._wait", "synchronize"): "measures messages between two steps, once per attempt",
     ("raypp.models.attention._attend", "repeat_interleave"): _COUNT,
     ("raypp.parallel.ring_hops._per_query_head", "repeat_interleave"): _COUNT,
-    ("raypp.parallel.ulysses.ulysses_attention", "repeat_interleave"): _COUNT,
+    ("raypp.parallel.context.ulysses_attention", "repeat_interleave"): _COUNT,
     (
         "raypp.models.experts.StackedExperts.forward",
         "tolist",

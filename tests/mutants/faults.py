@@ -40,6 +40,7 @@ MEETS = {
         ["tests/unit/schedules/test_communication.py"],
         ["tests/ranks/test_waiting_for_all_posted.py", "tests/ranks/test_waiting_sends.py"],
     ),
+    "raypp/schedules/waiting.py": (["tests/unit/schedules/test_waiting.py"], ["tests/ranks/test_waiting_sends.py"]),
     "raypp/recovery/": (
         ["tests/unit/recovery"],
         ["tests/processes/test_failure_recipes.py", "tests/ray/test_failures_told_apart.py"],
@@ -89,6 +90,7 @@ _COMMIT = "raypp/checkpoint/commit.py"
 _AGREE = "raypp/pipeline/agreement.py"
 _RUNTIME = "raypp/pipeline/runtime.py"
 _POSTING = "raypp/schedules/posting.py"
+_WAITING = "raypp/schedules/waiting.py"
 _DEFAULT = "raypp/recovery/policies/default.py"
 _POLICY = "raypp/recovery/policy.py"
 _DEATH = "raypp/recovery/cause_of_death.py"
@@ -314,15 +316,15 @@ FAULTS = [
         "gradients of the last microbatch's stage are not summed over ranks",
     ),
     Fault(
-        "runtime-proof-by-any-peer", _RUNTIME,
-        "if entry[0] == peer and used_at[entry] < sent]",
-        "if used_at[entry] < sent]",
+        "arrivals-proof-too-early", _WAITING,
+        "proven[send] = len(used[rank_of[send.to_stage], rank])",
+        "proven[send] = len(used[rank_of[send.to_stage], rank]) + 1",
         "a rank waits for a send that its peer has not taken yet",
     ),
     Fault(
-        "runtime-no-proof-by-input-backwards", _RUNTIME,
-        "in (Computation.FULL_BACKWARD, Computation.BACKWARD_INPUT):\n        return Computation.SEND_B",
-        "in (Computation.FULL_BACKWARD,):\n        return Computation.SEND_B",
+        "arrivals-no-proof-by-input-backwards", _WAITING,
+        "            if proven[use] > known:\n",
+        '            if proven[use] > known and action.kind != "I":\n',
         "zero-bubble schedules hold all of a step's messages in memory",
     ),
     Fault(
@@ -346,8 +348,8 @@ FAULTS = [
     ),
     Fault(
         "runtime-old-arrivals-after-a-new-program", _RUNTIME,
-        "        self._arrivals = arrivals(",
-        '        self._arrivals = self.__dict__.get("_arrivals") or arrivals(',
+        "        self._arrivals = {\n",
+        '        self._arrivals = self.__dict__.get("_arrivals") or {\n',
         "the run fails when lookahead: auto changes the program",
     ),
     Fault(
@@ -370,14 +372,14 @@ FAULTS = [
     ),
     Fault(
         "runtime-input-backward-is-a-whole-one", _RUNTIME,
-        'self._backward(stage, microbatch, "I")',
-        'self._backward(stage, microbatch, "B")',
+        'partial(self._backward, "I")',
+        'partial(self._backward, "B")',
         "zero-bubble schedules fail in their weight passes",
     ),
     Fault(
         "runtime-messages-timed-as-whole-backwards", _RUNTIME,
-        '"I" if (stage.stage_index, microbatch) in self._split else "B"',
-        '"B"',
+        '"I" if kind == "B" and (index, microbatch) in self._split else kind',
+        "kind",
         "measured costs of messages belong to the wrong kind of pass",
     ),
     Fault(

@@ -21,6 +21,8 @@ from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.shard import local_part
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
+from raypp.schedules.action import Kind
+from raypp.schedules.communication import MessageKind
 from raypp.spec.load import parse_job
 from raypp.train.fault_injection import VARIABLE
 from raypp.train.step import StepRunner
@@ -95,22 +97,23 @@ def test_a_pipeline_does_not_change_the_bits_of_two_replicas() -> None:
 def sums_under_way(rank: int, world: int, port: int, job: dict[str, Any]) -> list[tuple[str, int]]:
     """Returns how many sums are in flight after each last backward and each send, in one step."""
     seen: list[tuple[str, int]] = []
-    backward, send = ProgramRuntime._full_backward, PlannedStage.send_backward
+    backward, send = ProgramRuntime._backward, PlannedStage.send
 
     def note(self: Any, what: str) -> None:
         runs = self.planned.values() if isinstance(self, ProgramRuntime) else [self]
         seen.append((what, sum(stage.replica_sums.under_way for stage in runs)))
 
-    def after_backward(self: ProgramRuntime, stage: PlannedStage, microbatch: int) -> None:
-        backward(self, stage, microbatch)
+    def after_backward(self: ProgramRuntime, kind: Kind, stage: PlannedStage, microbatch: int) -> None:
+        backward(self, kind, stage, microbatch)
         note(self, f"{stage.stage_index}B{microbatch}")
 
-    def after_send(self: PlannedStage, microbatch: int) -> Any:
-        work = send(self, microbatch)
-        note(self, f"{self.stage_index}SEND{microbatch}")
+    def after_send(self: PlannedStage, kind: MessageKind, microbatch: int) -> Any:
+        work = send(self, kind, microbatch)
+        if kind == "B":
+            note(self, f"{self.stage_index}SEND{microbatch}")
         return work
 
-    ProgramRuntime._full_backward, PlannedStage.send_backward = after_backward, after_send  # type: ignore[method-assign]
+    ProgramRuntime._backward, PlannedStage.send = after_backward, after_send  # type: ignore[method-assign]
     train_steps(rank, world, port, job, 1)
     return seen
 
@@ -174,8 +177,8 @@ def residuals(rank: int, world: int, port: int, job: dict[str, Any], steps: int)
     def note_sum(self: ReplicaSums) -> None:
         under_way = list(self._under_way)
         wait(self)
-        for one, sums in zip(started, under_way, strict=True):
-            one["sum"] += sums.result
+        for one, finish in zip(started, under_way, strict=True):
+            one["sum"] += finish.args[1]
         started.clear()
 
     def note_left(self: ReplicaSums) -> None:

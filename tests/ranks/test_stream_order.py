@@ -34,6 +34,7 @@ from raypp.pipeline.agreement import StepPlan, padded_length
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.records import Requests
+from raypp.schedules.communication import MessageKind
 from raypp.spec.load import parse_job
 from raypp.train import replicas
 from raypp.train.optimizer_offload import OffloadedOptimizer
@@ -115,10 +116,11 @@ def _copies_at_once(self: CopyStreams, pairs: Pairs, stream: Any) -> Any:
     return stream.record_event()
 
 
-def _received_elsewhere(self: PlannedStage, microbatch: int) -> Any:
-    self.received[microbatch] = self._buffer(self.activations, microbatch)
+def _received_elsewhere(self: PlannedStage, kind: MessageKind, microbatch: int) -> Any:
+    received, form, source, _ = self._incoming(kind)
+    received[microbatch] = self._buffer(form, microbatch)
     with planned_stage.posting_receives(self.device):
-        return self._receive(self.received[microbatch], self.stage_index - 1)
+        return self._receive(received[microbatch], source)
 
 
 def _leaves_at_once(self: ActivationOffload) -> None:
@@ -126,9 +128,9 @@ def _leaves_at_once(self: ActivationOffload) -> None:
     one.device, one.event = None, None
 
 
-def _adds_up_at_once(self: Any) -> None:
-    if self.messages:
-        replica_sums.add_up(self.messages, self.result)
+def _adds_up_at_once(work: dist.Work, result: torch.Tensor, messages: list[torch.Tensor]) -> None:
+    if messages:
+        replica_sums.add_up(messages, result)
 
 
 PLANTS: dict[str, tuple[str, Plant, str]] = {
@@ -154,7 +156,7 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
     ),
     "a receive is not awaited": (
         "middle",
-        lambda patch: patch.setattr(ProgramRuntime, "_await", lambda self, key: self._receives.pop(key)),
+        lambda patch: patch.setattr(ProgramRuntime, "_await", lambda self, message: self._receives.pop(message)),
         "reads what c10d::recv_",
     ),
     "a received message is not recorded": (
@@ -164,7 +166,7 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
     ),
     "a receive gets memory of the compute": (
         "middle",
-        lambda patch: patch.setattr(PlannedStage, "receive_forward", _received_elsewhere),
+        lambda patch: patch.setattr(PlannedStage, "receive", _received_elsewhere),
         "c10d::recv_ on stream",
     ),
     "sums are not awaited": (
@@ -174,7 +176,7 @@ PLANTS: dict[str, tuple[str, Plant, str]] = {
     ),
     "int8 sums are not awaited": (
         "int8 sums",
-        lambda patch: patch.setattr(replica_sums._UnderWay, "finish", _adds_up_at_once),
+        lambda patch: patch.setattr(replica_sums, "_finish", _adds_up_at_once),
         "reads what c10d::allgather_",
     ),
     "a ring does not wait": (

@@ -12,7 +12,6 @@ from raypp.measure.parity import train_some_steps
 from raypp.planning.resolve import resolve_pipeline
 from raypp.schedules.waiting import Waiting, waiting_sends
 from raypp.spec.load import parse_job
-from raypp.torch_private import Computation
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
 
@@ -47,7 +46,7 @@ def held_at_actions(rank: int, world: int, port: int, given: dict[str, Any]) -> 
         runtime = runner.built.runtime
 
         def note(name: str) -> None:
-            forward = sum(key[0] is Computation.SEND_F for key in runtime._sends)
+            forward = sum(message.kind == "F" for message in runtime._sends)
             held.setdefault(name, [forward, len(runtime._sends) - forward])
 
         runtime.mark = note

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from test_zigzag import columns, packed_rows, wanted
 
-from raypp.parallel.hop_segments import HopSegments, hop_segments
+from raypp.parallel.ring_hops import HopSegments, hop_segments
 from raypp.parallel.zigzag import Block, RingPlan, plan_ring
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from raypp.errors import RayppError
 from raypp.models.documents import PackedDocuments
 from raypp.models.stage import build_stage
-from raypp.parallel.recompute import recompute_within_compiled_blocks
+from raypp.parallel.apply import recompute_within_compiled_blocks
 from raypp.spec.models import DecoderOptions, MoeOptions
 
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 64, "vocab_size": 31}

@@ -14,8 +14,7 @@ from raypp.errors import RayppError
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
 from raypp.models.varlen_attention import varlen_kernel
-from raypp.parallel.hop_segments import hop_segments
-from raypp.parallel.ring_hops import FlashHops
+from raypp.parallel.ring_hops import FlashHops, hop_segments
 from raypp.parallel.zigzag import plan_ring
 from raypp.spec.attention_rule import AttentionRule
 

@@ -180,33 +180,22 @@ class Stage:
     def get_local_bwd_output(self, microbatch: int) -> tuple[Tensor]:
         return self.bwd_cache.pop(microbatch)
 
-    def send_forward(self, microbatch: int) -> Sent:
-        return self.send(("F", self.stage_index, microbatch), self.fwd_cache[microbatch][0][0])
-
-    def send_backward(self, microbatch: int) -> Sent:
-        return self.send(("B", self.stage_index, microbatch), self.bwd_cache.pop(microbatch)[0])
-
-    def send(self, key: Key, value: Tensor) -> Sent:
-        self.did("send", key[2])
+    def send(self, kind: str, microbatch: int) -> Sent:
+        value = self.fwd_cache[microbatch][0][0] if kind == "F" else self.bwd_cache.pop(microbatch)[0]
+        key = (kind, self.stage_index, microbatch)
+        self.did("send", microbatch)
         self.world.sent[self.world.channel(key)].append(key)
         self.world.tell(self.world.values, key, value)
         return Sent(self.world, key)
 
-    def receive_forward(self, microbatch: int) -> Received:
-        return self.receive(("F", self.stage_index - 1, microbatch))
-
-    def receive_backward(self, microbatch: int) -> Received:
-        return self.receive(("B", self.stage_index + 1, microbatch))
-
-    def receive(self, key: Key) -> Received:
+    def receive(self, kind: str, microbatch: int) -> Received:
+        key = (kind, self.stage_index + (-1 if kind == "F" else 1), microbatch)
         self.world.tell(self.world.posted[self.world.channel(key)], key)
         return Received(self.world, key, self.group_rank)
 
-    def unpack_forward(self, microbatch: int) -> None:
-        self.received[microbatch] = self.world.values["F", self.stage_index - 1, microbatch]
-
-    def unpack_backward(self, microbatch: int) -> None:
-        self.received_grads[microbatch] = self.world.values["B", self.stage_index + 1, microbatch]
+    def unpack(self, kind: str, microbatch: int) -> None:
+        received, source = (self.received, -1) if kind == "F" else (self.received_grads, 1)
+        received[microbatch] = self.world.values[kind, self.stage_index + source, microbatch]
 
 
 class Clock:

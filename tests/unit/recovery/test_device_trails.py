@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from raypp.mesh.geometry import Mesh
-from raypp.pipeline.runtime import arrivals, lower
+from raypp.pipeline.runtime import lower
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Coordinates
 from raypp.recovery.hang_analysis import Blame, RankActivity, find_culprit
 from raypp.schedules.posting import posting_on
+from raypp.schedules.waiting import arrivals
 from raypp.spec.load import parse_job
 from raypp.torch_private import Computation
 
@@ -63,7 +64,7 @@ def devices(pp: int) -> list[Device]:
     )
     program = resolve_pipeline(job).program
     lowered = lower(program, list(range(pp)), MICROBATCHES, posting_on("cuda"))
-    assert arrivals(lowered, 0, list(range(pp)))
+    assert arrivals(program)[0]
     devices = []
     for rank in range(pp):
         device = Device()

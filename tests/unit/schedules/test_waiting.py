@@ -1,32 +1,54 @@
-"""What waits to be known to have arrived follows from the program, as the runtime releases it."""
+"""What waits to be known to have arrived follows from the program, as its lowered actions say."""
 
 from __future__ import annotations
+
+from math import inf
+from typing import Any
 
 import pytest
 
 from raypp.mesh.seating import place_stages
-from raypp.pipeline.runtime import arrivals, lower
+from raypp.pipeline.runtime import lower
 from raypp.schedules.action import Action, Program, without_idle_backwards
 from raypp.schedules.catalogue import SCHEDULES, build_program, schedule_named
 from raypp.schedules.posting import Posting
-from raypp.schedules.waiting import waiting_sends, without_repeats
-from raypp.torch_private import Computation
+from raypp.schedules.waiting import arrivals, waiting_sends, without_repeats
+from raypp.torch_private import Computation, LoweredAction
 
-SENDS = (Computation.SEND_F, Computation.SEND_B)
+SENDS = {Computation.SEND_F: "F", Computation.SEND_B: "B"}
+USES = {Computation.FORWARD: "F", Computation.FULL_BACKWARD: "B", Computation.BACKWARD_INPUT: "B"}
+
+
+def sent(action: LoweredAction) -> tuple[str, int, int | None] | None:
+    kind = SENDS.get(action.computation_type)
+    return None if kind is None else (kind, action.stage_index, action.microbatch_index)
+
+
+def used(action: LoweredAction) -> tuple[str, int, int | None] | None:
+    kind = USES.get(action.computation_type)
+    source = action.stage_index + (-1 if kind == "F" else 1)
+    return None if kind is None else (kind, source, action.microbatch_index)
 
 
 def released(program: Program, rank_of: list[int], microbatches: int, posting: Posting) -> dict[str, tuple[int, int]]:
-    """Returns the activations and gradients that the runtime holds as each action begins."""
+    """Returns the activations and gradients that are not known to have arrived as each action
+    begins: a message proves that all that its sender used before it have."""
     lowered, found = lower(program, rank_of, microbatches, posting), {}
+    used_at = {(rank, used(action)): at for rank, line in lowered.items() for at, action in enumerate(line)}
+    sent_at = {sent(action): at for line in lowered.values() for at, action in enumerate(line) if sent(action)}
+    known = arrivals(program)
     for rank, line in lowered.items():
-        done, held = arrivals(lowered, rank, rank_of), []
-        for position, action in enumerate(line):
-            forward = sum(key[0] is Computation.SEND_F for key in held)
+        held: list[Any] = []
+        for action in line:
+            forward = sum(kind == "F" for kind, *_ in held)
             found[str(action)] = forward, len(held) - forward
-            if action.computation_type in SENDS:
-                held.append((action.computation_type, action.stage_index, action.microbatch_index))
-            for key in done.get(position, ()):
-                held.remove(key)
+            if (message := sent(action)) is not None:
+                held.append(message)
+            elif (proof := used(action)) is not None and proof in sent_at:
+                peer = rank_of[proof[1]]
+                arrived = {one for one in held if used_at.get((peer, one), inf) < sent_at[proof]}
+                assert set(known[rank].get(Action.parse(str(action)), ())) == arrived
+                held = [one for one in held if one not in arrived]
     return found
 
 
