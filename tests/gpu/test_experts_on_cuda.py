@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from raypp.models.experts import grouped, one_by_one
 from raypp.models.moe import MixtureOfExperts
 from raypp.models.once import forward_and_recomputation
+from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +38,7 @@ def test_a_layer_with_experts_on_one_device_never_makes_the_host_wait(recomputed
     sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": 31, "num_experts": 8}
     options = MoeOptions(kind="qwen3_moe", experts_per_token=3, expert_ffn_size=128, **sizes)
     with torch.device("cuda"):
-        block = MixtureOfExperts(options, ("gate_proj", "up_proj", "down_proj")).to(torch.bfloat16)
+        block = MixtureOfExperts(options, Layer(mlp="experts")).to(torch.bfloat16)
         x = torch.randn(2, 40, 64, dtype=torch.bfloat16, requires_grad=True)
         labelled = torch.ones(2, 40, dtype=torch.bool)
     with torch.no_grad():

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from raypp.models.experts import StackedExperts, grouped, one_by_one
 from raypp.models.lora import _GradientOfRows
 from raypp.models.moe import MixtureOfExperts, router_sums, weighted
+from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -39,7 +40,7 @@ def random_experts(count: int = 4) -> StackedExperts:
 
 
 def random_block(**other: Any) -> MixtureOfExperts:
-    block = MixtureOfExperts(options(**other), NAMES)
+    block = MixtureOfExperts(options(**other), Layer(mlp="experts"))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in block.parameters():
