@@ -32,7 +32,7 @@ def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns the kinds of layers, and the rotary scaling of a config.json without one.
 
     Raises:
-        JobError: The experts are quantised, but not in MXFP4 (`hf.mxfp4`).
+        JobError: The experts are quantised, but not in MXFP4 (`hf.tensor`).
     """
     quantised = config.get("quantization_config")
     if quantised is not None and quantised.get("quant_method") != _MXFP4:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from raypp.errors import JobError, Problem
 from raypp.hf.config_shape import LARGEST, MOST_LAYERS, brief, shape_problems
+from raypp.hf.model_files import KEY
 from raypp.hf.rope import as_version_4, scaling_of, source_of, written_scaling
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.family import Family, HfFormat
@@ -22,7 +23,6 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import rope_problems
 from raypp.untrusted.text import visible
 
-KEY = "model.from_hf"
 OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora", "max_context", "original")
 """Fields that a job may set together with `from_hf`: they belong to training, not to the model."""
 _SHOWN = 200

@@ -20,9 +20,8 @@ from torch import nn
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.errors import EXIT_OK, CheckpointError, Problem, ResourcesError
-from raypp.hf.base_identity import with_base_id
 from raypp.hf.initial_weights import load_from_hf
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, with_base_id
 from raypp.inference.processes import error_document
 from raypp.inference.source import Source
 from raypp.models.stage import DecoderStage, build_stage

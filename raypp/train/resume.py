@@ -17,9 +17,8 @@ from raypp.checkpoint.layout import commit_key, spec_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.data.loader import Loader
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.base_identity import with_base_id
 from raypp.hf.initial_weights import LoadedFromHf, load_from_hf
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, with_base_id
 from raypp.memory.restore import load_from_memory
 from raypp.memory.tier import MemoryTier
 from raypp.parallel.outer_sync import OuterSync
