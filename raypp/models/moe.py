@@ -17,8 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.models.clamped_experts import ClampedExperts
-from raypp.models.experts import Exchange, StackedExperts, counted, inverse, reordered, repeated
+from raypp.models.experts import ClampedExperts, Exchange, StackedExperts, counted, inverse, reordered, repeated
 from raypp.models.layers import DecoderLayer, GatedFeedForward
 from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
