@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raypp.models.lora import AdaptedStack, Matrix, PlainStack, Stack, grouped_product, product, unbound
+from raypp.models.lora import Adapted, Matrix, Stack, grouped_product, product, unbound
 from raypp.models.once import once
-from raypp.models.quantised import Format, QuantisedStack
+from raypp.models.quantised import Format, Quantised
 
 Exchange = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
@@ -78,11 +78,11 @@ class ExpertStacks(nn.Module):
     def stack(self, name: str) -> Stack:
         """Returns the matrices `[E, out, in]` of a name that this rank holds, with adapters."""
         own = held(getattr(self, name))
-        weight: PlainStack = own.mT if self.transposed else own
+        weight: Tensor | Quantised = own.mT if self.transposed else own
         if name in self.formats:
-            weight = QuantisedStack(own, self.formats[name])
+            weight = Quantised(own, self.formats[name])
         a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
-        return weight if a is None or b is None else AdaptedStack(weight, held(a), held(b), self.lora_scale)
+        return weight if a is None or b is None else Adapted(weight, held(a), held(b), self.lora_scale)
 
 
 def _unbound(stack: Stack, *, transposed: bool) -> Sequence[Matrix]:
@@ -242,13 +242,13 @@ def can_group(rows_NC: Tensor, stack: Stack) -> bool:
     It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included. On other
     cards than those of compute capability 9 and 10, torch's version makes the host wait.
     """
-    if isinstance(stack, AdaptedStack):
+    if isinstance(stack, Adapted):
         return all(can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
     return (
         rows_NC.is_cuda
         and torch.cuda.get_device_capability(rows_NC.device)[0] in (9, 10)
         and rows_NC.dtype == torch.bfloat16
-        and (isinstance(stack, QuantisedStack) or stack.dtype == torch.bfloat16)
+        and (isinstance(stack, Quantised) or stack.dtype == torch.bfloat16)
         and len(rows_NC) > 0
         and all(width % _GROUPED_ALIGNMENT == 0 for width in stack.shape[1:])
     )
