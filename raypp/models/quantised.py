@@ -183,9 +183,6 @@ class QuantisedLinear(nn.Module):
         out = self.format.product(x, self.weight)
         return out if self.bias is None else out + self.bias
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, base={self.format.base}"
-
 
 def stored_formats(module: nn.Module) -> Iterator[tuple[str, Format]]:
     """Yields name and format of every parameter that holds quantised weights."""

@@ -35,7 +35,7 @@ FAMILIES: dict[str, Family] = {
 
 MODELS = Registry("model")
 for _family in FAMILIES.values():
-    MODELS.register(_family.name, _family.builder, options=_family.options, summary=_family.summary)
+    MODELS.register(_family.name, "raypp.models.stage:build_decoder", options=_family.options, summary=_family.summary)
 
 
 def family_of(options: DecoderOptions) -> Family | None:

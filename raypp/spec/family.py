@@ -151,8 +151,6 @@ class Family:
         rotary: Returns what the queries and keys of the layer with a global index are rotated by,
             None for no rotation. A stage computes each distinct one once per microbatch.
         position: Sort key of lists of families; ties are sorted by name.
-        builder: Builds a stage of these layers (`package.module:function`), see
-            `raypp.models.stage`.
     """
 
     name: str
@@ -162,7 +160,6 @@ class Family:
     options: type[DecoderOptions] = DecoderOptions
     rotary: Callable[[Any, int], Rotary | None] = whole_heads
     position: int = 100
-    builder: str = "raypp.models.stage:build_decoder"
 
     def weights(self, options: DecoderOptions, index: int) -> list[Weight]:
         """Returns the parameters of the layer with a global index, in export order.

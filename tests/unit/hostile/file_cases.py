@@ -165,7 +165,8 @@ def use_tokenizer(path: Path) -> None:
 def export_tokenizer_beside(path: Path) -> None:
     """Does what an export does with the files beside a tokenizer."""
     (path.parent / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    tokenizer_files(str(path.parent / "tokenizer.json"), vocab_size=320, context=16)
+    tokens = {"data": {"tokenizer": str(path.parent / "tokenizer.json"), "seq_len": 16}}
+    tokenizer_files(tokens, None, DecoderOptions(vocab_size=320))
 
 
 def _model_with(name: str, content: bytes | Callable[[], bytes]) -> Case:
