@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -163,13 +163,6 @@ class DecoderStage(nn.Module):
             return
         weight = self.model.embed_tokens.weight
         weight.grad = apart.grad if weight.grad is None else weight.grad.add_(apart.grad)
-
-    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields name and module of each layer, in order.
-
-        Activation checkpointing, compilation and FSDP apply per layer.
-        """
-        yield from self.model.layers.items()
 
 
 def computes_loss(stage: nn.Module) -> bool:
