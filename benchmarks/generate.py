@@ -54,9 +54,11 @@ def _decoder(folder: Path) -> Any:
     from raypp.inference.rank import load_stages
     from raypp.inference.source import find_source
     from raypp.pipeline.decode import PipelineDecoder
+    from raypp.planning.resolve import resolve_pipeline
 
     source = find_source(str(folder))
-    stages = load_stages(source, source.job(), 0, torch.device("cpu")).modules
+    job = source.job()
+    stages = load_stages(source, job, resolve_pipeline(job), 0, torch.device("cpu"))
     return PipelineDecoder(stages, [0], 0, int(source.model["hidden_size"]), torch.float32, torch.device("cpu"))
 
 

@@ -15,9 +15,9 @@ from raypp.cli.output import echo, echo_json, say
 from raypp.clusters.find import lend_store_settings
 from raypp.errors import JobError, Problem
 from raypp.hf.config import OWN_KEYS
-from raypp.hf.from_hf import hf_options, matching_tensors
+from raypp.hf.from_hf import hf_options
 from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, matching_tensors
 from raypp.hf.names import model_tensors
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.load import job_document, parse_job

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from raypp.families import weights
 from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import DEFAULTS, EXACT, NO, SETTINGS, Only, Weight
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import DEFAULTS, EXACT, NO, SETTINGS, Only
 from raypp.spec.models import StageEnds, WindowOptions
-
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 class GemmaOptions(WindowOptions):
@@ -31,14 +29,10 @@ class GemmaOptions(WindowOptions):
         return StageEnds(self.hidden_size**0.5, self.logit_soft_cap, gain_from_zero=True)
 
 
-def layer_weights(options: GemmaOptions, *, head_norms: bool) -> list[Weight]:
-    """Returns the weights of `raypp.models.layers.SandwichLayer`."""
-    attention = weights.attention(options, head_norms=head_norms)
-    norms = [Weight(f"{name}.weight", (options.hidden_size,), "norm") for name in _NORMS]
-    declared = [*attention, *norms, *weights.gated(options)]
-    return [Weight(w.name, w.shape, w.part, w.residual, 0.0 if w.part == "norm" else None) for w in declared]
-
-
+LAYER = Layer(
+    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    mlp="gelu",
+)
 SETTINGS_OF_BOTH = {
     **SETTINGS,
     "sliding_window": "sliding_window",

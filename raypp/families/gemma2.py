@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from raypp.families import gemma, layer_kinds
 from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import Family, HfFormat, Weight
-
-if TYPE_CHECKING:
-    from raypp.models.layers import SandwichLayer
+from raypp.spec.family import Family, HfFormat
 
 
 class Gemma2Options(gemma.GemmaOptions):
@@ -33,21 +29,10 @@ class Gemma2Options(gemma.GemmaOptions):
         return replace(super().attention_rule(index), soft_cap=self.score_soft_cap)
 
 
-def layer_weights(options: Gemma2Options, index: int) -> list[Weight]:
-    return gemma.layer_weights(options, head_norms=False)
-
-
-def build_layer(options: Gemma2Options, index: int) -> SandwichLayer:
-    from raypp.models.layers import SandwichLayer
-
-    return SandwichLayer(options, index)
-
-
 FAMILY = Family(
     name="gemma2",
     summary="Gemma 2: windows, soft caps, norms around each block",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=lambda options, index: gemma.LAYER,
     hf=HfFormat(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -56,7 +41,6 @@ FAMILY = Family(
         exact=gemma.EXACT_OF_BOTH,
         read=lambda config, _: layer_kinds.read_types(config, 2),
         write=layer_kinds.write_types,
-        own=frozenset({"layer_types"}),
     ),
     options=Gemma2Options,
     position=60,

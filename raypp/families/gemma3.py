@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from pydantic import Field
 
 from raypp.families import gemma, layer_kinds
-from raypp.spec.family import Family, HfFormat, Only, Weight
+from raypp.spec.family import Family, HfFormat, Only
 from raypp.spec.rope import Rotary
-
-if TYPE_CHECKING:
-    from raypp.models.layers import SandwichLayer
 
 _PATTERN = 6
 _GLOBAL, _LOCAL = 1_000_000.0, 10_000.0
@@ -32,16 +29,6 @@ class Gemma3Options(gemma.GemmaOptions):
         return (index + 1) % _PATTERN != 0 if self.layer_types is None else super().slides(index)
 
 
-def layer_weights(options: Gemma3Options, index: int) -> list[Weight]:
-    return gemma.layer_weights(options, head_norms=True)
-
-
-def build_layer(options: Gemma3Options, index: int) -> SandwichLayer:
-    from raypp.models.layers import SandwichLayer
-
-    return SandwichLayer(options, index, head_norms=True)
-
-
 def rotary(options: Gemma3Options, index: int) -> Rotary:
     if options.slides(index):
         return Rotary(options.dim_per_head, options.local_rope_theta)
@@ -51,8 +38,7 @@ def rotary(options: Gemma3Options, index: int) -> Rotary:
 FAMILY = Family(
     name="gemma3",
     summary="Gemma 3 (text): windows with a rotary base of their own, head norms",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=lambda options, index: replace(gemma.LAYER, head_norms=True),
     hf=HfFormat(
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -62,7 +48,6 @@ FAMILY = Family(
         exact={**gemma.EXACT_OF_BOTH, "attn_logit_softcapping": Only((None,))},
         read=lambda config, _: layer_kinds.read_types(config, _PATTERN),
         write=layer_kinds.write_types,
-        own=frozenset({"layer_types"}),
     ),
     options=Gemma3Options,
     rotary=rotary,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raypp.errors import JobError, Problem
-from raypp.families import layer_kinds, weights
+from raypp.families import layer_kinds
 from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only, Weight
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only
 from raypp.spec.models import MoeOptions, WindowOptions
 from raypp.spec.rope import RopeOptions
-
-if TYPE_CHECKING:
-    from raypp.models.moe import MoeDecoderLayer
 
 _PATTERN, _MXFP4, _SHOWN = 2, "mxfp4", 100
 _ROPE = RopeOptions(kind="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_context=4096)
@@ -30,36 +28,11 @@ class GptOssOptions(WindowOptions, MoeOptions):
         return AttentionRule(self.sliding_window if self.slides(index) else None, sinks=True)
 
 
-def layer_weights(options: GptOssOptions, index: int) -> list[Weight]:
-    count, width, inner = options.num_experts, options.hidden_size, options.expert_ffn_size
-    return [
-        *weights.attention(options, qkv_bias=True, out_bias=True),
-        Weight("self_attn.sinks", (options.num_heads,), "attention", initial=0.0),
-        *weights.layer_norms(options),
-        Weight("mlp.router.weight", (count, width), "feed_forward"),
-        Weight("mlp.router.bias", (count,), "feed_forward"),
-        Weight("mlp.experts.fused_gate_up_proj", (count, width, 2 * inner), "experts", transposed=True),
-        Weight("mlp.experts.fused_gate_up_proj_bias", (count, 2 * inner), "experts", initial=0.0),
-        Weight("mlp.experts.fused_down_proj", (count, inner, width), "experts", residual=True, transposed=True),
-        Weight("mlp.experts.fused_down_proj_bias", (count, width), "experts", initial=0.0),
-    ]
-
-
-def build_layer(options: GptOssOptions, index: int) -> MoeDecoderLayer:
-    from raypp.models.clamped_experts import ClampedExperts
-    from raypp.models.layers import Attention
-    from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
-
-    attention = Attention(options, qkv_bias=True, out_bias=True, rule=options.attention_rule(index))
-    experts = ClampedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size)
-    return MoeDecoderLayer(options, attention, MixtureOfExperts(options, experts, router="router", router_bias=True))
-
-
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns the kinds of layers, and the rotary scaling of a config.json without one.
 
     Raises:
-        JobError: The experts are quantised, but not in MXFP4 (`hf.mxfp4`).
+        JobError: The experts are quantised, but not in MXFP4 (`hf.tensor`).
     """
     quantised = config.get("quantization_config")
     if quantised is not None and quantised.get("quant_method") != _MXFP4:
@@ -78,8 +51,7 @@ def write(options: GptOssOptions) -> dict[str, Any]:
 FAMILY = Family(
     name="gpt_oss",
     summary="gpt-oss: attention sinks, windows, experts with biases",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=lambda options, index: Layer(qkv_bias=True, out_bias=True, mlp="clamped"),
     hf=HfFormat(
         "gpt_oss",
         "GptOssForCausalLM",
@@ -95,7 +67,6 @@ FAMILY = Family(
         training={"aux_loss_weight": "router_aux_loss_coef"},
         read=read,
         write=write,
-        own=frozenset({"layer_types"}),
     ),
     options=GptOssOptions,
     position=70,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
-from raypp.families import weights
 from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import BIASES, DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Weight
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import BIASES, DEFAULTS, EXACT, SETTINGS, Family, HfFormat
 from raypp.spec.models import DecoderOptions, StageEnds
-
-if TYPE_CHECKING:
-    from raypp.models.layers import DecoderLayer
 
 
 class GraniteOptions(DecoderOptions):
@@ -34,27 +29,20 @@ class GraniteOptions(DecoderOptions):
         return StageEnds(self.embedding_multiplier, logit_divisor=self.logits_scaling)
 
 
-def layer_weights(options: GraniteOptions, index: int) -> list[Weight]:
-    biased = options.attention_bias
-    attention = weights.attention(options, qkv_bias=biased, out_bias=biased)
-    return [*attention, *weights.layer_norms(options), *weights.gated(options, bias=options.mlp_bias)]
-
-
-def build_layer(options: GraniteOptions, index: int) -> DecoderLayer:
-    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
-
-    biased, rule = options.attention_bias, options.attention_rule(index)
-    attention = Attention(options, qkv_bias=biased, out_bias=biased, rule=rule)
-    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size, bias=options.mlp_bias)
-    return DecoderLayer(options, attention, feed_forward, residual_scale=options.residual_multiplier)
+def layer(options: GraniteOptions, index: int) -> Layer:
+    return Layer(
+        qkv_bias=options.attention_bias,
+        out_bias=options.attention_bias,
+        mlp_bias=options.mlp_bias,
+        residual_scale=options.residual_multiplier,
+    )
 
 
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 FAMILY = Family(
     name="granite",
     summary="Granite 3.0 to 3.3 (2B, 8B): Llama with constant factors",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=layer,
     hf=HfFormat(
         "granite",
         "GraniteForCausalLM",

@@ -9,9 +9,21 @@ from pydantic import Field
 
 from raypp.errors import JobError, Problem
 from raypp.spec import limits
+from raypp.spec.attention_rule import AttentionRule
 from raypp.spec.family import EXACT, SETTINGS
 from raypp.spec.models import DecoderOptions, WindowOptions
 from raypp.spec.rope import Rotary
+
+
+class OneWindowOptions(DecoderOptions):
+    """Options of families whose layers have all the same window, or none."""
+
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that a query sees, itself included. null: no limit."""
+
+    def attention_rule(self, index: int) -> AttentionRule:
+        return AttentionRule(window=self.sliding_window)
+
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 _UNLIMITED = limits.WIDTH

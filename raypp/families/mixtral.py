@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pydantic import Field
-
-from raypp.families import weights
-from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only, Weight
+from raypp.families.layer_kinds import OneWindowOptions
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only
 from raypp.spec.models import MoeOptions
 
-if TYPE_CHECKING:
-    from raypp.models.moe import MoeDecoderLayer
 
-_BLOCK = "block_sparse_moe"
-_NAMES = ("w1", "w3", "w2")
-
-
-class MixtralOptions(MoeOptions):
+class MixtralOptions(OneWindowOptions, MoeOptions):
     """Options of Mixtral."""
-
-    sliding_window: int | None = Field(default=None, ge=1)
-    """Tokens that a query sees, itself included. null: no limit."""
-
-    def attention_rule(self, index: int) -> AttentionRule:
-        return AttentionRule(window=self.sliding_window)
-
-
-def layer_weights(options: MixtralOptions, index: int) -> list[Weight]:
-    experts = weights.experts(options, _BLOCK, _NAMES)
-    return [*weights.attention(options), *weights.layer_norms(options), *experts]
-
-
-def build_layer(options: MixtralOptions, index: int) -> MoeDecoderLayer:
-    from raypp.models.layers import Attention
-    from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
-
-    attention = Attention(options, rule=options.attention_rule(index))
-    return MoeDecoderLayer(options, attention, MixtureOfExperts(options, _NAMES), mlp_name=_BLOCK)
 
 
 FAMILY = Family(
     name="mixtral",
     summary="Mixtral 8x7B, 8x22B: Llama with experts",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=lambda options, index: Layer(mlp_name="block_sparse_moe", mlp="experts", experts=("w1", "w3", "w2")),
     hf=HfFormat(
         "mixtral",
         "MixtralForCausalLM",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from raypp.families import layer_kinds, olmo2
 from raypp.spec.family import DEFAULTS, EXACT, SETTINGS, Family, HfFormat, Only
 from raypp.spec.models import WindowOptions
 from raypp.spec.rope import Rotary
-
-if TYPE_CHECKING:
-    from raypp.models.layers import DecoderLayer
 
 _PATTERN, _BASE = 4, 500_000.0
 
@@ -30,15 +25,6 @@ class Olmo3Options(WindowOptions):
         return (index + 1) % _PATTERN != 0 if self.layer_types is None else super().slides(index)
 
 
-def build_layer(options: Olmo3Options, index: int) -> DecoderLayer:
-    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
-
-    biased, rule = options.attention_bias, options.attention_rule(index)
-    attention = Attention(options, qkv_bias=biased, out_bias=biased, whole_norms=True, rule=rule)
-    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
-    return DecoderLayer(options, attention, feed_forward, norms=olmo2.NORMS)
-
-
 def rotary(options: Olmo3Options, index: int) -> Rotary:
     if options.slides(index):
         return Rotary(options.dim_per_head, _BASE)
@@ -48,8 +34,7 @@ def rotary(options: Olmo3Options, index: int) -> Rotary:
 FAMILY = Family(
     name="olmo3",
     summary="OLMo 3 (7B, 32B): OLMo 2 with windows in three of four layers",
-    weights=olmo2.layer_weights,
-    layer=build_layer,
+    layer=olmo2.layer,
     rotary=rotary,
     hf=HfFormat(
         "olmo3",
@@ -67,7 +52,6 @@ FAMILY = Family(
         exact={**EXACT, "rope_local_base_freq": Only((None, _BASE), written=False)},
         read=lambda config, _: layer_kinds.read_types(config, _PATTERN),
         write=layer_kinds.write_types,
-        own=frozenset({"layer_types"}),
     ),
     options=Olmo3Options,
     position=60,

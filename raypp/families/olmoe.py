@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from raypp.families import weights
-from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only, Weight
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, SETTINGS, SIZES, Family, HfFormat, Only
 from raypp.spec.models import MoeOptions
-
-if TYPE_CHECKING:
-    from raypp.models.moe import MoeDecoderLayer
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def layer_weights(options: MoeOptions, index: int) -> list[Weight]:
-    biased = options.attention_bias
-    attention = weights.attention(options, qkv_bias=biased, out_bias=biased, whole_norms=True)
-    return [*attention, *weights.layer_norms(options), *weights.experts(options, "mlp", _NAMES)]
-
-
-def build_layer(options: MoeOptions, index: int) -> MoeDecoderLayer:
-    from raypp.models.layers import Attention
-    from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
-
-    biased = options.attention_bias
-    attention = Attention(options, qkv_bias=biased, out_bias=biased, whole_norms=True)
-    return MoeDecoderLayer(options, attention, MixtureOfExperts(options, _NAMES))
+def layer(options: MoeOptions, index: int) -> Layer:
+    return Layer(qkv_bias=options.attention_bias, out_bias=options.attention_bias, whole_norms=True, mlp="experts")
 
 
 FAMILY = Family(
     name="olmoe",
     summary="OLMoE-1B-7B: experts, norms over whole queries and keys",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=layer,
     hf=HfFormat(
         "olmoe",
         "OlmoeForCausalLM",

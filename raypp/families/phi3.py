@@ -5,46 +5,19 @@ The fused matrices stay fused: they are one product, and adapters of PEFT have t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pydantic import Field
-
-from raypp.families import weights
-from raypp.families.layer_kinds import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
-from raypp.spec.attention_rule import AttentionRule
-from raypp.spec.family import DEFAULTS, Family, HfFormat, Only, Weight
-
-if TYPE_CHECKING:
-    from raypp.models.layers import DecoderLayer
+from raypp.families.layer_kinds import PARTIAL_EXACT, PARTIAL_SETTINGS, OneWindowOptions, PartialRotaryOptions, rotary
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import DEFAULTS, Family, HfFormat, Only
 
 
-class Phi3Options(PartialRotaryOptions):
+class Phi3Options(OneWindowOptions, PartialRotaryOptions):
     """Options of Phi 3."""
-
-    sliding_window: int | None = Field(default=None, ge=1)
-    """Tokens that a query sees, itself included. null: no limit."""
-
-    def attention_rule(self, index: int) -> AttentionRule:
-        return AttentionRule(window=self.sliding_window)
-
-
-def layer_weights(options: Phi3Options, index: int) -> list[Weight]:
-    attention = weights.attention(options, fused=True)
-    return [*attention, *weights.layer_norms(options), *weights.gated(options, fused=True)]
-
-
-def build_layer(options: Phi3Options, index: int) -> DecoderLayer:
-    from raypp.models.layers import Attention, DecoderLayer, FusedFeedForward
-
-    attention = Attention(options, fused=True, rule=options.attention_rule(index))
-    return DecoderLayer(options, attention, FusedFeedForward(options.hidden_size, options.ffn_size))
 
 
 FAMILY = Family(
     name="phi3",
     summary="Phi 3, 3.5 mini and medium, Phi 4, Phi 4 mini: fused projections",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=lambda options, index: Layer(fused_qkv=True, mlp="fused"),
     rotary=rotary,
     hf=HfFormat(
         "phi3",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
-from raypp.families import weights
-from raypp.families.qwen3_moe import MOE_DEFAULTS, MOE_SETTINGS, NAMES
-from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, NO, SETTINGS, SIZES, Family, HfFormat, Weight
+from raypp.families.qwen3_moe import MOE_DEFAULTS, MOE_SETTINGS
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import DEFAULTS, EXACT, EXPERT_SIZES, NO, SETTINGS, SIZES, Family, HfFormat
 from raypp.spec.models import MoeOptions
-
-if TYPE_CHECKING:
-    from raypp.models.layers import DecoderLayer
 
 
 class Qwen2MoeOptions(MoeOptions):
@@ -24,29 +19,16 @@ class Qwen2MoeOptions(MoeOptions):
     """Biases on the projections of queries, keys and values."""
 
 
-def layer_weights(options: Qwen2MoeOptions, index: int) -> list[Weight]:
-    attention = weights.attention(options, qkv_bias=options.qkv_bias)
+def layer(options: Qwen2MoeOptions, index: int) -> Layer:
     if not options.has_experts(index):
-        return [*attention, *weights.layer_norms(options), *weights.gated(options)]
-    block = [*weights.experts(options, "mlp", NAMES), *weights.shared_expert(options, "mlp", options.shared_ffn_size)]
-    return [*attention, *weights.layer_norms(options), *block]
-
-
-def build_layer(options: Qwen2MoeOptions, index: int) -> DecoderLayer:
-    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
-    from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
-
-    attention = Attention(options, qkv_bias=options.qkv_bias)
-    if not options.has_experts(index):
-        return DecoderLayer(options, attention, GatedFeedForward(options.hidden_size, options.ffn_size))
-    return MoeDecoderLayer(options, attention, MixtureOfExperts(options, NAMES, shared=options.shared_ffn_size))
+        return Layer(qkv_bias=options.qkv_bias)
+    return Layer(qkv_bias=options.qkv_bias, mlp="experts", shared=options.shared_ffn_size)
 
 
 FAMILY = Family(
     name="qwen2_moe",
     summary="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B: experts, one of them shared",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=layer,
     hf=HfFormat(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",

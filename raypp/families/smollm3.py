@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
-from raypp.families import weights
-from raypp.spec.family import BIASES, DEFAULTS, EXACT, NO, SETTINGS, Family, HfFormat, Weight, whole_heads
+from raypp.families import llama
+from raypp.spec.family import BIASES, DEFAULTS, EXACT, NO, SETTINGS, Family, HfFormat, whole_heads
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import Rotary
-
-if TYPE_CHECKING:
-    from raypp.models.layers import DecoderLayer
 
 _INTERVAL = 4
 
@@ -45,20 +42,6 @@ def rotary(options: SmolLM3Options, index: int) -> Rotary | None:
     return whole_heads(options, index) if rotates else None
 
 
-def layer_weights(options: SmolLM3Options, index: int) -> list[Weight]:
-    biased = options.attention_bias
-    attention = weights.attention(options, qkv_bias=biased, out_bias=biased)
-    return [*attention, *weights.layer_norms(options), *weights.gated(options, bias=options.mlp_bias)]
-
-
-def build_layer(options: SmolLM3Options, index: int) -> DecoderLayer:
-    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward
-
-    attention = Attention(options, qkv_bias=options.attention_bias, out_bias=options.attention_bias)
-    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size, bias=options.mlp_bias)
-    return DecoderLayer(options, attention, feed_forward)
-
-
 def read(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Returns which layers have the rotary encoding; null where they follow the usual pattern."""
     layers = config["num_hidden_layers"]
@@ -76,8 +59,7 @@ def write(options: SmolLM3Options) -> dict[str, Any]:
 FAMILY = Family(
     name="smollm3",
     summary="SmolLM 3 (3B): Llama with layers without rotary encoding",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=llama.layer,
     rotary=rotary,
     hf=HfFormat(
         "smollm3",

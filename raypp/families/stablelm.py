@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raypp.errors import JobError, Problem
-from raypp.families import weights
 from raypp.families.layer_kinds import PARTIAL_EXACT, PARTIAL_SETTINGS, PartialRotaryOptions, rotary
-from raypp.spec.family import DEFAULTS, NO, Family, HfFormat, Only, Weight
+from raypp.spec.decoder_layer import Layer
+from raypp.spec.family import DEFAULTS, NO, Family, HfFormat, Only
 from raypp.spec.models import StageEnds
-
-if TYPE_CHECKING:
-    from raypp.models.layers import DecoderLayer
 
 
 class StableLmOptions(PartialRotaryOptions):
@@ -25,17 +22,8 @@ class StableLmOptions(PartialRotaryOptions):
         return StageEnds(layer_norm=True)
 
 
-def layer_weights(options: StableLmOptions, index: int) -> list[Weight]:
-    attention = weights.attention(options, qkv_bias=options.use_qkv_bias)
-    return [*attention, *weights.layer_norms(options, bias=True), *weights.gated(options)]
-
-
-def build_layer(options: StableLmOptions, index: int) -> DecoderLayer:
-    from raypp.models.layers import Attention, DecoderLayer, GatedFeedForward, LayerNorm
-
-    attention = Attention(options, qkv_bias=options.use_qkv_bias)
-    feed_forward = GatedFeedForward(options.hidden_size, options.ffn_size)
-    return DecoderLayer(options, attention, feed_forward, norm=LayerNorm)
+def layer(options: StableLmOptions, index: int) -> Layer:
+    return Layer(qkv_bias=options.use_qkv_bias)
 
 
 def check_heads(config: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -57,8 +45,7 @@ def check_heads(config: Mapping[str, Any], place: str) -> dict[str, Any]:
 FAMILY = Family(
     name="stablelm",
     summary="StableLM 3B, StableLM 2 1.6B, Zephyr 3B: LayerNorm, a part of each head rotated",
-    weights=layer_weights,
-    layer=build_layer,
+    layer=layer,
     rotary=rotary,
     hf=HfFormat(
         "stablelm",

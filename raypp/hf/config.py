@@ -15,14 +15,14 @@ from pydantic import ValidationError
 
 from raypp.errors import JobError, Problem
 from raypp.hf.config_shape import LARGEST, MOST_LAYERS, brief, shape_problems
+from raypp.hf.model_files import KEY
 from raypp.hf.rope import as_version_4, scaling_of, source_of, written_scaling
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
-from raypp.spec.family import HfFormat
+from raypp.spec.family import Family, HfFormat
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import rope_problems
 from raypp.untrusted.text import visible
 
-KEY = "model.from_hf"
 OWN_KEYS = ("init_std", "aux_loss_weight", "z_loss_weight", "lora", "max_context", "original")
 """Fields that a job may set together with `from_hf`: they belong to training, not to the model."""
 _SHOWN = 200
@@ -57,7 +57,7 @@ def options_from_config(
     lifted = as_version_4(config, family.hf)
     moved = {key: f"{rope_key} {key}" for key in lifted.keys() - config.keys()}
     config = lifted | {key: config[newer] for key, newer in family.hf.newer.items() if newer in config}
-    problems = [*_unsupported(config, family.hf, moved, place), *_missing(config, family.hf, place)]
+    problems = [*_unsupported(config, family, moved, place), *_missing(config, family.hf, place)]
     try:
         scaling = scaling_of(config, refused)
     except JobError as error:
@@ -161,13 +161,13 @@ def _invalid(error: ValidationError, form: HfFormat, place: str) -> Iterator[Pro
         yield Problem(KEY, fault, "check that this is the config.json of a language model")
 
 
-def _unsupported(config: Mapping[str, Any], form: HfFormat, moved: Mapping[str, str], place: str) -> Iterator[Problem]:
+def _unsupported(config: Mapping[str, Any], family: Family, moved: Mapping[str, str], place: str) -> Iterator[Problem]:
     fix = "use a model without it; raypp would compute something else"
-    for key, only in form.exact.items():
+    for key, only in family.hf.exact.items():
         if config.get(key) not in only.values:
             yield Problem(KEY, f"{place}: {moved.get(key, key)} {brief(config.get(key))} is not supported", fix)
     others = sorted({kind for kind in config.get("layer_types") or () if kind != "full_attention"})
-    if others and "layer_types" not in form.own:
+    if others and "layer_types" not in family.options.model_fields:
         yield Problem(KEY, f"{place}: layer_types {visible(', '.join(others)[:_SHOWN])} is not supported", fix)
 
 

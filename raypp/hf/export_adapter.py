@@ -13,8 +13,9 @@ from raypp.checkpoint.arrays import Array, convert
 from raypp.checkpoint.commit import Commit
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.export_model import Exported, run_tokenizer
+from raypp.hf.export_model import Exported
 from raypp.hf.original import added_rows, saved_options
+from raypp.hf.tokenizer_files import tokenizer_files
 from raypp.spec.families import family_of
 from raypp.spec.family import Weight
 from raypp.spec.lora import ALL_LINEAR, Adapter, adapter_names, in_files, matches, model_adapters
@@ -59,7 +60,7 @@ def export_adapter(
     lora = options.lora
     if lora is None:
         raise JobError(Problem("--adapter", f"{commit.run} trained all weights and has no adapters", "leave it out"))
-    texts = run_tokenizer(job or commit.job, tokenizer, options, generation=False)
+    texts = tokenizer_files(job or commit.job, tokenizer, options, generation=False)
     adapters = _with_siblings(options)
     tensors = _tensors(adapters, SavedTensors(store, commit))
     data = save(tensors, {"format": "pt"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from raypp.checkpoint.arrays import FLOATS, convert
@@ -18,7 +19,7 @@ from raypp.hf.config import config_from_options
 from raypp.hf.merged_tensors import MergedTensors
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.hf.original import exported_config, model_context, saved_options, trained_length
-from raypp.hf.tokenizer_files import TokenizerFiles, tokenizer_files
+from raypp.hf.tokenizer_files import tokenizer_files
 from raypp.spec.models import DecoderOptions
 from raypp.storage import ObjectStore
 from raypp.untrusted.safetensors_header import ELEMENT_BYTES
@@ -57,10 +58,7 @@ class _Tensor:
 
     @property
     def bytes(self) -> int:
-        count = ELEMENT_BYTES[self.dtype]
-        for length in self.shape:
-            count *= length
-        return count
+        return ELEMENT_BYTES[self.dtype] * prod(self.shape)
 
 
 def export_hf(
@@ -100,7 +98,7 @@ def export_hf(
     options = saved_options(store, commit)
     document = dict(job or commit.job)
     context = model_context(options, trained_length(document))
-    texts = run_tokenizer(document, tokenizer, options)
+    texts = tokenizer_files(document, tokenizer, options)
     adapters = SavedTensors(store, commit)
     saved: SavedTensors | MergedTensors = adapters
     merged: list[str] = []
@@ -194,32 +192,6 @@ def _chunks(
             data = convert(saved.rows(source.name, first, last), source.dtype, tensor.dtype).tobytes()
             yield data
             progress(len(data))
-
-
-def run_tokenizer(
-    job: Mapping[str, Any], asked: str | None, options: DecoderOptions, *, generation: bool = True
-) -> TokenizerFiles:
-    """Returns the files of a run's tokenizer, or of the one that was asked for.
-
-    Raises:
-        DataError, JobError: See `tokenizer_files`.
-    """
-    data = _data(job)
-    name, template = data.get("tokenizer") if asked is None else asked, data.get("chat_template")
-    return tokenizer_files(
-        None if name is None else str(name),
-        vocab_size=options.vocab_size,
-        context=model_context(options, trained_length(job)),
-        template=None if template is None else str(template),
-        asked=asked is not None,
-        generation=generation,
-        model=options,
-    )
-
-
-def _data(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    data = job.get("data")
-    return data if isinstance(data, dict) else {}
 
 
 def _put_json(target: ObjectStore, key: str, document: Any) -> str:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raypp.checkpoint.arrays import FLOATS, as_float64
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.base_identity import with_base_id
 from raypp.hf.config import options_from_config
-from raypp.hf.model_files import HfFiles
-from raypp.hf.names import hf_parts, model_tensors
+from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles, matching_tensors, with_base_id
+from raypp.hf.names import model_tensors
 from raypp.hf.original import with_original
-from raypp.hf.tensor import GrownTensor, HfTensor
 from raypp.kinds import known_source
-from raypp.spec.family import Shape
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
@@ -28,10 +23,7 @@ from raypp.untrusted.text import visible
 if TYPE_CHECKING:
     from raypp.spec.job_file import JobFile
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 16 << 20
-_SHOWN = 8
-_MOST_PARTS = 300_000
 
 
 def with_hf_sizes(file: JobFile) -> JobFile:
@@ -119,47 +111,3 @@ def check_hf_weights(job: Job) -> None:
     """
     if job.model.from_hf is not None:
         matching_tensors(HfFiles(job.model.from_hf), model_tensors(job.model))
-
-
-def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, HfTensor]:
-    """Returns the file tensors that make up the given global tensors, by their name in the files.
-
-    Args:
-        files: The model's files.
-        wanted: Global names and shapes.
-
-    Raises:
-        CheckpointError: Tensors are missing or have other shapes; names them.
-    """
-    parts = list(islice((part for name, shape in wanted.items() for part in hf_parts(name, shape)), _MOST_PARTS + 1))
-    if len(parts) > _MOST_PARTS:
-        fault = f"has more than {_MOST_PARTS:,} tensors, with one for each expert of a layer"
-        raise CheckpointError(Problem(files.store.url, fault, "check the sizes of the model"))
-    there = files.tensors(part.name for part in parts)
-    problems = []
-    for part in parts:
-        tensor = there.get(part.name)
-        if tensor is None:
-            fix = "check that all files, config.json included, are of one model"
-            if part.name == HEAD:
-                fix = "use files that hold the head, too: a base model (AutoModel) is saved without it"
-            problems.append(Problem(part.name, f"is not in {files.store.url}", fix))
-        elif _may_grow(files, part.name, tensor.shape, part.shape):
-            stored = tensor.shape[0]
-            there[part.name] = GrownTensor(tensor.name, tensor.dtype, part.shape, tensor.key, tensor.begin, stored)
-        elif tensor.shape != part.shape:
-            fault = (
-                f"has shape {list(tensor.shape)} in {files.place(tensor.key)}, the job's model needs {list(part.shape)}"
-            )
-            problems.append(Problem(part.name, fault, "check that all files, config.json included, are of one model"))
-    if problems:
-        left = len(problems) - _SHOWN
-        raise CheckpointError([*problems[:_SHOWN], *([Problem("", f"and {left} more tensors")] if left > 0 else [])])
-    return {part.name: there[part.name] for part in parts}
-
-
-def _may_grow(files: HfFiles, name: str, stored: Shape, wanted: Shape) -> bool:
-    """Whether an embedding or a head has the rows of config.json, and the job's model has more."""
-    if name not in (EMBEDDING, HEAD) or len(stored) != len(wanted) or stored[1:] != wanted[1:]:
-        return False
-    return stored[0] < wanted[0] and stored[0] == files.config().get("vocab_size")

@@ -23,8 +23,7 @@ from raypp.checkpoint.layout import rank_key
 from raypp.checkpoint.run_spec import write_spec
 from raypp.checkpoint.tensor_file import TensorEntry, encode_header
 from raypp.errors import JobError, Problem
-from raypp.hf.from_hf import matching_tensors
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, matching_tensors
 from raypp.hf.names import HfPart, hf_parts, model_tensors
 from raypp.hf.tensor import HfTensor
 from raypp.records import ONE_RANK

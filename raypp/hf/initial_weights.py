@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from raypp.checkpoint.state import DTYPES, Slice, model_slices
 from raypp.errors import CheckpointError, Problem
-from raypp.hf.from_hf import matching_tensors
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, matching_tensors
 from raypp.hf.names import hf_parts
 from raypp.hf.tensor import HfTensor
 from raypp.models.quantised import Format, stored_formats

@@ -13,9 +13,7 @@ import numpy as np
 from raypp.checkpoint.arrays import Array, convert
 from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
 from raypp.errors import CheckpointError, JobError, Problem
-from raypp.hf.base_identity import with_base_id
-from raypp.hf.from_hf import matching_tensors
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, matching_tensors, with_base_id
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.spec.lora import Adapter, adapter_names, model_adapters
 from raypp.spec.models import DecoderOptions

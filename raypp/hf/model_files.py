@@ -5,7 +5,8 @@ Only safetensors are accepted: a pickle can run arbitrary code when it is loaded
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from threading import Lock
@@ -16,14 +17,17 @@ from typing_extensions import TypedDict
 
 from raypp.checkpoint.arrays import Array, as_float64, convert, numpy_dtype
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
-from raypp.hf.config import KEY
-from raypp.hf.mxfp4 import Mxfp4Tensor, dequantised, stored_names, with_dequantised
-from raypp.hf.tensor import GrownTensor, HfTensor
+from raypp.hf.names import hf_parts
+from raypp.hf.tensor import GrownTensor, HfTensor, Mxfp4Tensor, dequantised, stored_names, with_dequantised
+from raypp.spec.family import Shape
+from raypp.spec.models import DecoderOptions
 from raypp.storage import NotFound, ObjectInfo, ObjectStore, open_store
 from raypp.storage.store import check_key
 from raypp.untrusted.documents import Bounds, parse_as, parse_object
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, MOST_BYTES, header_length, parse_header
 
+KEY = "model.from_hf"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONFIG = "config.json"
 GENERATION = "generation_config.json"
 _INDEX = "model.safetensors.index.json"
@@ -39,6 +43,8 @@ _INDEX_BOUNDS = Bounds(size=64 << 20)
 _SHOWN = 300
 _MOST_FILES = 100_000
 _MOST_TENSORS = 300_000
+_SHOWN_PROBLEMS = 8
+_SAMPLES, _SAMPLE_BYTES = 4, 16 << 10
 
 
 class _Index(TypedDict):
@@ -120,7 +126,7 @@ class HfFiles:
         Returns:
             Tensors by name, including others in the same files; missing tensors are left out. Names
             have the prefix `model.`, which files of a base model lack. Two tensors that are one in
-            MXFP4 (`hf.mxfp4`) are here also as that one, in bf16.
+            MXFP4 (`hf.tensor`) are here also as that one, in bf16.
 
         Raises:
             CheckpointError: There are no safetensors, or a file is missing, torn or invalid.
@@ -255,3 +261,90 @@ def _depth(value: Any) -> int:
         depth += 1
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
     return depth
+
+
+def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, HfTensor]:
+    """Returns the file tensors that make up the given global tensors, by their name in the files.
+
+    Args:
+        files: The model's files.
+        wanted: Global names and shapes.
+
+    Raises:
+        CheckpointError: Tensors are missing or have other shapes; names them.
+    """
+    parts = list(islice((part for name, shape in wanted.items() for part in hf_parts(name, shape)), _MOST_TENSORS + 1))
+    if len(parts) > _MOST_TENSORS:
+        fault = f"has more than {_MOST_TENSORS:,} tensors, with one for each expert of a layer"
+        raise CheckpointError(Problem(files.store.url, fault, "check the sizes of the model"))
+    there = files.tensors(part.name for part in parts)
+    problems = []
+    for part in parts:
+        tensor = there.get(part.name)
+        if tensor is None:
+            fix = "check that all files, config.json included, are of one model"
+            if part.name == HEAD:
+                fix = "use files that hold the head, too: a base model (AutoModel) is saved without it"
+            problems.append(Problem(part.name, f"is not in {files.store.url}", fix))
+        elif _may_grow(files, part.name, tensor.shape, part.shape):
+            stored = tensor.shape[0]
+            there[part.name] = GrownTensor(tensor.name, tensor.dtype, part.shape, tensor.key, tensor.begin, stored)
+        elif tensor.shape != part.shape:
+            fault = (
+                f"has shape {list(tensor.shape)} in {files.place(tensor.key)}, the job's model needs {list(part.shape)}"
+            )
+            problems.append(Problem(part.name, fault, "check that all files, config.json included, are of one model"))
+    if problems:
+        if (left := len(problems) - _SHOWN_PROBLEMS) > 0:
+            problems[_SHOWN_PROBLEMS:] = [Problem("", f"and {left} more tensors")]
+        raise CheckpointError(problems)
+    return {part.name: there[part.name] for part in parts}
+
+
+def _may_grow(files: HfFiles, name: str, stored: Shape, wanted: Shape) -> bool:
+    """Whether an embedding or a head has the rows of config.json, and the job's model has more."""
+    if name not in (EMBEDDING, HEAD) or len(stored) != len(wanted) or stored[1:] != wanted[1:]:
+        return False
+    return stored[0] < wanted[0] and stored[0] == files.config().get("vocab_size")
+
+
+def base_identity(files: HfFiles) -> str | None:
+    """Returns the identity of a model's weights, the same wherever its files lie.
+
+    It depends on the sizes of the safetensors files, on their beginnings and on samples of their
+    tensors, some hundred KB, but not on their names. Sizes and headers would not do: a base and its
+    fine-tune have the same.
+
+    Returns:
+        16 hexadecimal digits; None if there are no safetensors.
+
+    Raises:
+        StoreError: The store does not answer.
+    """
+    here = [info for info in files.listed() if info.key.endswith(".safetensors")]
+
+    def sampled(key: str, size: int) -> bytes:
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        for index in range(_SAMPLES + 1):
+            begin = index * max(0, size - _SAMPLE_BYTES) // _SAMPLES
+            digest.update(files.store.get(key, begin, min(begin + _SAMPLE_BYTES, size)))
+        return digest.digest()
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        samples = sorted(pool.map(lambda info: sampled(info.key, info.size), here))
+    return hashlib.sha256(b"".join(samples)).hexdigest()[:16] if samples else None
+
+
+def with_base_id(options: DecoderOptions, files: HfFiles) -> DecoderOptions:
+    """Returns the `model:` section with `lora.base_id` set; unchanged without `model.lora`.
+
+    Raises:
+        JobError: `lora.base_id` is set, and the files are those of another model.
+    """
+    if options.lora is None:
+        return options
+    own, known = base_identity(files), options.lora.base_id
+    if known is not None and own is not None and own != known:
+        fault = f"{files.store.url} holds other weights ({own}) than those the adapters belong to ({known})"
+        raise JobError(Problem(KEY, fault, "name the model that the run began with, or start a new run"))
+    return options.model_copy(update={"lora": options.lora.model_copy(update={"base_id": own or known})})

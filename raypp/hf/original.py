@@ -73,10 +73,15 @@ def saved_options(store: ObjectStore, commit: Commit) -> DecoderOptions:
     return options
 
 
+def section_of(document: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
+    """Returns a section of a stored job; empty if it has none."""
+    section = (document or {}).get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
 def trained_length(job: Mapping[str, Any]) -> int:
     """Returns the length of the rows that a run trained on; 0 if its job does not say."""
-    data = job.get("data")
-    length = data.get("seq_len") if isinstance(data, Mapping) else None
+    length = section_of(job, "data").get("seq_len")
     return length if isinstance(length, int) and length > 0 else 0
 
 

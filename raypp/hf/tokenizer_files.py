@@ -16,7 +16,14 @@ from typing import Any
 from raypp.data.tokenizer import END_NAMES, ByteTokenizer, open_tokenizer
 from raypp.errors import DataError, JobError, Problem
 from raypp.hf.model_files import GENERATION
-from raypp.hf.original import default_generation, original_ends, original_generation
+from raypp.hf.original import (
+    default_generation,
+    model_context,
+    original_ends,
+    original_generation,
+    section_of,
+    trained_length,
+)
 from raypp.spec.models import DecoderOptions
 from raypp.spec.tokenizer_file import BOUNDS, TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.untrusted.documents import Bounds, parse_object
@@ -54,61 +61,54 @@ class TokenizerFiles:
 
 
 def tokenizer_files(
-    name: str | None,
-    *,
-    vocab_size: int,
-    context: int,
-    template: str | None = None,
-    asked: bool = False,
-    generation: bool = True,
-    model: DecoderOptions | None = None,
+    job: Mapping[str, Any], asked: str | None, options: DecoderOptions, *, generation: bool = True
 ) -> TokenizerFiles:
-    """Returns the files of a tokenizer.
+    """Returns the files of a run's tokenizer, or of the one that was asked for.
 
     Args:
-        name: `bytes`, or the path of a tokenizer.json; None: the job names none.
-        vocab_size: Rows of the model's embedding.
-        context: Tokens that the model takes at once.
-        template: The chat template that the run was given, a file. None: the tokenizer's.
-        asked: The user named it: what prevents its export is an error. Otherwise it is a remark.
+        job: The run's job, for its tokenizer and its chat template.
+        asked: Another tokenizer, `bytes` or the path of a tokenizer.json: what prevents its export
+            is an error. None: the run's, for which it is a remark.
+        options: The run's `model:` section.
         generation: Whether to write generation_config.json, which belongs to a whole model.
-        model: The `model:` section, for the generation_config.json of the original that the run
-            began with. None: there is none.
 
     Raises:
         DataError: `asked`, and the file is missing or is not a tokenizer.json.
         JobError: `asked`, and the tokenizer has ids that the model does not have.
     """
     fix = f"name one with {OPTION} FILE"
-    original = None if model is None or model.original is None or not generation else model
+    original = options if generation and options.original is not None else None
     alone = {} if original is None else _original_files(original, None)
-    if name is None:
+    data = section_of(job, "data")
+    named, template = data.get("tokenizer") if asked is None else asked, data.get("chat_template")
+    if named is None:
         return TokenizerFiles(alone, remarks=[f"the run names no tokenizer, so none was exported; {fix}"])
+    name = str(named)
     path = tokenizer_path(name)
     try:
         content = bytes_tokenizer() if name == "bytes" else read_tokenizer(path)
         ids = vocabulary(content, path)
     except DataError as error:
-        if asked:
+        if asked is not None:
             raise DataError(Problem(OPTION, problem.fault, problem.fix) for problem in error.problems) from error
         why = "; ".join(problem.fault for problem in error.problems)
         return TokenizerFiles(
             alone, remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
         )
     count, end = 1 + max(ids.values(), default=-1), _end_of(name, ids)
-    if count > vocab_size and (end is None or ids[end] >= vocab_size):
-        fault = f"it has {count} ids, but the model has only {vocab_size}"
-        if asked:
+    if count > options.vocab_size and (end is None or ids[end] >= options.vocab_size):
+        fault = f"it has {count} ids, but the model has only {options.vocab_size}"
+        if asked is not None:
             raise JobError(Problem(OPTION, f"{name} does not fit: {fault}", "name the tokenizer of the run's data"))
         return TokenizerFiles(alone, remarks=[f"the {visible(name)} tokenizer was not exported: {fault}"])
     files = {TOKENIZER: content} | (_beside(path.parent) if path.name == TOKENIZER else {})
     if CONFIG not in files:
-        files[CONFIG] = _json(_config(end, context, plain=name == "bytes"))
+        files[CONFIG] = _json(_config(end, model_context(options, trained_length(job)), plain=name == "bytes"))
     eos_id = None if end is None else ids[end]
     remarks: list[str] = []
     if template is not None:
         try:
-            files[_TEMPLATE] = read_file(Path(template), _TEMPLATE_BYTES)
+            files[_TEMPLATE] = read_file(Path(str(template)), _TEMPLATE_BYTES)
         except DataError as error:
             remarks.append(f"the chat template was not exported: {visible(error.problems[0])}")
     if original is not None:

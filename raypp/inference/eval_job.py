@@ -9,7 +9,8 @@ from typing import Any
 
 from raypp.data.sources import check_data
 from raypp.errors import JobError, Problem
-from raypp.inference.source import Source, section_of
+from raypp.hf.original import section_of
+from raypp.inference.source import Source
 from raypp.kinds import SOURCES, SourceKind
 from raypp.planning.check import check_plan
 from raypp.records import ONE_RANK

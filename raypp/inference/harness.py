@@ -21,9 +21,8 @@ from raypp.data.tokenizer import framed, lacking
 from raypp.errors import JobError, Problem, UnreachableError, causes, in_words
 from raypp.inference.evaluate import on_ranks, print_report
 from raypp.inference.prompts import Answer, Encoded, end_ids
-from raypp.inference.scoring import Scored
 from raypp.inference.source import Source
-from raypp.inference.task_model import TaskModel, ask_on_seat
+from raypp.inference.task_model import Scored, TaskModel, ask_on_seat
 from raypp.pipeline.decode import Choice
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job

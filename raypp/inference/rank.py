@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch import nn
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.errors import EXIT_OK, CheckpointError, Problem, ResourcesError
-from raypp.hf.base_identity import with_base_id
 from raypp.hf.initial_weights import load_from_hf
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, with_base_id
 from raypp.inference.processes import error_document
 from raypp.inference.source import Source
 from raypp.models.stage import DecoderStage, build_stage
@@ -109,10 +107,10 @@ def open_decoder(source: Source, seat: Seat) -> Iterator[PipelineDecoder]:
     if seat.device == "cuda":
         set_product_precision(job)
     kernel = choose_attention(job, device).kernel
-    loaded = load_stages(source, job, rank, device)
+    pipeline = resolve_pipeline(job)
     place: dict[str, Any] = {
-        "stages": loaded.modules,
-        "rank_of_stage": loaded.pipeline.rank_of_stage,
+        "stages": load_stages(source, job, pipeline, rank, device),
+        "rank_of_stage": pipeline.rank_of_stage,
         "rank": rank,
         "hidden_size": job.model.hidden_size,
         "dtype": compute_dtype(job),
@@ -152,25 +150,15 @@ def answer_request(
     decoder.run(prompts, Choice(**request["choice"]), setup["ends"], emit, rows=setup["rows"])
 
 
-@dataclass(frozen=True)
-class LoadedStages:
-    """A rank's part of a trained model.
-
-    Attributes:
-        pipeline: The cut and the placement.
-        modules: This rank's stages by index.
-    """
-
-    pipeline: ResolvedPipeline
-    modules: dict[int, DecoderStage]
-
-
-def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> LoadedStages:
-    """Builds the stages of a pipeline rank, and loads them. No communication.
+def load_stages(
+    source: Source, job: Job, pipeline: ResolvedPipeline, rank: int, device: torch.device
+) -> dict[int, DecoderStage]:
+    """Builds the stages of a pipeline rank, by index, and loads them. No communication.
 
     Args:
         source: The model.
         job: From `Source.job`; its precision is the dtype of the weights, but for quantised ones.
+        pipeline: The cut and the placement of the job.
         rank: The pipeline rank.
         device: The device that computes.
 
@@ -179,7 +167,6 @@ def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> Lo
         CheckpointError: Weights are missing, torn, or have other shapes.
         StoreError: The store does not answer.
     """
-    pipeline = resolve_pipeline(job)
     last = pipeline.num_stages - 1
     modules: dict[int, DecoderStage] = {}
     for index in pipeline.stages_of_rank[rank]:
@@ -196,7 +183,7 @@ def load_stages(source: Source, job: Job, rank: int, device: torch.device) -> Lo
         for parameter in stage.parameters():
             if parameter.is_floating_point():  # the frozen ones of model.lora may be in bf16
                 parameter.data = parameter.data.to(compute_dtype(job))
-    return LoadedStages(pipeline, modules)
+    return modules
 
 
 def load_weights(source: Source, job: Job, stages: Sequence[nn.Module]) -> None:

@@ -23,7 +23,7 @@ from raypp.data.tokenizer import AddBos, FileTokenizer, PromptTokenizer, check_f
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.from_hf import hf_options
 from raypp.hf.model_files import GENERATION, HfFiles
-from raypp.hf.original import end_ids, model_context, original_ends, saved_options, trained_length
+from raypp.hf.original import end_ids, model_context, original_ends, saved_options, section_of, trained_length
 from raypp.planning.resolve import cut_of
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -158,12 +158,6 @@ def find_source(argument: str, step: int | None = None) -> Source:
         raise JobError(Problem("--step", f"is {step}, but {KEY} names step {named}", "leave out one of them"))
     commit, _, skipped = newest_checkpoint(store, run, named if step is None else step)
     return _of_run(store, commit, skipped)
-
-
-def section_of(document: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
-    """Returns a section of a stored job; empty if it has none."""
-    section = (document or {}).get(name)
-    return section if isinstance(section, Mapping) else {}
 
 
 def newest_checkpoint(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -22,21 +22,6 @@ from raypp.spec.attention_rule import AttentionRule
 
 Move = Callable[[Tensor], Tensor]
 """Returns a tensor's copy elsewhere, of the same shape."""
-
-
-def grow_last(cu_seqlens: Sequence[int], target: int) -> list[int]:
-    """Extends the last document of a row over the padding.
-
-    A separate document for the padding would have no labels and would only add a kernel launch. In
-    causal attention, positions after the last real token do not affect those before.
-
-    Args:
-        cu_seqlens: Cumulative lengths of the row's documents, from 0.
-        target: Padded length of the row, in tokens.
-    """
-    if cu_seqlens[-1] > target:
-        raise ValueError(f"a row of {cu_seqlens[-1]} tokens does not fit into {target}")
-    return [*cu_seqlens[:-1], target] if len(cu_seqlens) > 1 else [0, target]
 
 
 class AttentionAcross(Protocol):
@@ -95,25 +80,26 @@ class PackedDocuments:
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], *, kernel: AttentionKernel | None = None) -> PackedDocuments:
         """Builds it from the lengths of all documents, on the host."""
-        return cls._of(lengths, lengths, kernel)
+        return cls.of_rows([lengths], sum(lengths), kernel=kernel)
 
     @classmethod
     def of_rows(
         cls, rows: Sequence[Sequence[int]], target: int, *, kernel: AttentionKernel | None = None
     ) -> PackedDocuments:
-        """Builds it from the document lengths of each row, padded to `target`, on the host."""
-        lengths: list[int] = []
-        for documents in rows:
-            ends = grow_last([0, *accumulate(documents)], target)
-            lengths.extend(b - a for a, b in pairwise(ends))
-        return cls._of(lengths, [length for row in rows for length in row or [target]], kernel)
+        """Builds it from the document lengths of each row, padded to `target`, on the host.
 
-    @classmethod
-    def _of(cls, lengths: Sequence[int], real: Sequence[int], kernel: AttentionKernel | None) -> PackedDocuments:
-        """Builds it from lengths with padding and without."""
+        The last document of a row grows over the padding. A separate one would have no labels and
+        would only add a kernel launch. In causal attention, positions after the last real token do
+        not affect those before.
+        """
+        lengths: list[int] = []
+        for row in rows:
+            if sum(row) > target:
+                raise ValueError(f"a row of {sum(row)} tokens does not fit into {target}")
+            lengths += [*row[:-1], target - sum(row[:-1])]
+        real = np.array([length for row in rows for length in row or [target]], dtype=np.int64)
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        lengths_S = torch.from_numpy(np.repeat(np.array(real, dtype=np.int64), lengths))
-        return cls(tuple(lengths), cu_seqlens, lengths_S, kernel)
+        return cls(tuple(lengths), cu_seqlens, torch.from_numpy(np.repeat(real, lengths)), kernel)
 
     def reaching(self, across: AttentionAcross, columns: NDArray[np.int64], rows: int) -> PackedDocuments:
         """Returns the same documents for a rank that holds these columns of each of the rows."""

@@ -1,5 +1,8 @@
 """Experts stacked into one tensor per matrix, and the ways rows take to them and back.
 
+Those of gpt-oss have biases and a clamped SwiGLU. Their gate and up are one matrix with alternating
+columns, and their matrices are stored as `[in, out]`.
+
 Rows are sorted by expert with permutations only, so no sum depends on thread timing.
 
 Legend: S tokens of a microbatch on this rank, E experts, K experts per token, N = S · K rows sent
@@ -18,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raypp.models.lora import AdaptedStack, PlainStack, Stack, grouped_product, product, unbound
+from raypp.models.lora import Adapted, Matrix, Stack, grouped_product, product, unbound
 from raypp.models.once import once
-from raypp.models.quantised import Format, QuantisedStack
+from raypp.models.quantised import Format, Quantised
 
-Names = tuple[str, str, str]
 Exchange = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
 
@@ -40,38 +42,16 @@ class ExpertStacks(nn.Module):
     """The factor of adapters; `models.lora` sets it."""
     formats: Mapping[str, Format] = MappingProxyType({})
     """The formats of quantised stacks by name; `models.quantised` sets it."""
-
-    def stack(self, name: str, *, transposed: bool = False) -> Stack:
-        """Returns the matrices `[E, out, in]` of a name that this rank holds, with their adapters.
-
-        Args:
-            name: The parameter.
-            transposed: The parameter is `[E, in, out]`.
-        """
-        own = held(getattr(self, name))
-        weight: PlainStack = own.mT if transposed else own
-        if name in self.formats:
-            weight = QuantisedStack(own, self.formats[name])
-        a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
-        return weight if a is None or b is None else AdaptedStack(weight, held(a), held(b), self.lora_scale)
-
-
-class StackedExperts(ExpertStacks):
-    """E gated feed-forward blocks.
-
-    Args:
-        count: E.
-        width: C.
-        inner: F.
-        names: The family's names for the gate `[E, F, C]`, up `[E, F, C]` and down `[E, C, F]`
-            matrices.
-    """
-
-    def __init__(self, count: int, width: int, inner: int, names: Names) -> None:
-        super().__init__()
-        self.names = names
-        for name, shape in zip(names, ((inner, width), (inner, width), (width, inner)), strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(count, *shape)))
+    transposed = False
+    """The parameters are `[E, in, out]`."""
+    names: tuple[str, ...]
+    """The parameters of the matrices."""
+    biases: tuple[str, ...] = ()
+    """The parameters of the biases, `[E, out]`."""
+    one: Callable[..., Tensor]
+    """Runs one expert: rows `[n, C]`, its matrices and biases, to `[n, C]`."""
+    grouped: Callable[..., Tensor]
+    """Runs all: rows `[N, C]`, counts `[E]`, the stacks and biases, to `[N, C]`."""
 
     def forward(self, rows_NC: Tensor, counts_E: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """Runs every expert on its rows.
@@ -86,36 +66,53 @@ class StackedExperts(ExpertStacks):
         Returns:
             The results `[N, C]`, in the same order.
         """
-        gate, up, down = map(self.stack, self.names)
-        if all(can_group(rows_NC, stack) for stack in (gate, up, down)):
-            return grouped(rows_NC, counts_E, gate, up, down)
+        stacks = [self.stack(name) for name in self.names]
+        biases = [held(getattr(self, name)) for name in self.biases]
+        if all(can_group(rows_NC, stack) for stack in stacks):
+            return self.grouped(rows_NC, counts_E, *stacks, *biases)
         if counts is None:
             counts = once(lambda: cast(list[int], counts_E.tolist()))
-        return one_by_one(rows_NC, counts, gate, up, down)
+        of_expert = [_unbound(stack, transposed=self.transposed) for stack in stacks]
+        return one_by_one(rows_NC, counts, self.one, *of_expert, *(bias.unbind() for bias in biases))
+
+    def stack(self, name: str) -> Stack:
+        """Returns the matrices `[E, out, in]` of a name that this rank holds, with adapters."""
+        own = held(getattr(self, name))
+        weight: Tensor | Quantised = own.mT if self.transposed else own
+        if name in self.formats:
+            weight = Quantised(own, self.formats[name])
+        a, b = (getattr(getattr(self, part, None), name, None) for part in ("lora_A", "lora_B"))
+        return weight if a is None or b is None else Adapted(weight, held(a), held(b), self.lora_scale)
 
 
-def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Stack, up_EFC: Stack, down_ECF: Stack) -> Tensor:
+def _unbound(stack: Stack, *, transposed: bool) -> Sequence[Matrix]:
+    """Returns the matrices of a stack, expert by expert, and keeps the layout of its gradient."""
+    if transposed and isinstance(stack, Tensor):
+        return [matrix.mT for matrix in stack.mT.unbind()]
+    return unbound(stack)
+
+
+def one_by_one(
+    rows_NC: Tensor, counts: Sequence[int], one: Callable[..., Tensor], *of_expert: Sequence[Matrix]
+) -> Tensor:
     """Runs one expert after the other, without those that have no rows.
 
-    The reference of `grouped`.
+    The reference of grouped kernels.
 
     Args:
         rows_NC: Rows sorted by expert, `[N, C]`.
         counts: Rows for each of the E experts.
-        gate_EFC: `[E, F, C]`.
-        up_EFC: `[E, F, C]`.
-        down_ECF: `[E, C, F]`.
+        one: As in `ExpertStacks`.
+        of_expert: The matrices and biases, by expert, from unbind: its backward fills the gradient
+            of a stack once. Each index would fill a whole one.
 
     Returns:
         The results `[N, C]`.
     """
-    # `unbound` uses unbind: its backward fills the gradient of the stack once. Each index would
-    # fill a whole one.
-    parts = torch.split(rows_NC, list(counts))
-    experts = zip(parts, *map(unbound, (gate_EFC, up_EFC, down_ECF)), strict=True)
+    experts = zip(torch.split(rows_NC, list(counts)), *of_expert, strict=True)
     out = [
-        product(F.silu(product(part_nC, gate_FC)) * product(part_nC, up_FC), down_CF)
-        for index, (part_nC, gate_FC, up_FC, down_CF) in enumerate(experts)
+        one(part_nC, *parts)
+        for index, (part_nC, *parts) in enumerate(experts)
         # A rank without rows runs one expert on zero rows: its backward must take part in the
         # collectives of the other ranks.
         if len(part_nC) or (index == 0 and not len(rows_NC))
@@ -123,15 +120,115 @@ def one_by_one(rows_NC: Tensor, counts: Sequence[int], gate_EFC: Stack, up_EFC: 
     return torch.cat(out)
 
 
-def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Stack, up_EFC: Stack, down_ECF: Stack) -> Tensor:
-    """Runs all experts with one kernel per matrix, without synchronising with the CPU.
+class StackedExperts(ExpertStacks):
+    """E gated feed-forward blocks.
 
-    Arguments and result are those of `one_by_one`, in bf16: rows `[N, C]` to results `[N, C]`. Only
-    the counts stay on the device, int64 `[E]`.
+    Args:
+        count: E.
+        width: C.
+        inner: F.
+        names: The family's names for the gate `[E, F, C]`, up `[E, F, C]` and down `[E, C, F]`
+            matrices.
+    """
+
+    def __init__(self, count: int, width: int, inner: int, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.names, self.one, self.grouped = names, swiglu, grouped
+        for name, shape in zip(names, ((inner, width), (inner, width), (width, inner)), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(count, *shape)))
+
+
+def swiglu(rows_nC: Tensor, gate_FC: Matrix, up_FC: Matrix, down_CF: Matrix) -> Tensor:
+    """Runs one expert: `[n, C]` to `[n, C]`."""
+    return product(F.silu(product(rows_nC, gate_FC)) * product(rows_nC, up_FC), down_CF)
+
+
+def grouped(rows_NC: Tensor, counts_E: Tensor, gate_EFC: Stack, up_EFC: Stack, down_ECF: Stack) -> Tensor:
+    """Runs all experts with one kernel per matrix, without synchronising with the CPU, in bf16.
+
+    Takes rows `[N, C]` and int64 counts `[E]`, and returns results `[N, C]`.
     """
     ends = counts_E.cumsum(0).to(torch.int32)
     inner = F.silu(grouped_product(rows_NC, gate_EFC, ends)) * grouped_product(rows_NC, up_EFC, ends)
     return grouped_product(inner, down_ECF, ends)
+
+
+ALPHA, LIMIT = 1.702, 7.0
+"""Factor of the gate in its sigmoid, and the bound of gate and up."""
+
+
+class ClampedExperts(ExpertStacks):
+    """E gated feed-forward blocks: down((up + 1) · gate · σ(α · gate)).
+
+    Parameters: gate and up `[E, C, 2F]` and `[E, 2F]`, down `[E, F, C]` and `[E, C]`.
+
+    Args:
+        count: E.
+        width: C.
+        inner: F.
+    """
+
+    transposed = True
+    names = ("fused_gate_up_proj", "fused_down_proj")
+    biases = ("fused_gate_up_proj_bias", "fused_down_proj_bias")
+
+    def __init__(self, count: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.one, self.grouped = clamped_block, grouped_clamped
+        for name, rows, columns in zip(self.names, (width, inner), (2 * inner, width), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(count, rows, columns)))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(count, columns)))
+
+
+def clamped_block(rows_nC: Tensor, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor, down_bias: Tensor) -> Tensor:
+    """Runs one expert: `[n, C]` to `[n, C]`."""
+    return affine(clamped_swiglu(affine(rows_nC, gate_up, gate_up_bias)), down, down_bias)
+
+
+def affine(rows: Tensor, matrix: Matrix, bias: Tensor) -> Tensor:
+    """Multiplies rows `[n, in]` by an expert's matrix and adds its bias: `[n, out]`."""
+    return torch.addmm(bias, rows, matrix.mT) if isinstance(matrix, Tensor) else product(rows, matrix) + bias
+
+
+def grouped_clamped(
+    rows_NC: Tensor, counts_E: Tensor, gate_up: Stack, down: Stack, gate_up_bias: Tensor, down_bias: Tensor
+) -> Tensor:
+    """Runs all experts with one kernel per matrix: `[N, C]` to `[N, C]`, in bf16."""
+    ends = counts_E.cumsum(0).to(torch.int32)
+    of_row_N = torch.repeat_interleave(counts_E, output_size=len(rows_NC))
+    inner = grouped_product(rows_NC, gate_up, ends) + gate_up_bias[of_row_N]
+    return grouped_product(clamped_swiglu(inner), down, ends) + down_bias[of_row_N]
+
+
+def clamped_swiglu(gate_up_N2F: Tensor) -> Tensor:
+    """Returns (up + 1) · gate · σ(α · gate) of bounded gates and ups `[N, 2F]`: `[N, F]`."""
+    out: Tensor = _ClampedSwiglu.apply(gate_up_N2F)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ClampedSwiglu(torch.autograd.Function):
+    """`clamped_swiglu`. Keeps only its input: plain operators would keep four times as much."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        """Returns `[N, F]` for `[N, 2F]`."""
+        ctx.save_for_backward(gate_up)
+        gate = gate_up[..., ::2].clamp(max=LIMIT)
+        up = gate_up[..., 1::2].clamp(min=-LIMIT, max=LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Returns the gradient `[N, 2F]` of the input, given that of the output, `[N, F]`."""
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        low, bounded = gate.clamp(max=LIMIT), up.clamp(min=-LIMIT, max=LIMIT)
+        share = torch.sigmoid(low * ALPHA)
+        slope = share * (1 + ALPHA * low * (1 - share))
+        result = torch.empty_like(gate_up)
+        result[..., ::2] = grad * (bounded + 1) * slope * (gate <= LIMIT)
+        result[..., 1::2] = grad * low * share * (up.abs() <= LIMIT)
+        return result
 
 
 def held(parameter: Tensor) -> Tensor:
@@ -145,13 +242,13 @@ def can_group(rows_NC: Tensor, stack: Stack) -> bool:
     It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included. On other
     cards than those of compute capability 9 and 10, torch's version makes the host wait.
     """
-    if isinstance(stack, AdaptedStack):
+    if isinstance(stack, Adapted):
         return all(can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
     return (
         rows_NC.is_cuda
         and torch.cuda.get_device_capability(rows_NC.device)[0] in (9, 10)
         and rows_NC.dtype == torch.bfloat16
-        and (isinstance(stack, QuantisedStack) or stack.dtype == torch.bfloat16)
+        and (isinstance(stack, Quantised) or stack.dtype == torch.bfloat16)
         and len(rows_NC) > 0
         and all(width % _GROUPED_ALIGNMENT == 0 for width in stack.shape[1:])
     )

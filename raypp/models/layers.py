@@ -7,7 +7,6 @@ width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
 from raypp.models.rotary import Table, rotated
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
+from raypp.spec.decoder_layer import PLAIN, Layer
 from raypp.spec.models import DecoderOptions
 
 
@@ -42,9 +42,11 @@ class OffsetRMSNorm(RMSNorm):
         return F.rms_norm(x.to(wide), (x.shape[-1],), 1 + self.weight.to(wide), self.eps).to(x.dtype)
 
 
-LayerNorm = nn.LayerNorm
-"""LayerNorm (arXiv:1607.06450) with a gain and a bias. Families may not import torch."""
-NormClass = type[RMSNorm] | type[LayerNorm]
+def new_norm(options: DecoderOptions, width: int) -> nn.Module:
+    """Returns a norm of the kind that the family has, RMSNorm or LayerNorm (arXiv:1607.06450)."""
+    ends = options.stage_ends()
+    kind = nn.LayerNorm if ends.layer_norm else OffsetRMSNorm if ends.gain_from_zero else RMSNorm
+    return kind(width, options.norm_eps)
 
 
 class Attention(nn.Module):
@@ -52,29 +54,11 @@ class Attention(nn.Module):
 
     Args:
         options: The `model:` section.
-        qkv_bias: The projections of queries, keys and values have biases.
-        out_bias: The projection of the output has a bias.
-        head_norms: Queries and keys are normalised per head, with one gain for all heads.
-        whole_norms: Queries and keys are normalised over all heads together.
-        fused: One matrix, `qkv_proj`, projects to queries, keys and values, in this order.
-        neighbours: The rotary encoding turns pairs of neighbouring dims, not dims of two halves.
+        layer: The layer that it is in.
         rule: The layer's rule. With sinks, the module has the parameter `sinks`, `[H]`.
-        norm: The class of these norms.
     """
 
-    def __init__(
-        self,
-        options: DecoderOptions,
-        *,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        head_norms: bool = False,
-        whole_norms: bool = False,
-        fused: bool = False,
-        neighbours: bool = False,
-        rule: AttentionRule = NO_RULE,
-        norm: type[RMSNorm] = RMSNorm,
-    ) -> None:
+    def __init__(self, options: DecoderOptions, layer: Layer = PLAIN, rule: AttentionRule = NO_RULE) -> None:
         super().__init__()
         self.rule = rule
         self.sinks = nn.Parameter(torch.empty(options.num_heads)) if rule.sinks else None
@@ -82,19 +66,18 @@ class Attention(nn.Module):
         queries, keys = options.num_heads * head, options.kv_heads * head
         self.head_dim = head
         self.widths = (queries, keys, keys)
-        self.whole_norms = whole_norms
-        self.fused = fused
-        self.neighbours = neighbours
-        if fused:
-            self.qkv_proj = nn.Linear(width, sum(self.widths), bias=qkv_bias)
+        self.layer = layer
+        if layer.fused_qkv:
+            self.qkv_proj = nn.Linear(width, sum(self.widths), bias=layer.qkv_bias)
         else:
-            self.q_proj = nn.Linear(width, queries, bias=qkv_bias)
-            self.k_proj = nn.Linear(width, keys, bias=qkv_bias)
-            self.v_proj = nn.Linear(width, keys, bias=qkv_bias)
-        self.o_proj = nn.Linear(queries, width, bias=out_bias)
-        normed = (queries, keys) if whole_norms else (head, head)
-        norms = [norm(size, options.norm_eps) if head_norms or whole_norms else None for size in normed]
-        self.q_norm, self.k_norm = norms
+            self.q_proj = nn.Linear(width, queries, bias=layer.qkv_bias)
+            self.k_proj = nn.Linear(width, keys, bias=layer.qkv_bias)
+            self.v_proj = nn.Linear(width, keys, bias=layer.qkv_bias)
+        self.o_proj = nn.Linear(queries, width, bias=layer.out_bias)
+        self.q_norm = self.k_norm = None
+        if layer.head_norms or layer.whole_norms:
+            self.q_norm = new_norm(options, queries if layer.whole_norms else head)
+            self.k_norm = new_norm(options, keys if layer.whole_norms else head)
 
     def forward(self, x_BTC: Tensor, rotary: Table | None, documents: PackedDocuments) -> Tensor:
         """Computes the attention of a microbatch.
@@ -108,12 +91,12 @@ class Attention(nn.Module):
             The output `[B, T, C]`.
         """
         q, k, v = self._projected(x_BTC)
-        if self.whole_norms:
+        if self.layer.whole_norms:
             q, k = self._normed(q, k)
         q, k, v = (part.view(-1, part.shape[-1] // self.head_dim, self.head_dim) for part in (q, k, v))
-        if not self.whole_norms:
+        if not self.layer.whole_norms:
             q, k = self._normed(q, k)
-        if self.neighbours and rotary is not None:
+        if self.layer.neighbours and rotary is not None:
             # Scores do not depend on the order of dims, as long as queries and keys have the same.
             q, k = _in_halves(q, rotary[0].shape[-1]), _in_halves(k, rotary[0].shape[-1])
         q, k = rotated(q, rotary), rotated(k, rotary)
@@ -123,7 +106,7 @@ class Attention(nn.Module):
 
     def _projected(self, x_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries `[B, T, H · D]`, keys and values `[B, T, K · D]`."""
-        if not self.fused:
+        if not self.layer.fused_qkv:
             return self.q_proj(x_BTC), self.k_proj(x_BTC), self.v_proj(x_BTC)
         q, k, v = self.qkv_proj(x_BTC).split(self.widths, dim=-1)
         # The rotary encoding copies the others. Messages between ranks need values without gaps.
@@ -189,12 +172,6 @@ class PlainFeedForward(nn.Module):
         return out
 
 
-NormNames = tuple[str | None, str | None, str | None, str | None]
-PRE_NORMS: NormNames = ("input_layernorm", None, "post_attention_layernorm", None)
-"""Most families' names of the norms of a layer: before and after attention, before and after the
-feed-forward block."""
-
-
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream, with norms around them.
 
@@ -202,33 +179,17 @@ class DecoderLayer(nn.Module):
         options: The `model:` section.
         attention: The attention block.
         mlp: The feed-forward block.
-        mlp_name: The family's name for the feed-forward block.
-        norms: The family's names of the norms before and after attention, before and after the
-            feed-forward block. None: there is none at this place.
-        norm: The class of these norms.
-        residual_scale: What both blocks' outputs are multiplied by before they are added.
+        layer: The names of the blocks and norms, and the factor of what is added.
     """
 
-    def __init__(
-        self,
-        options: DecoderOptions,
-        attention: nn.Module,
-        mlp: nn.Module,
-        mlp_name: str = "mlp",
-        *,
-        norms: NormNames = PRE_NORMS,
-        norm: NormClass = RMSNorm,
-        residual_scale: float = 1.0,
-    ) -> None:
+    def __init__(self, options: DecoderOptions, attention: nn.Module, mlp: nn.Module, layer: Layer = PLAIN) -> None:
         super().__init__()
+        self.layer = layer
         self.self_attn = attention
-        self.mlp_name = mlp_name
-        self.add_module(mlp_name, mlp)
-        self.norm_names = norms
-        self.residual_scale = residual_scale
-        for name in norms:
+        self.add_module(layer.mlp_name, mlp)
+        for name in layer.norms:
             if name is not None:
-                self.add_module(name, norm(options.hidden_size, options.norm_eps))
+                self.add_module(name, new_norm(options, options.hidden_size))
 
     def forward(
         self,
@@ -249,7 +210,7 @@ class DecoderLayer(nn.Module):
         Returns:
             The residual stream `[B, T, C]`.
         """
-        before_attention, after_attention, before_mlp, after_mlp = self.norm_names
+        before_attention, after_attention, before_mlp, after_mlp = self.layer.norms
         attended = self.self_attn(self._normed(before_attention, x_BTC), rotary, documents)
         x_BTC = x_BTC + self._scaled(self._normed(after_attention, attended))
         fed = self.feed_forward(self._normed(before_mlp, x_BTC), labelled_BT)
@@ -264,7 +225,7 @@ class DecoderLayer(nn.Module):
 
     def _scaled(self, x_BTC: Tensor) -> Tensor:
         """Returns what is added to the residual stream, `[B, T, C]`."""
-        return x_BTC if self.residual_scale == 1 else x_BTC * self.residual_scale
+        return x_BTC if self.layer.residual_scale == 1 else x_BTC * self.layer.residual_scale
 
     def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
         """Runs the feed-forward block: `[B, T, C]` to `[B, T, C]`.
@@ -272,24 +233,5 @@ class DecoderLayer(nn.Module):
         Layers with experts override it, because their losses need the tokens with a label, bool
         `[B, T]`.
         """
-        out: Tensor = self.get_submodule(self.mlp_name)(x_BTC)
+        out: Tensor = self.get_submodule(self.layer.mlp_name)(x_BTC)
         return out
-
-
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-
-
-class SandwichLayer(DecoderLayer):
-    """Attention and a feed-forward block with GELU, each between two norms with gain 1 + weight.
-
-    Args:
-        options: The `model:` section.
-        head_norms: Queries and keys are normalised per head.
-        index: The global index of the layer.
-    """
-
-    def __init__(self, options: DecoderOptions, index: int, *, head_norms: bool = False) -> None:
-        width, rule = options.hidden_size, options.attention_rule(index)
-        attention = Attention(options, head_norms=head_norms, rule=rule, norm=OffsetRMSNorm)
-        mlp = GatedFeedForward(width, options.ffn_size, partial(F.gelu, approximate="tanh"))
-        super().__init__(options, attention, mlp, norms=_NORMS, norm=OffsetRMSNorm)

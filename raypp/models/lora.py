@@ -3,7 +3,7 @@
 An adapter does not change the parameters of the module it belongs to: A and B become children of
 it, and its class gets another `forward`. So names do not change, and any module works that maps
 `[..., in]` to `[..., out]`. Experts' matrices are computed by `raypp.models.experts`, which takes
-an `AdaptedStack` where it takes a stack.
+an `Adapted` where it takes a stack.
 
 Legend: r rank, E experts, N rows sorted by expert, n rows of one expert.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from raypp.models.adapter_dropout import AdapterDropout, CurrentTokens
 from raypp.models.documents import PackedDocuments
-from raypp.models.quantised import QuantisedMatrix, QuantisedStack, quantise_layer, store_rest, torch_dtype
+from raypp.models.quantised import Quantised, quantise_layer, store_rest, torch_dtype
 from raypp.spec.families import family_of
 from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions, LoraOptions
@@ -138,64 +138,43 @@ def _adapt_stack(experts: nn.Module, name: str, a: tuple[int, ...], b: tuple[int
     experts.lora_scale = scale  # type: ignore[assignment]
 
 
-PlainMatrix = Tensor | QuantisedMatrix
-PlainStack = Tensor | QuantisedStack
-
-
 @dataclass(frozen=True)
-class AdaptedMatrix:
-    """The matrix of one expert and its adapter.
+class Adapted:
+    """The matrix of one expert and its adapter, or a stack of them.
 
     Attributes:
-        weight: `[out, in]`.
-        a: `[r, in]`.
-        b: `[out, r]`.
+        weight: `[out, in]`, or `[E, out, in]`.
+        a: `[r, in]`, or `[E, r, in]`.
+        b: `[out, r]`, or `[E, out, r]`.
         scale: s.
     """
 
-    weight: PlainMatrix
+    weight: Tensor | Quantised
     a: Tensor
     b: Tensor
     scale: float
 
 
-@dataclass(frozen=True)
-class AdaptedStack:
-    """A stack of experts' matrices and its adapters.
-
-    Attributes:
-        weight: `[E, out, in]`.
-        a: `[E, r, in]`.
-        b: `[E, out, r]`.
-        scale: s.
-    """
-
-    weight: PlainStack
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-Matrix = PlainMatrix | AdaptedMatrix
+Matrix = Tensor | Quantised | Adapted
 """The matrix of one expert, `[out, in]`."""
-Stack = PlainStack | AdaptedStack
+Stack = Matrix
 """The matrices of all experts, `[E, out, in]`."""
 
 
 def unbound(stack: Stack) -> Sequence[Matrix]:
     """Returns the matrices of a stack, expert by expert."""
-    if not isinstance(stack, AdaptedStack):
+    if not isinstance(stack, Adapted):
         return stack.unbind()
-    weights: Sequence[PlainMatrix] = stack.weight.unbind()
+    weights: Sequence[Tensor | Quantised] = stack.weight.unbind()
     parts = zip(weights, stack.a.unbind(), stack.b.unbind(), strict=True)
-    return [AdaptedMatrix(weight, a, b, stack.scale) for weight, a, b in parts]
+    return [Adapted(weight, a, b, stack.scale) for weight, a, b in parts]
 
 
 def product(x: Tensor, matrix: Matrix) -> Tensor:
     """Multiplies rows `[n, in]` by an expert's matrix: `[n, out]`."""
     if isinstance(matrix, Tensor):
         return F.linear(x, matrix)
-    if isinstance(matrix, QuantisedMatrix):
+    if isinstance(matrix, Quantised):
         return matrix.product(x)
     return product(x, matrix.weight) + F.linear(F.linear(x, matrix.a), matrix.b) * matrix.scale
 
@@ -210,8 +189,8 @@ def grouped_product(rows: Tensor, stack: Stack, ends_E: Tensor) -> Tensor:
     """
     if isinstance(stack, Tensor):
         return F.grouped_mm(rows, _without_rows_zero(stack, ends_E).mT, offs=ends_E)
-    if isinstance(stack, QuantisedStack):
-        return stack.grouped_product(rows, ends_E)
+    if isinstance(stack, Quantised):
+        return stack.product(rows, ends_E)
     low = grouped_product(rows, stack.a, ends_E)
     return grouped_product(rows, stack.weight, ends_E) + grouped_product(low, stack.b, ends_E) * stack.scale
 

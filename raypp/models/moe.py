@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypp.models.clamped_experts import ClampedExperts
-from raypp.models.experts import Exchange, Names, StackedExperts, counted, inverse, reordered, repeated
+from raypp.models.experts import ClampedExperts, Exchange, StackedExperts, counted, inverse, reordered, repeated
 from raypp.models.layers import DecoderLayer, GatedFeedForward
+from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 
 
@@ -28,11 +28,9 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         options: The `model:` section.
-        experts: The experts, or the family's names for the matrices of `StackedExperts`.
-        router: The family's name of the router.
-        router_bias: The router has a bias.
-        shared: Inner width of an expert that gets every token. Its output is multiplied by a gate,
-            σ(x · w), and added. None: there is none.
+        layer: The names of the experts' matrices; whether they are those of gpt-oss; and the inner
+            width of an expert that gets every token. Its output is multiplied by a gate,
+            σ(x · w), and added.
 
     Attributes:
         exchange: Runs experts that are spread over ranks. None: this rank holds all of them. Set by
@@ -42,22 +40,18 @@ class MixtureOfExperts(nn.Module):
             loss. None: only this rank.
     """
 
-    def __init__(
-        self,
-        options: MoeOptions,
-        experts: Names | ClampedExperts,
-        *,
-        router: str = "gate",
-        router_bias: bool = False,
-        shared: int | None = None,
-    ) -> None:
+    def __init__(self, options: MoeOptions, layer: Layer) -> None:
         super().__init__()
         self.options = options
-        self.router_name = router
-        self.add_module(router, nn.Linear(options.hidden_size, options.num_experts, bias=router_bias))
-        self.experts = experts if isinstance(experts, ClampedExperts) else _stacked(options, experts)
-        self.shared_expert = GatedFeedForward(options.hidden_size, shared) if shared is not None else None
-        self.shared_expert_gate = nn.Linear(options.hidden_size, 1, bias=False) if shared is not None else None
+        clamped, width = layer.mlp == "clamped", options.hidden_size
+        self.router_name = "router" if clamped else "gate"
+        self.add_module(self.router_name, nn.Linear(width, options.num_experts, bias=clamped))
+        sizes = options.num_experts, width, options.expert_ffn_size
+        self.experts = ClampedExperts(*sizes) if clamped else StackedExperts(*sizes, layer.experts)
+        self.shared_expert = self.shared_expert_gate = None
+        if layer.shared is not None:
+            self.shared_expert = GatedFeedForward(width, layer.shared)
+            self.shared_expert_gate = nn.Linear(width, 1, bias=False)
         self.exchange: Exchange | None = None
         self.router_sums = RouterSums()
         self.microbatch_group: dist.ProcessGroup | None = None
@@ -108,10 +102,6 @@ class MixtureOfExperts(nn.Module):
                 return out_SC.view_as(x_BTC)
             out_SC = _AddLoss.apply(out_SC, loss, sums_2.detach(), self.router_sums)  # type: ignore[no-untyped-call]
         return out_SC.view_as(x_BTC)
-
-
-def _stacked(options: MoeOptions, names: Names) -> StackedExperts:
-    return StackedExperts(options.num_experts, options.hidden_size, options.expert_ffn_size, names)
 
 
 def router_sums(
@@ -210,5 +200,5 @@ class MoeDecoderLayer(DecoderLayer):
 
     def feed_forward(self, x_BTC: Tensor, labelled_BT: Tensor | None) -> Tensor:
         """Runs the experts: `[B, T, C]` to `[B, T, C]`; tokens with a label, bool `[B, T]`."""
-        out: Tensor = self.get_submodule(self.mlp_name)(x_BTC, labelled_BT)
+        out: Tensor = self.get_submodule(self.layer.mlp_name)(x_BTC, labelled_BT)
         return out

@@ -63,23 +63,24 @@ class Format:
         stored = (*shape[:-1], row_bytes(self.base, self.width))
         return nn.Parameter(torch.empty(stored, dtype=torch.uint8, device="meta"), requires_grad=False)
 
-    def product(self, x: Tensor, stored: Tensor) -> Tensor:
-        """Multiplies `[..., C]` by a matrix whose bytes are `[O, R]`, or `[C, R]`: `[..., O]`."""
-        return cast(Tensor, _product(x, stored, self.base, self.width, self.transposed))
+    def product(self, x: Tensor, stored: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Multiplies `[..., C]` by the matrix whose bytes are given: `[..., O]`; see `_product`."""
+        return cast(Tensor, _product(x, stored, ends, self.base, self.width, self.transposed))
 
 
 @torch.library.custom_op("raypp::quantised_product", mutates_args=())
-def _product(x: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    """Returns x · Wᵀ, `[..., O]`, of x `[..., C]`.
+def _product(x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool) -> Tensor:
+    """Returns x · Wᵀ, `[..., O]`, of x `[..., C]`; with ends `[E]`, of rows sorted by expert.
 
-    The bytes are those of W, `[O, R]`, or of Wᵀ, `[C, R]`.
+    The bytes are those of W, `[O, R]`, or of Wᵀ, `[C, R]`; of experts, `[E, O, R]` or `[E, C, R]`.
     """
-    return F.linear(x, _dequantised(stored, base, width, transposed, x.dtype))
+    matrix = _dequantised(stored, base, width, transposed, x.dtype)
+    return F.linear(x, matrix) if ends is None else F.grouped_mm(x, matrix.mT, offs=ends)
 
 
 @_product.register_fake
-def _(x: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    return x.new_empty(*x.shape[:-1], width if transposed else stored.shape[0])
+def _(x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], width if transposed else stored.shape[-2])
 
 
 def _dequantised(stored: Tensor, base: str, width: int, transposed: bool, dtype: torch.dtype) -> Tensor:
@@ -89,105 +90,45 @@ def _dequantised(stored: Tensor, base: str, width: int, transposed: bool, dtype:
 
 
 @torch.library.custom_op("raypp::quantised_product_backward", mutates_args=())
-def _product_backward(gradient: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
+def _product_backward(
+    gradient: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool
+) -> Tensor:
     """Returns gradient · W, `[..., C]`, of the gradient `[..., O]`.
 
-    The bytes are as for `_product`.
+    The bytes and ends are as for `_product`.
     """
-    return gradient @ _dequantised(stored, base, width, transposed, gradient.dtype)
+    matrix = _dequantised(stored, base, width, transposed, gradient.dtype)
+    # An expanded gradient (of a sum) has strides that the grouped kernel refuses.
+    return gradient @ matrix if ends is None else F.grouped_mm(gradient.contiguous(), matrix, offs=ends)
 
 
 @_product_backward.register_fake
-def _(gradient: Tensor, stored: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], stored.shape[0] if transposed else width)
+def _(gradient: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], stored.shape[-2] if transposed else width)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, str, int, bool], output: Tensor) -> None:
-    """Keeps the bytes of `_product`'s matrix, `[O, R]` or `[C, R]`, for the backward."""
-    _, stored, ctx.base, ctx.width, ctx.transposed = inputs
-    ctx.save_for_backward(stored)
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, str, int, bool], output: Tensor) -> None:
+    """Keeps the bytes, `[..., O, R]` or `[..., C, R]`, and the ends, `[E]`, for the backward."""
+    _, stored, ends, ctx.base, ctx.width, ctx.transposed = inputs
+    ctx.save_for_backward(stored, ends)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
     """Returns the gradient `[..., C]` of the input, given that of the output, `[..., O]`."""
-    (stored,) = ctx.saved_tensors
-    return _product_backward(gradient, stored, ctx.base, ctx.width, ctx.transposed), None, None, None, None
+    stored, ends = ctx.saved_tensors
+    x_grad = _product_backward(gradient, stored, ends, ctx.base, ctx.width, ctx.transposed)
+    return x_grad, None, None, None, None, None
 
 
 _product.register_autograd(_backward, setup_context=_keep)
 
 
-@torch.library.custom_op("raypp::quantised_experts", mutates_args=())
-def _grouped(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    """Returns `[N, O]`: rows `[N, C]`, sorted by expert, times matrices given as bytes.
-
-    The bytes are those of W, `[E, O, R]`, or of Wᵀ, `[E, C, R]`.
-    """
-    return F.grouped_mm(rows, _dequantised(stored, base, width, transposed, rows.dtype).mT, offs=ends)
-
-
-@_grouped.register_fake
-def _(rows: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    return rows.new_empty(rows.shape[0], width if transposed else stored.shape[1])
-
-
-@torch.library.custom_op("raypp::quantised_experts_backward", mutates_args=())
-def _grouped_backward(
-    gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool
-) -> Tensor:
-    """Returns the gradient `[N, C]` of the rows, given that of the output, `[N, O]`.
-
-    The bytes are as for `_grouped`.
-    """
-    # An expanded gradient (of a sum) has strides that the kernel refuses.
-    matrices = _dequantised(stored, base, width, transposed, gradient.dtype)
-    return F.grouped_mm(gradient.contiguous(), matrices, offs=ends)
-
-
-@_grouped_backward.register_fake
-def _(gradient: Tensor, stored: Tensor, ends: Tensor, base: str, width: int, transposed: bool) -> Tensor:
-    return gradient.new_empty(gradient.shape[0], stored.shape[1] if transposed else width)
-
-
-def _keep_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str, int, bool], output: Tensor) -> None:
-    """Keeps the bytes of `_grouped`'s stack, `[E, O, R]` or `[E, C, R]`, and its ends, `[E]`."""
-    _, stored, ends, ctx.base, ctx.width, ctx.transposed = inputs
-    ctx.save_for_backward(stored, ends)
-
-
-def _backward_grouped(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-    """Returns the gradient `[N, C]` of the rows, given that of the output, `[N, O]`."""
-    stored, ends = ctx.saved_tensors
-    x_grad = _grouped_backward(gradient, stored, ends, ctx.base, ctx.width, ctx.transposed)
-    return x_grad, None, None, None, None, None
-
-
-_grouped.register_autograd(_backward_grouped, setup_context=_keep_grouped)
-
-
 @dataclass(frozen=True)
-class QuantisedMatrix:
-    """The matrix of one expert.
+class Quantised:
+    """The matrix of one expert, or the same matrix of all experts that a rank holds.
 
     Attributes:
-        stored: Its bytes, uint8 `[O, R]`.
-        format: Their format.
-    """
-
-    stored: Tensor
-    format: Format
-
-    def product(self, x: Tensor) -> Tensor:
-        """Multiplies rows `[n, C]` by the matrix: `[n, O]`."""
-        return self.format.product(x, self.stored)
-
-
-@dataclass(frozen=True)
-class QuantisedStack:
-    """The same matrix of all experts that a rank holds.
-
-    Attributes:
-        stored: Their bytes, uint8 `[E, O, R]`.
+        stored: The bytes, uint8 `[O, R]` or `[E, O, R]`.
         format: Their format.
     """
 
@@ -198,24 +139,23 @@ class QuantisedStack:
     def shape(self) -> torch.Size:
         return self.format.shape(self.stored.shape)
 
-    def unbind(self) -> list[QuantisedMatrix]:
+    def unbind(self) -> list[Quantised]:
         """Returns the experts, one by one."""
-        return [QuantisedMatrix(matrix, self.format) for matrix in self.stored.unbind()]
+        return [Quantised(matrix, self.format) for matrix in self.stored.unbind()]
 
-    def grouped_product(self, rows: Tensor, ends_E: Tensor) -> Tensor:
-        """Multiplies rows by their experts' matrices in one kernel. Needs what `grouped_mm` needs.
+    def product(self, rows: Tensor, ends_E: Tensor | None = None) -> Tensor:
+        """Multiplies rows `[N, C]` by the matrix, or by those of their experts in one kernel.
 
-        All matrices of the stack are dequantised for it at once.
+        The kernel needs what `grouped_mm` needs. All matrices are dequantised for it at once.
 
         Args:
-            rows: Sorted by expert, `[N, C]`.
-            ends_E: Where each expert's rows end, int32 `[E]`.
+            rows: `[N, C]`; sorted by expert, if there are several.
+            ends_E: Where each expert's rows end, int32 `[E]`; None: it is the matrix of one.
 
         Returns:
             `[N, O]`.
         """
-        form = self.format
-        return cast(Tensor, _grouped(rows, self.stored, ends_E, form.base, form.width, form.transposed))
+        return self.format.product(rows, self.stored, ends_E)
 
 
 class QuantisedLinear(nn.Module):
@@ -242,9 +182,6 @@ class QuantisedLinear(nn.Module):
         """Maps `[..., C]` to `[..., O]`, in the dtype of the input."""
         out = self.format.product(x, self.weight)
         return out if self.bias is None else out + self.bias
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, base={self.format.base}"
 
 
 def stored_formats(module: nn.Module) -> Iterator[tuple[str, Format]]:

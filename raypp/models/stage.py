@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.layers import LayerNorm, NormClass, OffsetRMSNorm, RMSNorm
+from raypp.models.layers import Attention, DecoderLayer, FusedFeedForward, GatedFeedForward, PlainFeedForward, new_norm
 from raypp.models.lora import add_adapters
 from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
+from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
 from raypp.models.quantised import stored_formats
 from raypp.models.rotary import rotary_table
 from raypp.spec.families import FAMILIES, MODELS, family_of, layer_rotary
 from raypp.spec.family import Weight
-from raypp.spec.models import DecoderOptions
+from raypp.spec.models import DecoderOptions, MoeOptions
 
 LayerFactory = Callable[[DecoderOptions, int], nn.Module]
 
@@ -40,9 +42,7 @@ class Backbone(nn.Module):
         holds_matrix = first or (last and options.tie_embeddings)
         self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if holds_matrix else None
         self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
-        ends = options.stage_ends()
-        norm: NormClass = LayerNorm if ends.layer_norm else OffsetRMSNorm if ends.gain_from_zero else RMSNorm
-        self.norm = norm(options.hidden_size, options.norm_eps) if last else None
+        self.norm = new_norm(options, options.hidden_size) if last else None
 
 
 class DecoderStage(nn.Module):
@@ -164,13 +164,6 @@ class DecoderStage(nn.Module):
         weight = self.model.embed_tokens.weight
         weight.grad = apart.grad if weight.grad is None else weight.grad.add_(apart.grad)
 
-    def blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields name and module of each layer, in order.
-
-        Activation checkpointing, compilation and FSDP apply per layer.
-        """
-        yield from self.model.layers.items()
-
 
 def computes_loss(stage: nn.Module) -> bool:
     """Whether a last stage takes `targets` and returns the loss, as a user's own module may."""
@@ -200,7 +193,26 @@ def tied_within(stage: nn.Module) -> nn.Parameter | None:
 
 def build_decoder(options: DecoderOptions, layers: range, first: bool, last: bool) -> nn.Module:
     """Builds a stage of a family in `raypp/families/` from that family's layers."""
-    return DecoderStage(options, layers, first, last, FAMILIES[options.kind].layer)
+    return DecoderStage(options, layers, first, last, build_layer)
+
+
+def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
+    """Builds the layer with a global index as its family declares it."""
+    layer = FAMILIES[options.kind].layer(options, index)
+    attention = Attention(options, layer, options.attention_rule(index))
+    if layer.routes:
+        assert isinstance(options, MoeOptions)
+        return MoeDecoderLayer(options, attention, MixtureOfExperts(options, layer), layer)
+    width, inner = options.hidden_size, options.ffn_size
+    mlp: nn.Module
+    if layer.mlp == "fused":
+        mlp = FusedFeedForward(width, inner)
+    elif layer.mlp == "plain":
+        mlp = PlainFeedForward(width, inner, bias=layer.mlp_bias)
+    else:
+        gelu = partial(F.gelu, approximate="tanh")
+        mlp = GatedFeedForward(width, inner, gelu if layer.mlp == "gelu" else F.silu, bias=layer.mlp_bias)
+    return DecoderLayer(options, attention, mlp, layer)
 
 
 def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bool) -> nn.Module:

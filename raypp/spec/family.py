@@ -7,14 +7,17 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raypp.registry import Kind
 from raypp.spec.models import DecoderOptions
 from raypp.spec.rope import Rotary
+
+if TYPE_CHECKING:
+    from raypp.spec.decoder_layer import Layer
 
 Shape = tuple[int, ...]
 
@@ -116,7 +119,6 @@ class HfFormat:
         read: Returns further fields of the section from a config.json whose location is the second
             argument. Raises JobError.
         write: Returns further keys of config.json; they replace others.
-        own: Keys that `read` checks itself: `layer_types` or none.
     """
 
     model_type: str
@@ -130,7 +132,6 @@ class HfFormat:
     rope_types: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     write: Callable[[Any], dict[str, Any]] | None = None
-    own: frozenset[str] = frozenset()
 
 
 def whole_heads(options: DecoderOptions, index: int) -> Rotary | None:
@@ -143,10 +144,7 @@ class Family(Kind):
     """One decoder family: a value of `model.kind`.
 
     Attributes:
-        weights: Returns the parameters of the layer with a global index, in export order. Planning
-            derives parameters, FLOPs and memory from them; import and export take names and shapes.
-        layer: Builds that layer as a torch module. Imports torch when called; the family's file
-            never does.
+        layer: Returns what the layer with a global index is made of.
         hf: Its Hugging Face format.
         options: Class of its `model:` section.
         rotary: Returns what the queries and keys of the layer with a global index are rotated by,
@@ -155,12 +153,19 @@ class Family(Kind):
             `raypp.models.stage`.
     """
 
-    weights: Callable[[Any, int], Sequence[Weight]]
-    layer: Callable[[Any, int], Any]
+    layer: Callable[[Any, int], Layer]
     hf: HfFormat
     options: type[DecoderOptions] = DecoderOptions
     rotary: Callable[[Any, int], Rotary | None] = whole_heads
     builder: str | Callable[..., Any] = "raypp.models.stage:build_decoder"
+
+    def weights(self, options: DecoderOptions, index: int) -> list[Weight]:
+        """Returns the parameters of the layer with a global index, in export order.
+
+        Planning derives parameters, FLOPs and memory from them; import and export take names and
+        shapes.
+        """
+        return self.layer(options, index).weights(options, index)
 
     def stage_weights(self, options: DecoderOptions, layers: range, *, first: bool, last: bool) -> dict[str, Weight]:
         """Returns the parameters of a stage by global name.

@@ -179,9 +179,8 @@ def _begin(mine: Restorable) -> None:
 
 def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
     # Only runs with model.from_hf import these.
-    from raypp.hf.base_identity import with_base_id
     from raypp.hf.initial_weights import load_from_hf
-    from raypp.hf.model_files import HfFiles
+    from raypp.hf.model_files import HfFiles, with_base_id
 
     rank = mine.rank
     if frozen and rank.seat.rank == 0:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from raypp.models.experts import grouped, one_by_one
+from raypp.models.experts import grouped, one_by_one, swiglu
+from raypp.models.lora import unbound
 from raypp.models.moe import MixtureOfExperts
 from raypp.models.once import forward_and_recomputation
+from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +23,17 @@ def test_the_grouped_kernel_gives_what_the_loop_gives_in_bf16(rows: list[int]) -
     shapes = ((172, 64), (4, 128, 64), (4, 128, 64), (4, 64, 128))
     sources = [torch.randn(shape, generator=generator).mul(0.3).to("cuda", torch.bfloat16) for shape in shapes]
     results = []
-    for way, numbers in ((one_by_one, rows), (grouped, counts)):
+    for together in (False, True):
         inputs = [source.clone().requires_grad_() for source in sources]
-        out = way(inputs[0], numbers, *inputs[1:])
+        if together:
+            out = grouped(inputs[0], counts, *inputs[1:])
+        else:
+            out = one_by_one(inputs[0], rows, swiglu, *map(unbound, inputs[1:]))
         out.square().sum().backward()
         results.append([out, *(t.grad for t in inputs)])
-    for looped, together in zip(*results, strict=True):
+    for looped, at_once in zip(*results, strict=True):
         # bf16 has 8 bits: sums in another order differ by a few roundings.
-        error = (looped.float() - together.float()).norm() / looped.float().norm()
+        error = (looped.float() - at_once.float()).norm() / looped.float().norm()
         assert error <= 2e-2
 
 
@@ -37,7 +42,7 @@ def test_a_layer_with_experts_on_one_device_never_makes_the_host_wait(recomputed
     sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": 31, "num_experts": 8}
     options = MoeOptions(kind="qwen3_moe", experts_per_token=3, expert_ffn_size=128, **sizes)
     with torch.device("cuda"):
-        block = MixtureOfExperts(options, ("gate_proj", "up_proj", "down_proj")).to(torch.bfloat16)
+        block = MixtureOfExperts(options, Layer(mlp="experts")).to(torch.bfloat16)
         x = torch.randn(2, 40, 64, dtype=torch.bfloat16, requires_grad=True)
         labelled = torch.ones(2, 40, dtype=torch.bool)
     with torch.no_grad():

@@ -67,12 +67,11 @@ ALLOWED = {
     ("raypp.parallel.ring_hops._per_query_head", "repeat_interleave"): _COUNT,
     ("raypp.parallel.context.ulysses_attention", "repeat_interleave"): _COUNT,
     (
-        "raypp.models.experts.StackedExperts.forward",
+        "raypp.models.experts.ExpertStacks.forward",
         "tolist",
     ): "the loop of the reference: one read per layer and forward",
     ("raypp.models.adapter_dropout.AdapterDropout.__init__", "tensor(device=)"): _HOST + "; when a stage is built",
     ("raypp.models.quantised_rows._table", "tensor(device=)"): "16 numbers, once per device",
-    ("raypp.models.clamped_experts.ClampedExperts.forward", "tolist"): "as in StackedExperts",
     (
         "raypp.parallel.expert.ExpertExchange._agree",
         "tolist",

@@ -25,9 +25,8 @@ from raypp.api.torch_process import ask
 from raypp.cli.main import run as run_command
 from raypp.errors import RunFailedError
 from raypp.inference.eval_job import data_job, task_job
-from raypp.inference.scoring import Scored
 from raypp.inference.source import Source, find_source
-from raypp.inference.task_model import ask_on_seat
+from raypp.inference.task_model import Scored, ask_on_seat
 from raypp.measure.local_ranks import run_ranks
 from raypp.observe.reader import RunReader
 from raypp.ports import free_port

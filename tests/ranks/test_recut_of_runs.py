@@ -28,9 +28,8 @@ from raypp.checkpoint.diff import diff_checkpoints
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.errors import CheckpointError
-from raypp.hf.from_hf import EMBEDDING, HEAD
 from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles
 from raypp.hf.names import hf_parts
 from raypp.models.stage import build_stage
 from raypp.spec.load import parse_job

@@ -23,13 +23,12 @@ from raypp.checkpoint.state import gather_state
 from raypp.checkpoint.upload import upload_snapshot
 from raypp.cli.main import run
 from raypp.errors import CheckpointError, JobError
-from raypp.hf.base_identity import base_identity
 from raypp.hf.export_adapter import export_adapter
 from raypp.hf.export_model import export_hf
 from raypp.hf.from_hf import hf_options
 from raypp.hf.import_model import import_hf
 from raypp.hf.initial_weights import load_from_hf
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, base_identity
 from raypp.inference.source import find_source
 from raypp.models.documents import PackedDocuments
 from raypp.models.stage import build_stage, initialise

@@ -25,6 +25,7 @@ from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
 from raypp.hf.tokenizer_files import TokenizerFiles, bytes_tokenizer, tokenizer_files
 from raypp.spec.families import FAMILIES
+from raypp.spec.models import DecoderOptions
 from raypp.storage.directory import DirectoryStore
 
 transformers: Any = Lazily("transformers")
@@ -38,6 +39,13 @@ TEXTS = (
     "it 's n't . , ! ?",
     "",
 )
+
+
+def files_of(
+    name: str | None, vocab_size: int, *, template: str | None = None, generation: bool = True
+) -> TokenizerFiles:
+    job = {"data": {"tokenizer": name, "chat_template": template, "seq_len": 64}}
+    return tokenizer_files(job, None, DecoderOptions(vocab_size=vocab_size), generation=generation)
 
 
 def folder_of(files: TokenizerFiles, folder: Path) -> Path:
@@ -65,7 +73,7 @@ def words_file(folder: Path, name: str = "tokenizer.json") -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    files = tokenizer_files("bytes", vocab_size=257, context=64)
+    files = files_of("bytes", 257)
     return transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path_factory.mktemp("bytes")))
 
 
@@ -91,7 +99,7 @@ def test_every_byte_has_its_id_and_256_ends_a_text(theirs: Any, tmp_path: Path) 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_no_model_type_changes_the_tokenizer(kind: str, tmp_path: Path) -> None:
     their_config(kind, keys_of(kind, "plain")).save_pretrained(tmp_path)
-    folder_of(tokenizer_files("bytes", vocab_size=257, context=64), tmp_path)
+    folder_of(files_of("bytes", 257), tmp_path)
     found = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert all(found(text)["input_ids"] == OURS.encode(text).tolist() for text in TEXTS)
 
@@ -135,7 +143,7 @@ def test_a_tokenizer_file_is_copied_with_the_files_beside_it(tmp_path: Path) -> 
     (source.parent / "additional_chat_templates" / "short.jinja").write_text("short")
     (source.parent / "generation_config.json").write_text('{"eos_token_id": 4, "top_p": 0.8, "pad_token_id": 5}')
     (source.parent / "notes.txt").write_text("not part of the tokenizer")
-    files = tokenizer_files(str(source), vocab_size=6, context=64)
+    files = files_of(str(source), 6)
     assert set(files.files) == {
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/short.jinja",
         "generation_config.json",
@@ -157,17 +165,17 @@ def test_the_template_that_a_run_was_given_is_that_of_the_export(name: str, tmp_
     (source.parent / "chat_template.jinja").write_text("the model's")
     (tmp_path / "given.jinja").write_text("{{ messages[0].content }}!")
     tokenizer = "bytes" if name == "bytes" else str(source)
-    files = tokenizer_files(tokenizer, vocab_size=300, context=64, template=str(tmp_path / "given.jinja"))
+    files = files_of(tokenizer, 300, template=str(tmp_path / "given.jinja"))
     again = transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path / "out"))
     assert again.apply_chat_template([{"role": "user", "content": "in"}], tokenize=False) == "in!"
-    gone = tokenizer_files(tokenizer, vocab_size=300, context=64, template="/nowhere/given.jinja")
+    gone = files_of(tokenizer, 300, template="/nowhere/given.jinja")
     assert "the chat template was not exported" in gone.remarks[0] and "/nowhere/given.jinja" in gone.remarks[0]
 
 
 def test_a_file_with_another_name_has_no_files_beside_it(tmp_path: Path) -> None:
     source = words_file(tmp_path / "source", "words.json")
     (source.parent / "chat_template.jinja").write_text("of another model")
-    files = tokenizer_files(str(source), vocab_size=6, context=64, generation=False)
+    files = files_of(str(source), 6, generation=False)
     assert set(files.files) == {"tokenizer.json", "tokenizer_config.json"}
     again = transformers.AutoTokenizer.from_pretrained(folder_of(files, tmp_path / "out"))
     assert (again.eos_token_id, again.pad_token_id, again.chat_template) == (3, 3, None)
@@ -175,7 +183,7 @@ def test_a_file_with_another_name_has_no_files_beside_it(tmp_path: Path) -> None
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     def remarks(name: str | None, vocab_size: int = 300) -> str:
-        found = tokenizer_files(name, vocab_size=vocab_size, context=64)
+        found = files_of(name, vocab_size)
         assert not found.files
         return "\n".join(found.remarks)
 
@@ -183,9 +191,9 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     assert "/nowhere/tokenizer.json cannot be read" in remarks("/nowhere/tokenizer.json")
     assert "it has 257 ids, but the model has only 97" in remarks("bytes", 97)
     with pytest.raises(DataError, match=r"--tokenizer: .*does not exist"):
-        tokenizer_files("/nowhere/tokenizer.json", vocab_size=300, context=64, asked=True)
+        tokenizer_files({}, "/nowhere/tokenizer.json", DecoderOptions(vocab_size=300))
     with pytest.raises(JobError, match="--tokenizer: bytes does not fit: it has 257 ids, but the model has only 97"):
-        tokenizer_files("bytes", vocab_size=97, context=64, asked=True)
+        tokenizer_files({}, "bytes", DecoderOptions(vocab_size=97))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +207,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
 def test_a_generation_config_that_is_none_is_not_copied(content: bytes, said: str, tmp_path: Path) -> None:
     source = words_file(tmp_path / "source")
     (source.parent / "generation_config.json").write_bytes(content)
-    files = tokenizer_files(str(source), vocab_size=6, context=64)
+    files = files_of(str(source), 6)
     assert said in files.remarks[0]
     assert json.loads(files.files["generation_config.json"]) == {"pad_token_id": 3, "eos_token_id": 3}
 
@@ -208,7 +216,7 @@ def test_special_files_beside_a_tokenizer_are_left_alone(tmp_path: Path) -> None
     source = words_file(tmp_path / "source")
     os.mkfifo(source.parent / "chat_template.jinja")
     (source.parent / "merges.txt").mkdir()
-    assert set(tokenizer_files(str(source), vocab_size=6, context=64).files) == {
+    assert set(files_of(str(source), 6).files) == {
         "tokenizer.json", "tokenizer_config.json", "generation_config.json"
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ from raypp.errors import CheckpointError
 from raypp.hf.export_model import export_hf
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
-from raypp.hf.mxfp4 import dequantised
+from raypp.hf.tensor import dequantised
 from raypp.storage.directory import DirectoryStore
 
 transformers: Any = Lazily("transformers")

@@ -23,10 +23,8 @@ from raypp.data.sources import check_data, open_documents, source_request
 from raypp.data.tokenizer import FileTokenizer
 from raypp.data.write_shards import Options, write_shards
 from raypp.errors import RayppError
-from raypp.hf.base_identity import base_identity
 from raypp.hf.config import options_from_config
-from raypp.hf.from_hf import matching_tensors
-from raypp.hf.model_files import HfFiles
+from raypp.hf.model_files import HfFiles, base_identity, matching_tensors
 from raypp.hf.names import model_tensors
 from raypp.hf.tokenizer_files import tokenizer_files
 from raypp.planning.costs import Costs, Part, read_costs, write_costs
@@ -167,7 +165,8 @@ def use_tokenizer(path: Path) -> None:
 def export_tokenizer_beside(path: Path) -> None:
     """Does what an export does with the files beside a tokenizer."""
     (path.parent / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    tokenizer_files(str(path.parent / "tokenizer.json"), vocab_size=320, context=16)
+    tokens = {"data": {"tokenizer": str(path.parent / "tokenizer.json"), "seq_len": 16}}
+    tokenizer_files(tokens, None, DecoderOptions(vocab_size=320))
 
 
 def _model_with(name: str, content: bytes | Callable[[], bytes]) -> Case:

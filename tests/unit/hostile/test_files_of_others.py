@@ -20,7 +20,7 @@ from raypp.data import source_files
 from raypp.data.stored_arrays import read_meta, read_offsets
 from raypp.errors import DataError, JobError, RayppError
 from raypp.hf.config import options_from_config
-from raypp.hf.export_model import run_tokenizer
+from raypp.hf.tokenizer_files import tokenizer_files
 from raypp.spec.models import DecoderOptions
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -218,6 +218,6 @@ def test_a_damaged_cache_entry_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [None, [], "text", {"tokenizer": 3}, {"tokenizer": "/dev/zero"}, {"seq_len": "x"}])
 def test_the_tokenizer_of_a_strange_job_is_left_out_and_told(data: Any) -> None:
-    found = run_tokenizer({"data": data}, None, DecoderOptions())
+    found = tokenizer_files({"data": data}, None, DecoderOptions())
     assert found.files == {} and found.ids["eos_id"] is None
     assert found.remarks and all("exported" in remark for remark in found.remarks)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raypp.errors import JobError
-from raypp.inference.scoring import Score, Scored
 from raypp.inference.source import Source
+from raypp.inference.task_model import Score, Scored
 
 pytest.importorskip("lm_eval")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.models.clamped_experts import ALPHA, LIMIT, ClampedExperts, clamped_swiglu, grouped
+from raypp.models.experts import ALPHA, LIMIT, ClampedExperts, clamped_swiglu, grouped_clamped
 
 
 def test_the_gradient_is_that_of_plain_operators() -> None:
@@ -27,9 +27,6 @@ def test_all_experts_at_once_compute_what_they_do_one_by_one() -> None:
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     rows, counts = torch.randn(10, 16, dtype=torch.bfloat16), torch.tensor([3, 0, 6, 1])
-    stacks = [
-        experts.stack(name, transposed=True) if name in experts.names[::2] else getattr(experts, name)
-        for name in experts.names
-    ]
-    at_once = grouped(rows, counts, *stacks)
+    biases = [getattr(experts, name) for name in experts.biases]
+    at_once = grouped_clamped(rows, counts, *map(experts.stack, experts.names), *biases)
     torch.testing.assert_close(at_once, experts(rows, counts), rtol=2e-2, atol=2e-2)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from reference import run, whole_model
 from torch.utils.checkpoint import checkpoint
 
-from raypp.models.experts import StackedExperts, grouped, one_by_one
-from raypp.models.lora import _GradientOfRows
+from raypp.models.experts import StackedExperts, grouped, one_by_one, swiglu
+from raypp.models.lora import _GradientOfRows, unbound
 from raypp.models.moe import MixtureOfExperts, router_sums, weighted
+from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -39,7 +40,7 @@ def random_experts(count: int = 4) -> StackedExperts:
 
 
 def random_block(**other: Any) -> MixtureOfExperts:
-    block = MixtureOfExperts(options(**other), NAMES)
+    block = MixtureOfExperts(options(**other), Layer(mlp="experts"))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -146,13 +147,16 @@ def test_the_grouped_kernel_gives_what_the_loop_gives() -> None:
     rows = torch.randn(16, 16, generator=torch.Generator().manual_seed(5))
     matrices = [getattr(random_experts(), name) for name in NAMES]
     results = []
-    for way, numbers in ((one_by_one, counts.tolist()), (grouped, counts)):
+    for together in (False, True):
         inputs = [t.detach().clone().requires_grad_() for t in (rows, *matrices)]
-        out = way(inputs[0], numbers, *inputs[1:])
+        if together:
+            out = grouped(inputs[0], counts, *inputs[1:])
+        else:
+            out = one_by_one(inputs[0], counts.tolist(), swiglu, *map(unbound, inputs[1:]))
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         results.append([out, *(t.grad for t in inputs)])
-    for looped, together in zip(*results, strict=True):
-        torch.testing.assert_close(looped, together)
+    for looped, at_once in zip(*results, strict=True):
+        torch.testing.assert_close(looped, at_once)
 
 
 def test_the_block_is_a_weighted_sum_of_its_experts() -> None:

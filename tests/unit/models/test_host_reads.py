@@ -19,6 +19,7 @@ from raypp.models.experts import StackedExperts, grouped, inverse, repeated
 from raypp.models.moe import MixtureOfExperts
 from raypp.models.once import forward_and_recomputation, once
 from raypp.parallel.expert import ExpertExchange
+from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 from raypp.torch_private import fake_tensors
 
@@ -36,7 +37,8 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def new_block(group: dist.ProcessGroup | None = None) -> MixtureOfExperts:
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 31, "num_experts": 6}
-    block = MixtureOfExperts(MoeOptions(kind="qwen3_moe", experts_per_token=3, expert_ffn_size=24, **sizes), NAMES)
+    options = MoeOptions(kind="qwen3_moe", experts_per_token=3, expert_ffn_size=24, **sizes)
+    block = MixtureOfExperts(options, Layer(mlp="experts"))
     block.exchange = None if group is None else ExpertExchange(group)
     return block
 

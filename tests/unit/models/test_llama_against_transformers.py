@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raypp.models.documents import PackedDocuments, grow_last
+from raypp.models.documents import PackedDocuments
 from raypp.models.stage import build_stage, initial_value, parameter_names
 from raypp.spec.models import DecoderOptions
 
@@ -87,7 +87,6 @@ def test_padding_changes_no_real_token() -> None:
     [([0, 300, 700], 1024, [0, 300, 1024], 724), ([0, 10, 20, 30], 128, [0, 10, 20, 128], 108)],
 )
 def test_padding_grows_the_last_document(cu_seqlens: list[int], target: int, grown: list[int], longest: int) -> None:
-    assert grow_last(cu_seqlens, target) == grown
     rows = [[b - a for a, b in itertools.pairwise(cu_seqlens)]]
     documents = PackedDocuments.of_rows(rows, target)
     assert documents.max_len == longest
