@@ -10,8 +10,9 @@ from pathlib import PurePosixPath
 
 from raypp.data.arrow_files import columns_of, rows_of
 from raypp.data.chat_files import row_encoder
-from raypp.data.conversations import READ, Names, RowFault, kind_of, shape_of, without_nulls
+from raypp.data.conversations import READ, Names, kind_of, shape_of, without_nulls
 from raypp.data.corpus import Corpus
+from raypp.data.faults import RowFault
 from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too_long
 from raypp.data.tokenised import Record, Request, Text, tokenise
 from raypp.errors import DataError, Problem, in_words

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.conversations import RowFault
 from raypp.data.corpus import Corpus, Mask, small_dtype
-from raypp.data.faults import Faults
+from raypp.data.faults import Faults, RowFault
 from raypp.data.node_cache import cache_directory, made_once
 from raypp.data.source_files import SourceFile
 from raypp.data.stored_arrays import read_meta, read_offsets
