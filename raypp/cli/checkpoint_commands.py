@@ -1,26 +1,42 @@
-"""`raypp checkpoints`: list, verify and prune. The other subcommands are in their own files."""
+"""`raypp checkpoints`: list, show, verify, prune, compare; convert to and from Hugging Face."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import click
 
-from raypp.api.checkpoints import committed_steps, nothing_committed, open_run
-from raypp.checkpoint.commit import read_commit
-from raypp.checkpoint.layout import step_folder
+from raypp.api.checked_job import load_checked_job
+from raypp.api.checkpoints import DTYPES, committed_steps, export, nothing_committed, open_checkpoint, open_run
+from raypp.checkpoint.commit import Commit, read_commit
+from raypp.checkpoint.diff import Comparison, diff_checkpoints
+from raypp.checkpoint.layout import split_location, step_folder
 from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.checkpoint.retention import find_leftovers, prune, remove_leftovers
 from raypp.checkpoint.run_spec import read_spec
-from raypp.cli.checkpoint_hf_commands import export_command, import_command
-from raypp.cli.checkpoint_look_commands import diff_command, show_command
-from raypp.cli.console import Lines, Table, progress_bar, wide_console
-from raypp.cli.output import echo, echo_json
-from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem
+from raypp.checkpoint.saved_tensors import TensorInfo
+from raypp.checkpoint.tensor_file import OPTIMIZER
+from raypp.cli.console import Lines, Table, Text, progress_bar, wide_console
+from raypp.cli.output import echo, echo_json, echo_lines, say, styled
+from raypp.clusters.find import lend_store_settings
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Problem
+from raypp.hf.config import OWN_KEYS
+from raypp.hf.from_hf import hf_options
+from raypp.hf.import_model import import_hf
+from raypp.hf.model_files import HfFiles, matching_tensors
+from raypp.hf.names import model_tensors
 from raypp.observe.status import date_and_clock, duration, mesh_text
-from raypp.storage import ObjectStore
+from raypp.planning.stored_bytes import size_text
+from raypp.spec.load import job_document, parse_job
+from raypp.spec.models import DecoderOptions
+from raypp.spec.paths import is_remote
+from raypp.storage import ObjectStore, open_store
+from raypp.untrusted.files import expand_home
+from raypp.untrusted.text import shell_word, visible
 
 
 @click.group("checkpoints")
@@ -29,10 +45,6 @@ def checkpoints_group() -> None:
 
     RUN is a run's name, or URL/NAME. Append /step-N for one checkpoint.
     """
-
-
-for _command in (show_command, diff_command, export_command, import_command):
-    checkpoints_group.add_command(_command)
 
 
 @checkpoints_group.command("list")
@@ -202,3 +214,260 @@ def _keep_of_job(store: ObjectStore, name: str, keep: int | None, keep_every: in
             return keep, keep_every or 0
         fault = "the store does not contain this run's job, so its checkpoint.keep is unknown"
         raise JobError(Problem("--keep", fault, "give the number to keep: --keep N")) from None
+
+
+_SHOWN = 20
+_WIDEST = 80
+
+
+@checkpoints_group.command("show")
+@click.argument("run")
+@click.option("--all", "everything", is_flag=True, help="Include the tensors of the optimizer's state.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with all tensors.")
+def show_command(run: str, everything: bool, as_json: bool) -> None:
+    """Show the contents of a checkpoint of RUN (the newest, or RUN/step-N): mesh, sizes, tensors.
+
+    Reads and checks headers, but not the tensors' data.
+    """
+    store, commit, saved = open_checkpoint(run, say)
+    tensors = saved.infos
+    if as_json:
+        echo_json(_facts(store, commit, tensors))
+        return
+    console = wide_console()
+    place = f"{store.url}/{step_folder(commit.run, commit.step)}"
+    console.print(Text.assemble((f"{commit.run}, step {commit.step}", "bold"), f"  {place}"))
+    facts = f"attempt {commit.attempt}, {mesh_text(commit.mesh)}, written {date_and_clock(commit.created)}, "
+    facts += f"{size_text(commit.size)} in {len(commit.objects)} objects"
+    console.print(facts)
+    shown = [info for info in tensors.values() if everything or not info.name.startswith(OPTIMIZER)]
+    _print_tensors(shown)
+    left = [info for name, info in tensors.items() if name.startswith(OPTIMIZER)]
+    if left and not everything:
+        size = size_text(sum(info.bytes for info in left))
+        console.print(f"and {len(left)} tensors of the optimizer, {size}: --all shows them", style="dim")
+
+
+@checkpoints_group.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--no-optimizer", is_flag=True, help="Compare only the model.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def diff_command(a: str, b: str, no_optimizer: bool, as_json: bool) -> int:
+    """Compare two checkpoints, A and B, tensor by tensor. Their meshes may differ.
+
+    Each is RUN, URL/NAME or URL/NAME/step-N; without a step, the newest. Exits with code 0 if all
+    bits are equal, else with code 1.
+    """
+    (store_a, commit_a, tensors_a), (store_b, commit_b, tensors_b) = open_checkpoint(a, say), open_checkpoint(b, say)
+    with progress_bar("comparing", commit_a.size) as advance:
+        comparison = diff_checkpoints(tensors_a, tensors_b, optimizer=not no_optimizer, progress=advance)
+    if as_json:
+        facts = {
+            "a": f"{store_a.url}/{step_folder(commit_a.run, commit_a.step)}",
+            "b": f"{store_b.url}/{step_folder(commit_b.run, commit_b.step)}",
+            "same": comparison.same,
+            "equal": comparison.equal,
+            "only_a": comparison.only_a,
+            "only_b": comparison.only_b,
+            "other_form": [
+                {"name": left.name, "a": _form(left), "b": _form(right)} for left, right in comparison.other_form
+            ],
+            "different": [asdict(difference) for difference in comparison.different],
+        }
+        echo_json(facts)
+    else:
+        _tell(comparison)
+    return EXIT_OK if comparison.same else EXIT_RUN_FAILED
+
+
+def _facts(store: ObjectStore, commit: Commit, tensors: dict[str, TensorInfo]) -> dict[str, Any]:
+    return {
+        "run": commit.run,
+        "step": commit.step,
+        "checkpoint": f"{store.url}/{step_folder(commit.run, commit.step)}",
+        "attempt": commit.attempt,
+        "mesh": commit.mesh,
+        "created": commit.created,
+        "bytes": commit.size,
+        "data_position": commit.extra.get("data_position"),
+        "objects": [{"key": one.key, "bytes": one.size, "rank": one.rank} for one in commit.objects],
+        "tensors": [
+            {"name": one.name, "dtype": one.dtype, "shape": one.shape, "bytes": one.bytes, "ranks": one.ranks}
+            for one in tensors.values()
+        ],
+    }
+
+
+def _print_tensors(tensors: list[TensorInfo]) -> None:
+    """Prints one line per tensor. There may be tens of thousands: Rich takes a ms for each."""
+    rows = [("tensor", "dtype", "shape", "size", "on ranks")]
+    for info in tensors:
+        shape = " × ".join(map(str, info.shape)) or "scalar"
+        rows.append((visible(info.name), info.dtype.lower(), shape, size_text(info.bytes), _ranges(info.ranks)))
+    name, kind, form, size, _ = (min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True))
+    head, *lines = (
+        f"{words[0]:<{name}}  {words[1]:<{kind}}  {words[2]:<{form}}  {words[3]:>{size}}  {words[4]}" for words in rows
+    )
+    echo(styled(head, bold=True))
+    echo_lines("\n".join(lines), nl=bool(lines))
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """Formats ranks as `0–3, 6`."""
+    texts = []
+    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        texts.append(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}")
+    return ", ".join(texts)
+
+
+def _form(info: TensorInfo) -> dict[str, Any]:
+    return {"dtype": info.dtype, "shape": info.shape}
+
+
+def _tell(comparison: Comparison) -> None:
+    console = wide_console()
+    for title, names in (("only in A", comparison.only_a), ("only in B", comparison.only_b)):
+        if names:
+            echo(f"{title}: {', '.join(names[:_SHOWN])}{_more(len(names))}")
+    for left, right in comparison.other_form[:_SHOWN]:
+        echo(f"{left.name}: {left.dtype} {list(left.shape)} in A, {right.dtype} {list(right.shape)} in B")
+    if len(comparison.other_form) > _SHOWN:
+        echo(f"…{_more(len(comparison.other_form))}")
+    if comparison.different:
+        numbers = ("elements", "max |a − b|", "relative")
+        table = Table("values differ", *numbers, right=numbers)
+        largest = sorted(comparison.different, key=lambda one: (-one.max_rel, -one.max_abs))
+        for one in largest[:_SHOWN]:
+            table.add_row(one.name, f"{one.elements} of {one.of}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}")
+        console.print(table)
+        if len(largest) > _SHOWN:
+            echo(f"…{_more(len(largest))}")
+    count = len(comparison.different) + len(comparison.only_a) + len(comparison.only_b) + len(comparison.other_form)
+    echo(f"{comparison.equal} tensors are bitwise equal, {count} are not")
+
+
+def _more(count: int) -> str:
+    return f" and {count - _SHOWN} more" if count > _SHOWN else ""
+
+
+@checkpoints_group.command("export")
+@click.argument("run")
+@click.argument("target", metavar="DIR_OR_URL")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Dtype of the exported tensors.  [default: as saved]")
+@click.option(
+    "--shard-gb",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Maximum size of one file, in GB.",
+)
+@click.option("--adapter", is_flag=True, help="For a run with model.lora: write the adapters in PEFT's format.")
+@click.option("--merged", is_flag=True, help="For a run with model.lora: write the whole model, with merged adapters.")
+@click.option(
+    "--tokenizer",
+    metavar="FILE",
+    help="The tokenizer to write: bytes, or a tokenizer.json.  [default: that of the run's data]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def export_command(
+    run: str,
+    target: str,
+    dtype: str | None,
+    shard_gb: float,
+    adapter: bool,
+    merged: bool,
+    tokenizer: str | None,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint of RUN (the newest, or RUN/step-N) as a Hugging Face model.
+
+    Writes safetensors, config.json and the tokenizer with its chat template, as transformers'
+    AutoModelForCausalLM and AutoTokenizer load them. Tensors are copied a few rows at a time, and
+    every byte read is checked.
+    """
+    with progress_bar("exporting") as advance:
+        done = export(
+            run,
+            target,
+            dtype=dtype,
+            shard_gb=shard_gb,
+            adapter=adapter,
+            merged=merged,
+            tokenizer=tokenizer,
+            progress=advance,
+            say=(lambda _remark: None) if as_json else say,
+        )
+    if as_json:
+        echo_json(done)
+        return
+    size = size_text(done["size"])
+    echo(
+        f"step {done['step']} of {done['run']}: {done['tensors']} tensors, {size}, "
+        f"{len(done['files'])} files in {done['target']}"
+    )
+
+
+@checkpoints_group.command("import")
+@click.argument("source", metavar="HF_DIR_OR_URL")
+@click.argument("job", metavar="JOB_OR_URL/NAME")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def import_command(source: str, job: str, as_json: bool) -> None:
+    """Start a run from the weights of a Hugging Face model, as a committed checkpoint of step 0.
+
+    The run is that of a job file, or URL/NAME. Then `raypp submit JOB --resume` trains it. Reads
+    only safetensors. Writes nothing if a tensor does not fit the job's model.
+    """
+    lend_store_settings()
+    files = HfFiles(source)
+    store, name, options, document = _run_of_job(files, job) if _is_file(job) else _run_of_place(files, job)
+    with progress_bar("importing") as advance:
+        commit = import_hf(files, store, name, options, document, progress=advance)
+    if as_json:
+        place = f"{store.url}/{name}/step-00000000"
+        echo_json({"run": name, "step": 0, "checkpoint": place, "bytes": commit.size})
+        return
+    echo(f"{name}: step 0 is committed in {store.url}/{name}, {size_text(commit.size)} from {files.store.url}")
+    echo(f"  train it: raypp submit {shell_word(job) if _is_file(job) else 'JOB'} --resume")
+
+
+def _is_file(argument: str) -> bool:
+    return argument.endswith((".yaml", ".yml", ".json"))
+
+
+def _run_of_job(files: HfFiles, path: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+    """Returns the run of a job file.
+
+    Checks the model's sizes last, after the errors that name a tensor.
+    """
+    file = load_checked_job(Path(path))
+    job = file.job
+    # Every field counts, including defaults: the job decides, not config.json.
+    asked = parse_job(job_document(job)).model
+    matching_tensors(files, model_tensors(asked))
+    try:
+        options = hf_options(asked.model_copy(update={"from_hf": files.store.url}))
+        rows = files.config().get("vocab_size")
+        if options.vocab_size != rows and "vocab_size" not in job.model.model_fields_set:
+            fault = f"is {options.vocab_size}, the default, but {files.place('config.json')} says {rows}"
+            raise JobError(Problem("model.vocab_size", fault, f"write {rows}, or more"))
+    except JobError as error:
+        raise JobError(file.locate(problem) for problem in error.problems) from error
+    document = job_document(job)
+    document["model"]["original"] = options.model_dump(mode="json")["original"]
+    return open_store(job.checkpoint.url), job.name, asked, document
+
+
+def _run_of_place(files: HfFiles, argument: str) -> tuple[ObjectStore, str, DecoderOptions, dict[str, Any]]:
+    """Returns the run at URL/NAME. Its job contains only the model."""
+    url, name, step = split_location(argument)
+    if url is None or step is not None:
+        raise JobError(Problem("JOB_OR_URL/NAME", f"{argument!r} is neither", "give a job.yaml, or URL/NAME"))
+    options = hf_options(DecoderOptions(from_hf=files.store.url))
+    kept = {*OWN_KEYS, "from_hf"} - {"original"}
+    model = {key: value for key, value in options.model_dump(mode="json").items() if key not in kept}
+    if not is_remote(url):
+        url = str(expand_home(url).absolute())
+    store = open_store(url)
+    return store, name, options, {"name": name, "model": model, "checkpoint": {"url": store.url}}

@@ -27,8 +27,8 @@ from raypp.untrusted.text import shell_word
 if TYPE_CHECKING:  # NumPy, which `--help` does not need
     from raypp.data.look import Look, LookedPiece
     from raypp.data.shard_format import Manifest
-    from raypp.data.shard_jobs import Output
     from raypp.data.tokenizer import Tokenizer
+    from raypp.data.write_shards import Output
 
 _LOSS = ("green", "bright_green")
 _NO_LOSS = ("bright_black", "white")
@@ -48,7 +48,7 @@ def tokenize_command(job: Path, overrides: tuple[str, ...], out: str, processes:
     Train on them with the `data:` section that it prints: the rows are the same. Each part of a
     mixture gets its own folder below --out. If the command is killed, run it again: it continues.
     """
-    from raypp.data.shard_jobs import outputs_of, section_of_shards
+    from raypp.data.write_shards import outputs_of, section_of_shards
 
     file = load_job(job, overrides)
     problems = [problem for problem in check_spec(file.job, file.directory) if problem.key.startswith("data")]

@@ -1,29 +1,38 @@
-"""`raypp submit | save | stop`: start a run and control it."""
+"""`raypp submit | save | stop`: start a run, show it live, and control it."""
 
 from __future__ import annotations
 
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 
 import raypp
 from raypp.api.checked_job import load_checked_job
-from raypp.api.find_run import Records
+from raypp.api.find_run import POLL_S, Records, follow
 from raypp.api.run import Run, end_in_words
 from raypp.api.submission import JobWatch, prepare, start
 from raypp.checkpoint.run_spec import read_end
-from raypp.cli.live import LiveView, summary_view
+from raypp.cli.console import Console, Table, Text
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, say
-from raypp.cli.render import one_line
+from raypp.cli.render import curve, error_facts, facts, one_line, show_event, state_text
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import EXIT_INTERRUPTED
 from raypp.observe.reader import RunReader
-from raypp.records import RunState
+from raypp.observe.status import date_and_clock, duration, is_final, loss_text, quantity
+from raypp.records import Event, RunState
 from raypp.storage import StoreError
 from raypp.untrusted.text import shell_word
 
@@ -151,3 +160,204 @@ def _print_follow_commands(place: RunPlace, err: bool) -> None:
 
 def _print_json(status: dict[str, Any]) -> None:
     echo_json({key: status.get(key) for key in _JSON_KEYS})
+
+
+_PLAIN_LINES = 20
+"""Approximate number of progress lines of a whole run if the output is not a terminal."""
+
+EventKey = tuple[float, str, str, "int | None"]
+
+
+class LiveView:
+    """Shows one run while it is active.
+
+    On a terminal, one line is updated in place and events scroll above it. Elsewhere it prints
+    about twenty plain lines for the whole run. Call `skip_earlier_records` before the submission of
+    a run that is resumed.
+
+    Args:
+        console: Where to write; standard output by default.
+        poll_s: Seconds between polls of the run's records.
+    """
+
+    def __init__(self, console: Console | None = None, *, poll_s: float = POLL_S) -> None:
+        self.console = console or Console()
+        self._poll_s = poll_s
+        self._records: Records | None = None
+        self._shown_events: set[EventKey] = set()
+        self._shown_state: str | None = None
+        self._shown_step = 0
+        self._trouble_shown = False
+        self._started = time.monotonic()
+        self._spinner = Spinner("dots")
+
+    def skip_earlier_records(self, reader: RunReader) -> None:
+        """Ignores the records now in the store, which are of an earlier submission of the run."""
+        self._shown_events = {_key(event) for event in reader.events()}
+        rows = reader.history()
+        self._shown_step = rows[-1]["step"] if rows else 0
+
+    def follow(self, place: RunPlace, reader: RunReader, over: Callable[[], bool] | None = None) -> Records:
+        """Shows the run until it ends, or until `over` says so.
+
+        Returns:
+            The last records. Their state is final unless `over` ended the loop.
+
+        Raises:
+            StoreError: The store did not respond; see `api.find_run`.
+            KeyboardInterrupt: Ctrl-C. The run itself continues.
+        """
+        self._started = time.monotonic()
+        moving = Live(get_renderable=self._moving_line, console=self.console, transient=True, refresh_per_second=8)
+        with moving if self.console.is_terminal else nullcontext():
+            for records in follow(place, reader, over, self._poll_s):
+                self.update(records)
+        return records
+
+    def update(self, records: Records) -> None:
+        """Takes the run's current records and shows what is new."""
+        self._records, status = records, records.status
+        if records.trouble and not self._trouble_shown:
+            self._print(Text(records.trouble, style="yellow"))
+        self._trouble_shown = bool(records.trouble)
+        if not self.console.is_terminal:
+            self._plain_progress(records)
+        for event in records.events:
+            if _key(event) not in self._shown_events:
+                self._shown_events.add(_key(event))
+                show_event(self.console, event)
+        if status["state"] != self._shown_state:
+            # The first and the last state need no line: the following output shows them.
+            if not is_final(status) and (self._shown_state is not None or status["state"] != "PENDING"):
+                self._print(Text.assemble((time.strftime("%H:%M:%S"), "dim"), "  ", state_text(status["state"])))
+            self._shown_state = status["state"]
+
+    def _print(self, text: Text) -> None:
+        # Without a terminal, a line is never wrapped, so that grep finds it.
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
+
+    def _plain_progress(self, records: Records) -> None:
+        step, steps = records.step, records.status["steps"]
+        every = max(1, steps // _PLAIN_LINES)
+        if step < self._shown_step:
+            self._shown_step = step  # a restart went back to an earlier step
+        elif step and (step >= self._shown_step + every or (step == steps and step != self._shown_step)):
+            self._shown_step = step
+            self._print(Text("  ".join(figures(records))))
+
+    def _moving_line(self) -> RenderableType:
+        records = self._records
+        grid = Table.grid(padding=(0, 2), expand=True)
+        if records is None or records.status["state"] != "RUNNING" or not records.rows:
+            grid.add_column(width=1)
+            grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+            grid.add_row(self._spinner, self._waiting_text())
+            return grid
+        step, *others = figures(records)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(1, records.status["steps"]), completed=records.step)
+        grid.add_row(step, bar, "  ".join(others))
+        return grid
+
+    def _waiting_text(self) -> Text:
+        """Describes a run that has no steps yet: its state, its ranks' states, the elapsed time."""
+        elapsed = duration(time.monotonic() - self._started)
+        if self._records is None:
+            return Text(f"waiting for the run to start  {elapsed}")
+        status, step = self._records.status, self._records.step
+        parts = [state_text(status["state"])]
+        if step:
+            parts.append(Text(f"step {step}/{status['steps']}"))
+        if counts := Counter(rank["state"] for rank in status["ranks"]):
+            parts.append(Text("ranks: " + ", ".join(f"{count} {state}" for state, count in counts.items())))
+        return Text.assemble(*(piece for part in parts for piece in (part, "  ")), (elapsed, "dim"))
+
+
+def figures(records: Records) -> list[str]:
+    """Returns step, loss, speed and the time left."""
+    steps, left = records.status["steps"], records.seconds_left
+    row = records.rows[-1] if records.rows else {"loss": None, "tokens_per_s": None}
+    return [
+        f"step {records.step:>{len(str(steps))}}/{steps}",
+        f"loss {loss_text(row['loss'])}",
+        f"{quantity(row['tokens_per_s'])} tokens/s",
+        *([f"ETA {duration(left)}"] if left is not None else []),
+    ]
+
+
+def summary_view(place: RunPlace, records: Records, console: Console) -> RenderableType:
+    """Shows the end of a run, or its current state: figures, loss curve, next commands."""
+    status, rows, events = records.status, records.rows, records.events
+    first, last = (rows[0], rows[-1]) if rows else (None, None)
+    loss = f"{loss_text(last['loss'])}  (step {first['step']}: {loss_text(first['loss'])})" if first and last else "–"
+    pairs: list[tuple[str, RenderableType]] = [
+        ("steps", f"{records.step} of {status['steps']}"),
+        ("final loss", loss),
+        *_held_out(events),
+        ("tokens/s", quantity(statistics.median(row["tokens_per_s"] for row in rows) if rows else None) + "  (median)"),
+        ("wall time", _wall_time(status, events)),
+        ("restarts", str(status["restarts"])),
+        ("checkpoint", status["checkpoint"] or "none"),
+        *error_facts(status),
+    ]
+    parts: list[RenderableType] = [
+        Text.assemble(("run ", ""), (status["run"], "bold"), "  ", state_text(status["state"])),
+        facts(pairs),
+    ]
+    if (picture := curve(rows, console)) is not None:
+        parts += [Text(""), Text("  loss", style="dim"), picture]
+    commands = [(Text(command, style="bold"), words) for command, words in next_commands(place, status)]
+    grid = Table.grid(padding=(0, 2))
+    for command, words in commands:
+        grid.add_row(Text.assemble("  ", command), Text(words, style="dim"))
+    return Group(*parts, Text(""), Text("next", style="dim"), grid)
+
+
+def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
+    """Returns the last evaluation, if there was one."""
+    evaluations = [event for event in events if event.kind == "evaluated"]
+    if not evaluations:
+        return []
+    return [("held-out loss", f"{loss_text(evaluations[-1].number('loss'))}  (step {evaluations[-1].step})")]
+
+
+def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns commands that are useful now, each with its purpose."""
+    name = shell_word(place.name)
+    resume = f"raypp submit JOB --resume --set name={name}"  # the job file may contain another name
+    commands = []
+    if not is_final(status):
+        commands += [
+            (f"raypp status {name} --watch", "follow its progress"),
+            (f"raypp stop {name}", "save, then stop it"),
+        ]
+    if status["state"] == "FAILED":
+        commands += [(f"raypp events {name}", "what happened"), (f"raypp logs {name}", "the output of the ranks")]
+    else:
+        commands += [(f"raypp history {name}", "every step, as JSON lines"), (f"raypp events {name}", "what happened")]
+    if is_final(status):
+        commands.append((f"raypp report {name}", "one page: curves, events, checkpoints"))
+    if status["checkpoint"]:
+        if status["state"] in ("SUCCEEDED", "STOPPED"):
+            commands.append((f"raypp generate {name} --prompt …", "what the model writes"))
+        commands.append((f"raypp checkpoints verify {name}", "read and check every byte"))
+        if status["state"] in ("FAILED", "STOPPED"):
+            commands.append((resume, "resume from the checkpoint"))
+        elif status["state"] == "SUCCEEDED":
+            commands.append((f"{resume} --set train.steps=…", "train longer"))
+    return commands
+
+
+def _wall_time(status: Mapping[str, Any], events: Sequence[Event]) -> str:
+    """Returns the time from the last submission to the last event."""
+    starts = [event.time for event in events if event.kind == "submitted"] or [event.time for event in events[:1]]
+    if not starts:
+        return "–"
+    end = events[-1].time if is_final(status) else time.time()
+    return f"{duration(end - starts[-1])}  (from {date_and_clock(starts[-1])})"
+
+
+def _key(event: Event) -> EventKey:
+    return (event.time, event.kind, event.message, event.rank)

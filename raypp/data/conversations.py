@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from raypp.data.faults import RowFault
 from raypp.spec.job import DataSection
 from raypp.untrusted.text import visible
 
@@ -53,22 +54,6 @@ _ALPACA = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
 )
 _ALPACA_INPUT = ", paired with an input that provides further context"
-
-
-class RowFault(Exception):
-    """A row cannot be used.
-
-    Attributes:
-        reason: What is wrong with it.
-        fix: What the user can do.
-    """
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(reason, fix)  # both: it travels between processes
-        self.reason, self.fix = reason, fix
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Iterable
 
-from raypp.data.conversations import RowFault
 from raypp.errors import DataError, Problem
 from raypp.untrusted.text import visible
 
@@ -16,6 +15,22 @@ _ROW = re.compile(r"(:\d+|\[\d+\]( \(line \d+\))?)$")
 """What a place has after its file."""
 _COUNTING_S = 10.0
 """How long rows are checked after one that cannot be used."""
+
+
+class RowFault(Exception):
+    """A row cannot be used.
+
+    Attributes:
+        reason: What is wrong with it.
+        fix: What the user can do.
+    """
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason, fix)  # both: it travels between processes
+        self.reason, self.fix = reason, fix
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class Faults:

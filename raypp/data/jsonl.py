@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from raypp.data.conversations import RowFault, kind_of, shape_of
+from raypp.data.conversations import kind_of, shape_of
 from raypp.data.corpus import Corpus
+from raypp.data.faults import RowFault
 from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too_long
 from raypp.data.tokenised import Record, Request, Text, tokenise
 from raypp.kinds import SourceKind

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.chat_template import ChatTemplate, Rendered, TemplateFault
-from raypp.data.conversations import Completion, Content, Conversation, Names, RowFault, Segments, parse_row
+from raypp.data.conversations import Completion, Content, Conversation, Names, Segments, parse_row
+from raypp.data.faults import RowFault
 from raypp.data.template_limits import deadline
 from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens, document_of, lacking
 from raypp.untrusted.text import visible

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, small_dtype
 from raypp.data.tokenised import Request
-from raypp.data.tokenizer import Tokens
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
 
@@ -33,13 +31,16 @@ def read(request: Request) -> Corpus:
     modulo the ids below the end id, with strides from 1 to 3.
 
     Raises:
-        DataError: The minimum length exceeds the maximum.
+        DataError: The minimum length exceeds the maximum, or no id is below the end id.
     """
     low, high = request.data.document_len
     if low > high:
         fault = f"the shortest document ({low}) is longer than the longest ({high})"
         raise DataError(Problem("data.document_len", fault, f"write [{high}, {low}]"))
     end, count = request.tokenizer.eos_id, request.data.num_documents
+    if end == 0:
+        fault = "the end id of this tokenizer is 0, and synthetic documents consist of the ids below it"
+        raise DataError(Problem("data.tokenizer", fault, "leave synthetic documents out, or use another tokenizer"))
     generator = np.random.default_rng([request.seed, 7])
     lengths = generator.integers(low, high + 1, size=count)
     starts = generator.integers(0, end, size=count)
@@ -66,14 +67,10 @@ class CountingTokenizer:
             raise DataError(Problem("model.vocab_size", f"{vocab_size} leaves only the end id", "use at least 2"))
         self.vocab_size, self.eos_id, self.identity = vocab_size, vocab_size - 1, f"synthetic-{vocab_size}"
 
-    def encode(self, text: str) -> NDArray[np.int64]:
+    def encode(self, text: Any) -> Any:
         raise TypeError("synthetic data has no text")
 
-    def encode_batch(self, texts: Any) -> list[NDArray[np.int64]]:
-        raise TypeError("synthetic data has no text")
-
-    def encode_with_offsets(self, texts: Any) -> list[Tokens]:
-        raise TypeError("synthetic data has no text")
+    encode_batch = encode_with_offsets = encode
 
     def shown(self, ids: Sequence[int]) -> str:
         return "".join(f"{one} " for one in ids)

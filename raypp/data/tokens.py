@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.data.corpus import Corpus, IdArray
-from raypp.data.node_cache import cache_directory, made_once
+from raypp.data.node_cache import cache_directory, made_once, map_array, read_meta, read_offsets
 from raypp.data.shard_format import (
     MANIFEST,
     MANIFEST_BOUNDS,
@@ -27,7 +27,6 @@ from raypp.data.shard_format import (
     shard_name,
 )
 from raypp.data.source_files import SourceFile, find_files
-from raypp.data.stored_arrays import map_array, read_meta, read_offsets
 from raypp.data.token_blocks import BlockCache, Shard, ShardMask
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
 from raypp.errors import DataError, Problem

@@ -10,8 +10,7 @@ import pytest
 from comparison import assert_identical
 from training import Batch
 
-from raypp.data.shard_jobs import outputs_of, section_of_shards
-from raypp.data.write_shards import Options, write_shards
+from raypp.data.write_shards import Options, outputs_of, section_of_shards, write_shards
 from raypp.spec.job import Job
 from raypp.storage import open_store
 

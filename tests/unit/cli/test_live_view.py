@@ -11,8 +11,8 @@ from rich.console import Console
 
 from raypp.api.find_run import Records
 from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
-from raypp.cli.live import LiveView, figures, next_commands, summary_view
 from raypp.cli.render import status_view
+from raypp.cli.run_commands import LiveView, figures, next_commands, summary_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader

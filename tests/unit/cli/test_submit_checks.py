@@ -23,8 +23,8 @@ from raypp.api.submission import JobWatch
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import RunEnd, read_spec, write_spec
 from raypp.cli import run_commands
-from raypp.cli.live import LiveView
 from raypp.cli.output import say
+from raypp.cli.run_commands import LiveView
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster

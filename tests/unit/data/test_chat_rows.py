@@ -14,7 +14,8 @@ from chat_samples import CALLING, CHATML, CHATML_MARKED, FORGETFUL, MARKED, WEAT
 
 from raypp.data.chat_files import open_template
 from raypp.data.chat_template import ChatTemplate
-from raypp.data.conversations import Names, RowFault
+from raypp.data.conversations import Names
+from raypp.data.faults import RowFault
 from raypp.data.rows import Encoded, Loss, RowEncoder
 from raypp.data.tokenizer import ByteTokenizer, FileTokenizer
 from raypp.spec.job import DataSection

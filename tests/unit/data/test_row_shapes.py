@@ -13,7 +13,8 @@ from data_jobs import job
 from lazily import Lazily
 
 from raypp.data.chat_template import ChatTemplate
-from raypp.data.conversations import Names, RowFault
+from raypp.data.conversations import Names
+from raypp.data.faults import RowFault
 from raypp.data.look import look_at
 from raypp.data.rows import Encoded, RowEncoder
 from raypp.data.sources import check_data, open_documents

@@ -294,6 +294,14 @@ def test_a_tokenizer_file_is_used_without_its_truncation_and_padding(tmp_path: P
         open_documents(small)
 
 
+def test_synthetic_documents_beside_texts_whose_end_is_id_0_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two\n\ntwo")
+    tokenizer = a_tokenizer(tmp_path, one=3, **{"<eos>": 0})
+    parts = [{"weight": 1, "path": f"{tmp_path}/a.txt"}, {"weight": 1, "kind": "synthetic"}]
+    with pytest.raises(DataError, match=r"^data.tokenizer: the end id of this tokenizer is 0, and synthetic"):
+        open_documents(job(kind="mixture", parts=parts, tokenizer=tokenizer))
+
+
 def test_a_paragraph_that_the_tokenizer_knows_nothing_of_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\nunknown\nwords\n")
     message = refused(kind="text", path=f"{tmp_path}/a.txt", tokenizer=a_tokenizer(tmp_path))

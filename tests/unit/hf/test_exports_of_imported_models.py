@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from their_models import keys_of, loaded, options_in, run, their_config, their_instance
 
 from raypp.checkpoint.commit import read_commit
-from raypp.cli.checkpoint_hf_commands import _run_of_job, _run_of_place
+from raypp.cli.checkpoint_commands import _run_of_job, _run_of_place
 from raypp.errors import CheckpointError, JobError
 from raypp.hf.export_model import export_hf
 from raypp.hf.from_hf import hf_options, with_hf_sizes

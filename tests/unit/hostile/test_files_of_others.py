@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from raypp.cli.main import cli as command
 from raypp.data import source_files
-from raypp.data.stored_arrays import read_meta, read_offsets
+from raypp.data.node_cache import read_meta, read_offsets
 from raypp.errors import DataError, JobError, RayppError
 from raypp.hf.config import options_from_config
 from raypp.hf.tokenizer_files import tokenizer_files

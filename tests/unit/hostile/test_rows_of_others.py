@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from raypp.data import source_files, template_limits
 from raypp.data.chat_template import ChatTemplate, TemplateFault
-from raypp.data.conversations import RowFault, parse_row
+from raypp.data.conversations import parse_row
+from raypp.data.faults import RowFault
 from raypp.data.rows import RowEncoder
 from raypp.data.sources import check_data, open_documents
 from raypp.data.tokenizer import ByteTokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from raypp.api.find_run import Records
-from raypp.cli.live import summary_view
+from raypp.cli.run_commands import summary_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
