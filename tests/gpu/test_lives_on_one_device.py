@@ -102,7 +102,6 @@ def test_a_killed_rank_resumes_from_snapshots_in_host_memory(tmp_path: Path, sha
     second = lives.attempt_once()
     assert second.restored() == "from memory: step 3 on all 2 ranks; nothing is committed"
     assert not first.left and not second.left
-    lives.end()
 
     calm = document("calm", tmp_path / "calm", train={"eval_every_steps": 0})
     undisturbed = Lives(calm, tmp_path / "calm", [tmp_path] * 2, [0, 0], device=DEVICE, prepare=share_the_device)

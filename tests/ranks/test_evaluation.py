@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_in_living, run_in_turn, run_ranks
-from test_mesh_does_not_change_numbers import document
-from training import seat_of, thinned
+from training import document, seat_of, thinned
 
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
@@ -36,13 +35,9 @@ STEPS = 3
 
 
 def evaluated(*, every: int = 2, **settings: Any) -> dict[str, Any]:
-    replicas = settings.get("fsdp", 1) * settings.get("dp_replicate", 1)
-    train = settings.pop("train", {})
-    more = {axis: settings.pop(axis) for axis in ("cp", "cp_style", "ep") if axis in settings}
-    found = document(microbatches=4 // replicas, train={"eval_every_steps": every, **train}, **settings)
-    found["model"]["num_layers"] = 4
+    train = {"eval_every_steps": every, **settings.pop("train", {})}
+    found = document(microbatches=4, train=train, **settings)
     found["data"] |= {"num_documents": 120, "eval": {"fraction": 0.2}}
-    found["mesh"] |= more
     return found
 
 
@@ -186,9 +181,7 @@ EXPERTS = {
 
 def source_of(name: str, every: int = 2) -> dict[str, Any]:
     settings = {**PIPELINES, **REPLICAS, **WITH_EXPERTS, "one": {}}[name]
-    found = evaluated(every=every, **settings)
-    found["model"] |= EXPERTS if name in WITH_EXPERTS else {}
-    return found
+    return evaluated(every=every, model=EXPERTS if name in WITH_EXPERTS else {}, **settings)
 
 
 def world_of(source: dict[str, Any]) -> int:
@@ -261,10 +254,8 @@ def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(name: str
 
 def test_what_a_failure_interrupts_is_made_up_once_and_also_after_the_last_step(tmp_path: Path) -> None:
     sample = {"every_steps": 2, "prompts": ["ab"], "max_new_tokens": 2}
-    source = evaluated(pp=2, train={"sample": sample}) | {
-        "checkpoint": {"url": str(tmp_path), "every_steps": 2, "memory_tier": False}
-    }
-    source["model"]["vocab_size"] = 257
+    checkpoint = {"url": str(tmp_path), "every_steps": 2, "memory_tier": False}
+    source = evaluated(pp=2, train={"sample": sample}, model={"vocab_size": 257}, checkpoint=checkpoint)
     assert run_ranks(2, interrupted, source, 2)[0] == [1, 2]
     lives = [(source, 2, True), (source, 3, False), (source, 4, False)]
     stopped, found, known = (told for told, _ in run_in_turn(2, resumed, lives))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from harness import run_ranks
-from test_mesh_does_not_change_numbers import document
 from told import Told
+from training import document
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.ranged_reads import verify_checkpoint

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from harness import run_ranks
-from test_mesh_does_not_change_numbers import document
 from told import Told
 from traces import chrome_faults
+from training import document
 
 from raypp.cli.main import run
 from raypp.observe.chrome_trace import chrome_trace
@@ -53,10 +53,12 @@ def live(rank: int, world: int, port: int, job: dict[str, Any], trace: int, node
 
 
 def job_in(folder: Path, **mesh: int) -> dict[str, Any]:
-    made = document(pp=2, mesh={"pp": 2, **mesh}, checkpoint={"url": str(folder), "every_steps": FIRST})
-    made["train"]["steps"] = STEPS
-    made["pipeline"]["microbatches"] = MICROBATCHES
-    return made
+    return document(
+        **{"pp": 2, **mesh},
+        pipeline={"microbatches": MICROBATCHES},
+        train={"steps": STEPS},
+        checkpoint={"url": str(folder), "every_steps": FIRST},
+    )
 
 
 def trace_of(folder: Path, first: int, world: int) -> list[RankTrace]:

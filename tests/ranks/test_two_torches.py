@@ -19,9 +19,8 @@ from other_torch import needs_other_torch, run_in_turn_with_other_torch
 from test_checkpoint_recut import merged as merged_state
 from test_checkpoint_recut import rank_life, world_of
 from test_experts import document as experts
-from test_mesh_does_not_change_numbers import document
 from test_recut_of_runs import live
-from training import merged, train_steps
+from training import document, merged, train_steps
 
 from raypp.schedules.catalogue import SCHEDULES
 
@@ -35,23 +34,13 @@ Run = Callable[..., list[list[Any]]]
 BOTH: dict[str, Run] = {"this": run_in_turn, "other": run_in_turn_with_other_torch}
 
 
-def job(*, pp: int = 1, fsdp: int = 1, mesh: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    found = document(pp=pp, fsdp=fsdp, microbatches=4 // fsdp, **settings)
-    found["mesh"] |= mesh or {}
-    found["model"]["num_layers"] = 4
-    return found
-
-
-def tied() -> dict[str, Any]:
-    found = job(pp=2)
-    found["model"]["tie_embeddings"] = True
-    return found
+def job(**settings: Any) -> dict[str, Any]:
+    return document(microbatches=4, **settings)
 
 
 def adapters(base: str, dropout: float) -> dict[str, Any]:
-    found = job(pp=2)
-    found["model"] |= {"hidden_size": 64, "ffn_size": 128, "lora": {"rank": 4, "base": base, "dropout": dropout}}
-    return found
+    lora = {"rank": 4, "base": base, "dropout": dropout}
+    return job(pp=2, model={"hidden_size": 64, "ffn_size": 128, "lora": lora})
 
 
 KERNELS = {"one process": job(), "one process, experts": experts()}
@@ -62,11 +51,11 @@ MESHES = {
         for kind in SCHEDULES
     },
     "fsdp 2": job(fsdp=2),
-    "dp_replicate 2": job(mesh={"dp_replicate": 2}),
-    "cp 2, ring": job(mesh={"cp": 2, "cp_style": "ring"}),
-    "cp 2, ulysses": job(mesh={"cp": 2, "cp_style": "ulysses"}),
+    "dp_replicate 2": job(dp_replicate=2),
+    "cp 2, ring": job(cp=2, cp_style="ring"),
+    "cp 2, ulysses": job(cp=2, cp_style="ulysses"),
     "ep 2": experts(mesh={"fsdp": 2, "ep": 2}),
-    "pp 2, tied": tied(),
+    "pp 2, tied": job(pp=2, model={"tie_embeddings": True}),
     "pp 2, adapters with dropout": adapters("fp32", 0.2),
     "pp 2, adapters on nf4": adapters("nf4", 0.0),
     "pp 2, selective recomputation": job(pp=2, train={"activation_checkpointing": "selective"}),
