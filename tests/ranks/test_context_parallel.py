@@ -94,29 +94,30 @@ def attention_error(
 
 PACKED = [[5, 20, 3, 17], [11, 37], [1, 1, 40]]
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
-CASES: dict[int, list[tuple[Any, ...]]] = {
+RING: dict[int, list[tuple[Any, ...]]] = {
     2: [
-        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[48]], 48, 4, 4, DOUBLE), ("ring", [[12] * 4], 48, 2, 1, DOUBLE),
-        ("ring", PACKED, 48, 4, 2, SINGLE), ("ring", PACKED, 48, 4, 2, HALF),
-        ("ulysses", PACKED, 48, 4, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
-        ("ulysses", PACKED, 48, 4, 2, SINGLE), ("ulysses", PACKED, 48, 4, 1, HALF),
-        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[48]], 48, 4, 4, DOUBLE),
-        ("ring by varlen", [[12] * 4], 48, 2, 1, DOUBLE), ("ring by varlen", PACKED, 48, 4, 2, SINGLE),
-        ("ring by varlen", PACKED, 48, 4, 2, HALF), ("ulysses by varlen", PACKED, 48, 4, 1, DOUBLE),
+        (PACKED, 48, 4, 2, DOUBLE), ([[48]], 48, 4, 4, DOUBLE), ([[12] * 4], 48, 2, 1, DOUBLE),
+        (PACKED, 48, 4, 2, SINGLE), (PACKED, 48, 4, 2, HALF),
     ],
-    3: [
-        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[40]], 42, 2, 2, DOUBLE),
-        ("ulysses", PACKED, 48, 12, 4, DOUBLE), ("ulysses", PACKED, 48, 6, 6, DOUBLE),
-        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[40]], 42, 2, 2, DOUBLE),
-    ],
+    3: [(PACKED, 48, 4, 2, DOUBLE), ([[40]], 42, 2, 2, DOUBLE)],
     4: [
-        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[48], [48]], 48, 4, 2, DOUBLE),
-        ("ring", [[12] * 4], 48, 2, 1, DOUBLE),
-        ("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
-        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[48], [48]], 48, 4, 2, DOUBLE),
-        ("ring by varlen", [[12] * 4], 48, 2, 1, DOUBLE), ("ring by varlen", PACKED, 48, 4, 4, SINGLE),
+        (PACKED, 48, 4, 2, DOUBLE), ([[48], [48]], 48, 4, 2, DOUBLE), ([[12] * 4], 48, 2, 1, DOUBLE),
+        (PACKED, 48, 4, 4, SINGLE),
     ],
 }  # fmt: skip
+ULYSSES: dict[int, list[tuple[Any, ...]]] = {
+    2: [
+        ("ulysses", PACKED, 48, 4, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
+        ("ulysses", PACKED, 48, 4, 2, SINGLE), ("ulysses", PACKED, 48, 4, 1, HALF),
+        ("ulysses by varlen", PACKED, 48, 4, 1, DOUBLE),
+    ],
+    3: [("ulysses", PACKED, 48, 12, 4, DOUBLE), ("ulysses", PACKED, 48, 6, 6, DOUBLE)],
+    4: [("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE)],
+}  # fmt: skip
+CASES = {
+    ranks: [*((way, *case) for way in ("ring", "ring by varlen") for case in cases), *ULYSSES[ranks]]
+    for ranks, cases in RING.items()
+}
 # Bounds for outputs and gradients of order 1. In bf16 both sides get the same rounded inputs, so
 # what remains is the rounding of outputs (2^-9 of their size) and, with several blocks, the
 # rounding of each block's share of a gradient.

@@ -12,13 +12,11 @@ import torch
 from comparison import assert_identical
 from harness import run_in_turn, run_ranks
 from safetensors.torch import load_file
+from test_recut_of_runs import live
 from told import Told
 from training import document, merged, thinned, train_steps
 
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.spec.load import parse_job
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
 from raypp.train.step import StepRunner
 
 pytestmark = pytest.mark.ranks
@@ -41,8 +39,8 @@ def steps_of(
 
 @pytest.mark.parametrize("pp", thinned([2, 3], [2]))
 def test_lookahead_auto_measures_chooses_once_and_changes_no_bit(pp: int) -> None:
-    auto = run_ranks(pp, steps_of, document(pp=pp, pipeline={"lookahead": "auto"}), 5)
-    fixed = run_ranks(pp, steps_of, document(pp=pp, pipeline={"lookahead": 0}), 5)
+    jobs = [(document(pp=pp, pipeline={"lookahead": lookahead}), 5) for lookahead in ("auto", 0)]
+    auto, fixed = run_in_turn(pp, steps_of, jobs)
     assert_identical(merged(auto), merged(fixed))
     ((kind, words),) = auto[0]["told"]
     assert kind == "lookahead" and "per message against" in words
@@ -62,8 +60,8 @@ def test_lookahead_auto_measures_chooses_once_and_changes_no_bit(pp: int) -> Non
 )
 def test_programs_of_other_depths_between_steps_change_no_bit(schedule: str, stages_per_rank: int) -> None:
     job = document(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank, "lookahead": 0})
-    switched = run_ranks(2, steps_of, job, 4, {2: 2, 3: 4, 4: 1})
-    assert_identical(merged(switched), merged(run_ranks(2, steps_of, job, 4)))
+    switched, plain = run_in_turn(2, steps_of, [(job, 4, {2: 2, 3: 4, 4: 1}), (job, 4)])
+    assert_identical(merged(switched), merged(plain))
 
 
 def wired(wire: dict[str, Any], **other: Any) -> dict[str, Any]:
@@ -84,12 +82,6 @@ def test_compressed_messages_give_the_same_bits_again_and_nearly_the_exact_loss(
         assert found["wire_bytes"] == [round(share * count) for count in exact["wire_bytes"]]
 
 
-def live(rank: int, world: int, port: int, job: dict[str, Any], attempt: int) -> str:
-    parsed = parse_job(job)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed, attempt=attempt), Told())
-    return f"step {result.step}"
-
-
 @pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_with_int8_that_was_restarted_ends_with_the_same_bytes(tmp_path: Path) -> None:
@@ -100,7 +92,7 @@ def test_a_run_with_int8_that_was_restarted_ends_with_the_same_bytes(tmp_path: P
 
     run_ranks(2, live, job("whole", 4), 1)
     run_ranks(2, live, job("twice", 2), 1)
-    assert run_ranks(2, live, job("twice", 4), 2) == ["step 4"] * 2
+    assert [rank["committed"] for rank in run_ranks(2, live, job("twice", 4), 2)] == [4, 4]
     whole, twice = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "twice")
     assert whole.keys() == twice.keys() and whole
     assert all(torch.equal(value, twice[name]) for name, value in whole.items())

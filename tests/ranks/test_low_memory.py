@@ -157,9 +157,10 @@ def test_the_same_gradients_give_the_same_bits_on_every_mesh(
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     way: str, mesh: dict[str, int], tmp_path: Path
 ) -> None:
-    straight = run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "a"), STEPS)
-    run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "b"), STEPS - 1)
-    resumed = run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "b"), 1)
+    lives = (("a", STEPS), ("b", STEPS - 1), ("b", 1))
+    straight, _, resumed = run_in_turn(
+        2, train_on, [(job(way, **mesh), str(tmp_path / name), steps) for name, steps in lives]
+    )
     for ours, theirs in zip(resumed, straight, strict=True):
         for part in ("weights", "state"):
             assert ours[part].keys() == theirs[part].keys()
@@ -175,7 +176,8 @@ def test_another_mesh_loads_codes_scales_and_weights_bit_for_bit(
 ) -> None:
     def on(mesh: dict[str, int], steps: int) -> dict[str, Any]:
         ranks = run_ranks(2 if mesh else 1, train_on, job("both", **mesh), str(tmp_path), steps)
-        return {part: {k: v for rank in ranks for k, v in rank[part].items()} for part in ranks[0]}
+        parts = ("loaded", "state", "weights")
+        return {part: {k: v for rank in ranks for k, v in rank[part].items()} for part in parts}
 
     saved, found = on(before, STEPS - 1), on(after, 0)
     assert any(name.endswith("/exp_avg_sq_scale") for name in saved["state"])
@@ -206,9 +208,9 @@ def test_experts_over_ranks_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> 
 def test_a_run_with_fp32_weights_goes_on_in_bf16_and_back(precision: str, tmp_path: Path) -> None:
     """Weights are rounded to nearest once; moments stay as they are."""
     wide = document(microbatches=4, train={"precision": precision})
-    run_ranks(1, train_on, wide, str(tmp_path), 1)
-    (pure,) = run_ranks(1, train_on, document(microbatches=4, train=PURE), str(tmp_path), 1)
-    (back,) = run_ranks(1, train_on, wide, str(tmp_path), 0)
+    pure = document(microbatches=4, train=PURE)
+    lives = [(wide, str(tmp_path), 1), (pure, str(tmp_path), 1), (wide, str(tmp_path), 0)]
+    _, (pure,), (back,) = run_in_turn(1, train_on, lives)
     assert {value.dtype for value in pure["weights"].values()} == {torch.bfloat16}
     for name, value in pure["weights"].items():
         assert torch.equal(back["weights"][name], value.float())

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparison import assert_identical, assert_same_sums
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from told import Told
 from training import STEPS, document, numbers, seat_of, thinned, trained, whole
 
@@ -105,8 +105,7 @@ def test_a_checkpoint_of_two_shards_goes_on_as_one_process(kind: str, tmp_path: 
 
 
 def test_an_optimizers_state_has_its_parameters_shape(tmp_path: Path) -> None:
-    run_ranks(1, train_on, job("muon"), str(tmp_path), 1)
-    (found,) = run_ranks(1, train_on, job("muon"), str(tmp_path), 1)
+    _, (found,) = run_in_turn(1, train_on, [(job("muon"), str(tmp_path), 1)] * 2)
     for name, value in found["loaded"].items():
         parameter, _, key = name.rpartition("/")
         assert key == "step" or value.shape == found["weights"][parameter].shape

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from lives import Fate, Lives, Told, same, snapshots_keep_up
-from test_memory_tier import shared_memory as shared_memory
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from training import Changed, document, seat_of, thinned, without_labels
 
@@ -234,7 +233,7 @@ def test_an_outer_step_after_every_step_is_synchronous_sgd_where_nothing_is_roun
         document(dp_replicate=replicas, microbatches=2 * replicas, data=LONG, train={**SGD, **sync})
         for sync in (outer(lr=1.0, momentum=0.0, every=1), {"sync": {"kind": "exact"}})
     ]
-    apart, together = (run_ranks(replicas, on_a_grid, job, 3)[0] for job in jobs)
+    apart, together = (ranks[0] for ranks in run_in_turn(replicas, on_a_grid, [(job, 3) for job in jobs]))
     assert not same(apart[0], apart[1]), "nothing was trained"
     assert [same(one, other) for one, other in zip(apart, together, strict=True)] == [True] * 3
 
@@ -296,21 +295,21 @@ def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
         assert equal == [False, True, False, True]
 
 
-@pytest.mark.parametrize(("compression", "error"), [("int8", 0.01), ("int4", 0.2)])
-def test_what_is_sent_in_few_bits_is_near_the_mean(compression: str, error: float) -> None:
-    exact, rounded = (
-        run_ranks(2, train, two_replicas(steps=8, compression=form), 2)[0] for form in ("none", compression)
-    )
-    assert same(exact[0], rounded[0]) and not same(exact[1], rounded[1])
-    for name, value in exact[1].items():
-        change = (value - exact[0][name]).norm()
-        assert (rounded[1][name] - value).norm() <= error * change, name
+def test_what_is_sent_in_few_bits_is_near_the_mean() -> None:
+    forms = ("none", "int8", "int4")
+    found = run_in_turn(2, train, [(two_replicas(steps=8, compression=form), 2) for form in forms])
+    exact, *others = (ranks[0] for ranks in found)
+    for rounded, error in zip(others, (0.01, 0.2), strict=True):
+        assert same(exact[0], rounded[0]) and not same(exact[1], rounded[1])
+        for name, value in exact[1].items():
+            change = (value - exact[0][name]).norm()
+            assert (rounded[1][name] - value).norm() <= error * change, name
 
 
 def test_offload_changes_no_bit() -> None:
     job = CASES["fsdp, bf16, offload"]
     kept = {**job, "train": {**job["train"], "optimizer": {**OFFLOAD["optimizer"], "offload": False}}}
-    offloaded, here = (run_ranks(4, train, one, 4)[0] for one in (job, kept))
+    offloaded, here = (ranks[0] for ranks in run_in_turn(4, train, [(job, 4), (kept, 4)]))
     assert all(same(one, other) for one, other in zip(offloaded, here, strict=True))
 
 

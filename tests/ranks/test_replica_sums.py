@@ -11,7 +11,6 @@ import torch
 from comparison import assert_identical
 from harness import run_in_turn, run_ranks
 from lives import Fate, Lives, same
-from test_memory_tier import shared_memory as shared_memory
 from training import document, merged, on_ranks, seat_of, thinned, train_steps, trained
 
 from raypp import ports

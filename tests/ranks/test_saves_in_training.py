@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from told import Told
 from training import document
 
@@ -22,23 +22,13 @@ pytestmark = pytest.mark.ranks
 STEPS = 8
 
 
-class Operator(Told):
-    """Requests a save or a stop from the n-th query on."""
-
-    def __init__(self, stop_at: int) -> None:
-        super().__init__()
-        self.asked, self.stop_at = 0, stop_at
-
-    def requests(self) -> Requests:
-        self.asked += 1
-        return Requests(stop=self.asked >= self.stop_at > 0)
-
-
-def life(rank: int, world: int, port: int, job: dict[str, Any], stop_at: int) -> tuple[int | None, list[Any]]:
-    reporter = Operator(stop_at)
-    parsed = parse_job(job)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
-    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in reporter.events]
+def life(
+    rank: int, world: int, port: int, job: dict[str, Any], stop_at: int = 99, save_at: int = 0
+) -> tuple[int | None, list[Any]]:
+    """Runs a rank that is asked for a stop from a query on, or for a save by one."""
+    told, parsed = Told(lambda asked: Requests(stop=asked >= stop_at, save=asked == save_at)), parse_job(job)
+    result = run_rank(parsed, local_seat(rank, world, port, parsed), told)
+    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in told.events]
 
 
 def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:
@@ -55,7 +45,7 @@ def steps_of(events: list[Any], kind: str) -> list[int]:
 
 
 def test_skipped_saves_are_skipped_by_all_ranks_alike_and_the_last_one_never(tmp_path: Path) -> None:
-    results = run_ranks(2, life, slow_saves(tmp_path, "skip"), 0)
+    results = run_ranks(2, life, slow_saves(tmp_path, "skip"))
     assert [committed for committed, _ in results] == [STEPS, STEPS]
     events = results[0][1]
     skipped, committed = steps_of(events, "save_skipped"), steps_of(events, "committed")
@@ -91,27 +81,8 @@ def test_the_save_before_a_stop_is_not_skipped(tmp_path: Path) -> None:
     assert steps_of(results[0][1], "committed") == [1, 3]
 
 
-class Early(Told):
-    """Requests a save once, before the first step of the attempt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = 0
-
-    def requests(self) -> Requests:
-        self.asked += 1
-        return Requests(save=self.asked == 1)
-
-
-def early(rank: int, world: int, port: int, job: dict[str, Any]) -> list[int]:
-    reporter, parsed = Early(), parse_job(job)
-    run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
-    return [event.step for event in reporter.events if event.kind == "committed" and event.step is not None]
-
-
 def test_a_save_that_is_asked_for_before_the_first_step_is_made_after_it(tmp_path: Path) -> None:
     job = document(pp=2, checkpoint={"url": str(tmp_path), "every_steps": 0, "memory_tier": False})
-    steps = job["train"]["steps"]
-    assert run_ranks(2, early, job)[0] == [1, steps]
-    job["train"]["steps"] = steps + 2
-    assert run_ranks(2, early, job)[0] == [steps + 1, steps + 2]
+    lives = [({**job, "train": {**job["train"], "steps": steps}}, 99, 1) for steps in (3, 5)]
+    found = [steps_of(first[1], "committed") for first, _ in run_in_turn(2, life, lives)]
+    assert found == [[1, 3], [4, 5]]
