@@ -1,13 +1,15 @@
-"""Fixtures for tests that use the command line: one embedded cluster for all of them."""
+"""Fixtures: one embedded cluster for all tests that use the command line, and shared memory."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,3 +94,19 @@ def undisturbed(laptop: Laptop) -> Run:
     run.wait()
     assert run.exit_code == 0, run.told()
     return run
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Callable[[], Path]]:
+    """Creates nodes' directories in shared memory. At the end, asserts that they have no files."""
+    made: list[Path] = []
+
+    def make() -> Path:
+        made.append(Path(tempfile.mkdtemp(prefix="raypp-test-", dir="/dev/shm")))
+        return made[-1]
+
+    yield make
+    left = [path.name for folder in made if folder.exists() for path in folder.iterdir()]
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"left in shared memory: {left}"

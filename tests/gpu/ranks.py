@@ -23,10 +23,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from harness import _in_turn, run_ranks
+from harness import run_in_turn, run_ranks
 from training import merged, train_steps
 
-from raypp import ports
 from raypp.environment import NCCL_OF_TORCH
 from raypp.mesh.geometry import Mesh
 from raypp.spec.load import parse_job
@@ -50,8 +49,7 @@ def run_in_turn_on_one_device(world: int, function: Callable[..., Any], cases: S
 
     Returns, for each case, the results in rank order.
     """
-    results = run_on_one_device(world, _in_turn, ports.free_ports(len(cases)), function, list(cases))
-    return [list(case) for case in zip(*results, strict=True)]
+    return run_in_turn(world, _as_a_host_of_its_own, [(function, case) for case in cases])
 
 
 def train(document: dict[str, Any], steps: int, device: str = DEVICE) -> dict[str, Any]:

@@ -5,9 +5,6 @@ NCCL on a GPU, gloo without one.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +80,16 @@ def test_a_run_saves_evaluates_and_resumes_as_on_the_cpu(tmp_path: Path) -> None
     assert second["losses"] == pytest.approx(whole["losses"], rel=1e-6)
 
 
-@pytest.fixture
-def shared_memory() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="raypp-test-", dir="/dev/shm"))
-    yield folder
-    left = [path.name for path in folder.iterdir()]
-    shutil.rmtree(folder, ignore_errors=True)
-    assert not left, f"left in shared memory: {left}"
-
-
 @pytest.mark.slow
-def test_a_killed_rank_resumes_from_snapshots_in_host_memory(tmp_path: Path, shared_memory: Path) -> None:
+def test_a_killed_rank_resumes_from_snapshots_in_host_memory(tmp_path: Path, shared_memory: Any) -> None:
     tier = {"memory_tier": True, "memory_every_steps": 1, "every_steps": 0}
     killed = document("killed", tmp_path / "killed", checkpoint=tier, train={"eval_every_steps": 0})
-    lives = Lives(killed, tmp_path / "killed", [shared_memory] * 2, [0, 0], device=DEVICE, prepare=share_the_device)
+    lives = Lives(killed, tmp_path / "killed", [shared_memory()] * 2, [0, 0], device=DEVICE, prepare=share_the_device)
     first = lives.attempt_once(Fate((1,), after=3))
     assert first.steps == [1, 2, 3], first
     second = lives.attempt_once()
     assert second.restored() == "from memory: step 3 on all 2 ranks; nothing is committed"
     assert not first.left and not second.left
-    lives.end()
 
     calm = document("calm", tmp_path / "calm", train={"eval_every_steps": 0})
     undisturbed = Lives(calm, tmp_path / "calm", [tmp_path] * 2, [0, 0], device=DEVICE, prepare=share_the_device)

@@ -269,7 +269,13 @@ class Lives:
                 there.close()
                 self._processes[rank] = (process, here)
             pipes[rank] = here
-        self._listen(pipes, told, stay)
+        try:
+            self._listen(pipes, told, stay)
+        except BaseException:
+            for rank, (process, _) in list(self._processes.items()):
+                process.kill()
+                self._bury(rank)
+            raise
         return told
 
     def _listen(self, pipes: dict[int, Any], told: Told, stay: bool) -> None:
@@ -302,12 +308,6 @@ class Lives:
             local_rank=here.index(rank), local_world_size=len(here), node_rank=node, node="127.0.0.1",
             master_port=port, device=self._device, device_index=self._device_index,
         )  # fmt: skip
-
-    def end(self) -> None:
-        """Kills the processes that are still alive."""
-        for rank, (process, _) in list(self._processes.items()):
-            process.kill()
-            self._bury(rank)
 
     def final_state(self, step: int | None = None) -> dict[str, torch.Tensor]:
         """Returns every tensor of the checkpoint of a step, by default the last."""

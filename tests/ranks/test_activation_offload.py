@@ -9,8 +9,7 @@ from comparison import assert_identical
 from harness import run_ranks
 from late_copies import LateCopies
 from test_experts import document as experts
-from test_mesh_does_not_change_numbers import document
-from training import Batch, merged, seat_of, thinned, train_steps
+from training import document, seat_of, thinned, train_steps, trained
 
 from raypp.pipeline import activation_offload
 from raypp.planning.offload import ON_DEVICE
@@ -27,68 +26,51 @@ pytestmark = pytest.mark.ranks
 STEPS = 2
 
 
-def job(extent: str = "offload", train: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    train = {"activation_checkpointing": extent, **(train or {})}
-    return document(microbatches=8 // settings.get("fsdp", 1), train=train, **settings)
-
-
 def train_late(*arguments: Any) -> dict[str, Any]:
     """Trains with copies that are as late as they may be."""
     activation_offload.CopyStreams = optimizer_offload.CopyStreams = LateCopies  # type: ignore[misc]
     return train_steps(*arguments)
 
 
+def extent(value: str, **settings: Any) -> dict[str, Any]:
+    train = {"activation_checkpointing": value, **settings.pop("train", {})}
+    return trained(document(train=train, **settings), STEPS, train=train_late)
+
+
 def pipelined(schedule: str) -> dict[str, Any]:
-    stages = schedule_named(schedule).nearest_stages(2)
-    return job(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages})
-
-
-ONE = Batch(1, {"none": job("none"), "offload": job()}, STEPS, train=train_late)
-PIPELINES = Batch(2, {schedule: pipelined(schedule) for schedule in SCHEDULES.names()}, STEPS, train=train_late)
-OTHERS: dict[str, dict[str, Any]] = {
-    "fsdp": {"fsdp": 2},
-    "fsdp, weights freed": {"fsdp": 2, "freed": True},
-    "bf16, fsdp": {"fsdp": 2, "train": {"precision": "bf16"}},
-    "pp, both offloaded": {"pp": 2, "train": {"optimizer": {"kind": "adamw", "lr": 3e-3, "offload": True}}},
-}
-
-
-def other(name: str, extent: str) -> dict[str, Any]:
-    settings = dict(OTHERS[name])
-    freed = settings.pop("freed", False)
-    found = job(extent, **settings)
-    found["mesh"]["reshard_after_forward"] = freed
-    if extent == "none":
-        found["train"]["optimizer"] = {**found["train"]["optimizer"], "offload": False}
-    return found
-
-
-CASES = {(name, extent): other(name, extent) for name in OTHERS for extent in ("none", "offload")}
-PAIRS = Batch(2, CASES, STEPS, train=train_late)
+    return {"pp": 2, "schedule": schedule, "pipeline": {"stages_per_rank": schedule_named(schedule).nearest_stages(2)}}
 
 
 def test_one_process_computes_the_same_bits() -> None:
-    assert_identical(ONE["offload"], ONE["none"])
+    assert_identical(extent("offload"), extent("none"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES.names())
 def test_every_schedule_computes_the_bits_of_one_process(schedule: str) -> None:
-    assert_identical(PIPELINES[schedule], ONE["none"])
+    assert_identical(extent("offload", **pipelined(schedule)), extent("none"))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": 2},
+    "fsdp, weights freed": {"fsdp": 2, "reshard_after_forward": True},
+    "bf16, fsdp": {"fsdp": 2, "train": {"precision": "bf16"}},
+    "pp, both offloaded": {"pp": 2},
+}
 
 
 @pytest.mark.parametrize("name", thinned(OTHERS, ["pp, both offloaded"]))
 def test_meshes_compute_the_same_bits(name: str) -> None:
-    assert_identical(PAIRS[name, "offload"], PAIRS[name, "none"])
+    both = {"train": {"optimizer": {"kind": "adamw", "lr": 3e-3, "offload": True}}} if "both" in name else {}
+    assert_identical(extent("offload", **OTHERS[name], **both), extent("none", **OTHERS[name]))
 
 
 @pytest.mark.slow
 def test_experts_over_ranks_compute_the_same_bits() -> None:
-    found = [
-        merged(run_ranks(2, train_late, experts(mesh={"fsdp": 2, "ep": 2}, train={"activation_checkpointing": e}), 1))
-        for e in ("none", "offload")
-    ]
-    assert_identical(*found)
+    jobs = (
+        experts(mesh={"fsdp": 2, "ep": 2}, train={"activation_checkpointing": value}) for value in ("none", "offload")
+    )
+    assert_identical(*(trained(job, 1, train=train_late) for job in jobs))
 
 
 def moves(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +122,7 @@ only afterwards: one tensor per stage may come late."""
 
 @pytest.mark.parametrize("schedule", thinned(SCHEDULES.names(), ["1f1b", "zbv"]))
 def test_everything_comes_back_before_its_backward(schedule: str) -> None:
-    source = pipelined(schedule)
+    source = document(train={"activation_checkpointing": "offload"}, **pipelined(schedule))
     program = resolve_pipeline(parse_job(source)).program
     for found in run_ranks(2, moves, source):
         assert found["out"] > 0 and found["left"] == 0

@@ -9,11 +9,10 @@ import pytest
 from comparison import assert_close, assert_identical, assert_same_sums
 from test_lora import document as adapters
 from test_recompute_and_compile import COMPILED, needs_compiler
-from training import Batch, InBothTypes, thinned, train_steps
+from training import numbers, thinned, train_steps, trained
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 3
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Targets that are no matrices of experts."""
 
@@ -25,39 +24,15 @@ def document(dropout: float = 0.25, kind: str = "llama", **sections: Any) -> dic
     return found
 
 
-def without_the_key() -> dict[str, Any]:
-    found = document()
-    del found["model"]["lora"]["dropout"]
-    return found
-
-
 def with_recomputation(extent: str, compiled: bool = False, **sections: Any) -> dict[str, Any]:
     return document(train={"activation_checkpointing": extent, "compile": compiled}, **sections)
 
 
-ONE = Batch(
-    1,
-    {
-        "llama": document(),
-        "qwen3_moe": document(kind="qwen3_moe"),
-        "none": document(0.0),
-        "no key": without_the_key(),
-        "less than a step": document(1e-6),
-        "full": with_recomputation("full"),
-        "selective": with_recomputation("selective"),
-        "offload": with_recomputation("offload"),
-    },
-    STEPS,
-)
-PIPELINES = Batch(
-    2,
-    {
-        "llama": document(mesh={"pp": 2}, train={"activation_checkpointing": "full"}),
-        "llama, split": document(mesh={"pp": 2}, schedule="zbv", pipeline={"stages_per_rank": 2}),
-        "qwen3_moe": document(mesh={"pp": 2}, kind="qwen3_moe"),
-    },
-    STEPS,
-)
+PIPELINES = {
+    "llama": document(mesh={"pp": 2}, train={"activation_checkpointing": "full"}),
+    "llama, split": document(mesh={"pp": 2}, schedule="zbv", pipeline={"stages_per_rank": 2}),
+    "qwen3_moe": document(mesh={"pp": 2}, kind="qwen3_moe"),
+}
 MESHES = {
     ("llama", "fsdp"): document(mesh={"fsdp": 2}),
     ("llama", "dp_replicate"): document(mesh={"dp_replicate": 2}),
@@ -65,36 +40,36 @@ MESHES = {
     ("llama", "ulysses"): document(mesh={"cp": 2, "cp_style": "ulysses"}),
     ("qwen3_moe", "ep, selective"): with_recomputation("selective", kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
 }
-SUMS_OF_ONE = InBothTypes(1, {kind: document(kind=kind) for kind in ("llama", "qwen3_moe")}, STEPS)
-SUMS = InBothTypes(2, MESHES, STEPS)
 
 
 @pytest.mark.parametrize("extent", thinned(["full", "selective", "offload"], ["selective"]))
 def test_a_recomputed_forward_drops_the_same(extent: str) -> None:
-    assert_identical(ONE[extent], ONE["llama"])
+    assert_identical(trained(with_recomputation(extent)), trained(document()))
 
 
 def test_dropout_changes_the_numbers_as_soon_as_adapters_do_something() -> None:
-    ours, theirs = ONE["llama"]["loss"], ONE["none"]["loss"]
+    ours, theirs = trained(document())["loss"], trained(document(0.0))["loss"]
     assert ours[0] == theirs[0] and ours[1:] != theirs[1:]
 
 
 def test_a_dropout_of_zero_gives_the_bits_of_a_job_without_the_key() -> None:
-    assert_identical(ONE["none"], ONE["no key"])
+    without_the_key = document()
+    del without_the_key["model"]["lora"]["dropout"]
+    assert_identical(trained(document(0.0)), trained(without_the_key))
 
 
 def test_a_probability_that_drops_nothing_gives_the_bits_of_none() -> None:
-    assert_identical(ONE["less than a step"], ONE["none"])
+    assert_identical(trained(document(1e-6)), trained(document(0.0)))
 
 
-@pytest.mark.parametrize("case", thinned(PIPELINES.jobs, ["llama, split"]))
+@pytest.mark.parametrize("case", thinned(PIPELINES, ["llama, split"]))
 def test_a_pipeline_gives_the_bits_of_one_process(case: str) -> None:
-    assert_identical(PIPELINES[case], ONE[case.partition(",")[0]])
+    assert_identical(trained(PIPELINES[case]), trained(document(kind=case.partition(",")[0])))
 
 
 @pytest.mark.parametrize(("model", "way"), thinned(MESHES, [], [("qwen3_moe", "ep, selective")]))
 def test_ranks_that_share_a_step_add_the_same_gradients(model: str, way: str) -> None:
-    assert_same_sums(SUMS.numbers((model, way)), SUMS_OF_ONE.numbers(model))
+    assert_same_sums(numbers(MESHES[model, way]), numbers(document(kind=model)))
 
 
 def warned(rank: int, world: int, port: int, *arguments: Any) -> dict[str, Any]:
@@ -112,19 +87,15 @@ def warned(rank: int, world: int, port: int, *arguments: Any) -> dict[str, Any]:
     return {**found, "warnings": lines}
 
 
-COMPILED_JOBS = {extent: with_recomputation(extent, True) for extent in ("none", "full", "selective")}
-EAGER = with_recomputation("none")
-for layers in (*COMPILED_JOBS.values(), EAGER):
-    layers["model"]["num_layers"] = 10
-COMPILED_ALONE = Batch(1, {**COMPILED_JOBS, "eager": EAGER}, 2, train=warned)
-
-
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("extent", list(COMPILED_JOBS))
+@pytest.mark.parametrize("extent", ["none", "full", "selective"])
 def test_compiled_layers_drop_the_same_and_all_are_compiled(extent: str) -> None:
     """torch gives up with a warning when layer after layer needs code of its own."""
-    found = COMPILED_ALONE[extent]
-    assert_close(found, COMPILED_ALONE["eager"], COMPILED)
-    assert_identical(found, COMPILED_ALONE["none"])
+    found, plain, eager = (
+        trained(with_recomputation(of, compiled, model={"num_layers": 10}), 2, train=warned)
+        for of, compiled in ((extent, True), ("none", True), ("none", False))
+    )
+    assert_close(found, eager, COMPILED)
+    assert_identical(found, plain)
     assert not [line for line in found["warnings"] if "recompile_limit" in line]

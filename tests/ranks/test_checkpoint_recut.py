@@ -13,7 +13,7 @@ from told import Told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from training import whole
 
 from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.commit import read_commit
@@ -129,11 +129,6 @@ def rank_life(
     dist.destroy_process_group()
     kinds = [event.kind for event in quiet.events]
     return {"state": state, "step": saved, "events": kinds, "read": read, "needed": needed}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.detach().clone()
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

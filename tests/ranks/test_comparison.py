@@ -12,8 +12,7 @@ import pytest
 import torch
 from comparison import FIRST_STEP, WIDE, assert_close, assert_same_sums
 from harness import run_in_turn
-from test_mesh_does_not_change_numbers import document
-from training import Numbers, train_steps
+from training import Numbers, document, train_steps
 
 pytestmark = pytest.mark.ranks
 MICROBATCHES = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 import torch.distributed as dist
 from comparison import assert_close, assert_same_sums
 from harness import run_ranks
-from training import InBothTypes, Numbers, merged, seat_of, thinned, train_steps
+from training import document as small
+from training import numbers, seat_of, thinned, trained
 from varlen_reference import reference_kernel
 
 from raypp.checkpoint.state import gather_state
@@ -94,29 +94,30 @@ def attention_error(
 
 PACKED = [[5, 20, 3, 17], [11, 37], [1, 1, 40]]
 DOUBLE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
-CASES: dict[int, list[tuple[Any, ...]]] = {
+RING: dict[int, list[tuple[Any, ...]]] = {
     2: [
-        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[48]], 48, 4, 4, DOUBLE), ("ring", [[12] * 4], 48, 2, 1, DOUBLE),
-        ("ring", PACKED, 48, 4, 2, SINGLE), ("ring", PACKED, 48, 4, 2, HALF),
-        ("ulysses", PACKED, 48, 4, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
-        ("ulysses", PACKED, 48, 4, 2, SINGLE), ("ulysses", PACKED, 48, 4, 1, HALF),
-        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[48]], 48, 4, 4, DOUBLE),
-        ("ring by varlen", [[12] * 4], 48, 2, 1, DOUBLE), ("ring by varlen", PACKED, 48, 4, 2, SINGLE),
-        ("ring by varlen", PACKED, 48, 4, 2, HALF), ("ulysses by varlen", PACKED, 48, 4, 1, DOUBLE),
+        (PACKED, 48, 4, 2, DOUBLE), ([[48]], 48, 4, 4, DOUBLE), ([[12] * 4], 48, 2, 1, DOUBLE),
+        (PACKED, 48, 4, 2, SINGLE), (PACKED, 48, 4, 2, HALF),
     ],
-    3: [
-        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[40]], 42, 2, 2, DOUBLE),
-        ("ulysses", PACKED, 48, 12, 4, DOUBLE), ("ulysses", PACKED, 48, 6, 6, DOUBLE),
-        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[40]], 42, 2, 2, DOUBLE),
-    ],
+    3: [(PACKED, 48, 4, 2, DOUBLE), ([[40]], 42, 2, 2, DOUBLE)],
     4: [
-        ("ring", PACKED, 48, 4, 2, DOUBLE), ("ring", [[48], [48]], 48, 4, 2, DOUBLE),
-        ("ring", [[12] * 4], 48, 2, 1, DOUBLE),
-        ("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
-        ("ring by varlen", PACKED, 48, 4, 2, DOUBLE), ("ring by varlen", [[48], [48]], 48, 4, 2, DOUBLE),
-        ("ring by varlen", [[12] * 4], 48, 2, 1, DOUBLE), ("ring by varlen", PACKED, 48, 4, 4, SINGLE),
+        (PACKED, 48, 4, 2, DOUBLE), ([[48], [48]], 48, 4, 2, DOUBLE), ([[12] * 4], 48, 2, 1, DOUBLE),
+        (PACKED, 48, 4, 4, SINGLE),
     ],
 }  # fmt: skip
+ULYSSES: dict[int, list[tuple[Any, ...]]] = {
+    2: [
+        ("ulysses", PACKED, 48, 4, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE),
+        ("ulysses", PACKED, 48, 4, 2, SINGLE), ("ulysses", PACKED, 48, 4, 1, HALF),
+        ("ulysses by varlen", PACKED, 48, 4, 1, DOUBLE),
+    ],
+    3: [("ulysses", PACKED, 48, 12, 4, DOUBLE), ("ulysses", PACKED, 48, 6, 6, DOUBLE)],
+    4: [("ulysses", PACKED, 48, 8, 2, DOUBLE), ("ulysses", PACKED, 48, 4, 1, DOUBLE)],
+}  # fmt: skip
+CASES = {
+    ranks: [*((way, *case) for way in ("ring", "ring by varlen") for case in cases), *ULYSSES[ranks]]
+    for ranks, cases in RING.items()
+}
 # Bounds for outputs and gradients of order 1. In bf16 both sides get the same rounded inputs, so
 # what remains is the rounding of outputs (2^-9 of their size) and, with several blocks, the
 # rounding of each block's share of a gradient.
@@ -154,34 +155,9 @@ def test_attention_under_a_rule_gives_outputs_and_gradients_of_whole_rows(ranks:
 # Training.
 
 
-def document(
-    mesh: dict[str, Any] | None = None, *, microbatches: int = 4, model: dict[str, Any] | None = None, **other: Any
-) -> dict[str, Any]:
-    train = {
-        "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.05,
-        "optimizer": {"kind": "adamw", "lr": 3e-3}, "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
-        **other.pop("train", {}),
-    }  # fmt: skip
-    return {
-        "name": "context",
-        "model": {
-            "kind": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
-            "vocab_size": 320, **(model or {}),
-        },
-        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
-        "mesh": mesh or {},
-        "pipeline": {"microbatches": microbatches, **other.pop("pipeline", {})},
-        "train": train,
-        **other,
-    }  # fmt: skip
-
-
-def train(world: int, job: dict[str, Any]) -> dict[str, Any]:
-    return merged(run_ranks(world, train_steps, job, STEPS))
-
-
-def numbers(world: int, job: dict[str, Any]) -> Numbers:
-    return InBothTypes(world, {"": job}, STEPS).numbers("")
+def document(mesh: dict[str, Any] | None = None, *, model: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    train = {"steps": STEPS, **more.pop("train", {})}
+    return small(microbatches=4, model={"vocab_size": 320, **(model or {})}, train=train, **(mesh or {}), **more)
 
 
 MESHES = [
@@ -195,87 +171,45 @@ MESHES = [
 ]
 
 
-def ranks_of(mesh: dict[str, Any]) -> int:
-    return prod(size for axis, size in mesh.items() if axis != "cp_style")
-
-
-def on_mesh(mesh: dict[str, Any]) -> dict[str, Any]:
-    return document(mesh, microbatches=4 // (mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)))
-
-
 WINDOWED: dict[str, dict[str, Any]] = {
     "mistral": {"kind": "mistral", "sliding_window": 7},
     "gemma2": {"kind": "gemma2", "sliding_window": 9, "tie_embeddings": True, "score_soft_cap": 1.0},
     "gpt_oss": {"kind": "gpt_oss", "sliding_window": 9, "num_experts": 4, "expert_ffn_size": 24},
 }
 STYLES = ("ring", "ulysses")
-ONE_KEY = {"num_kv_heads": 1}
-
-
-# Jobs of as many ranks share processes.
-ALONE = InBothTypes(
-    1,
-    {
-        "": document(),
-        "one key": document(model=ONE_KEY),
-        **{kind: document(model=model) for kind, model in WINDOWED.items()},
-    },
-    STEPS,
-)
-PAIRS = InBothTypes(
-    2,
-    {
-        **{str(mesh): on_mesh(mesh) for mesh in MESHES if ranks_of(mesh) == 2},
-        "one key": document({"cp": 2, "cp_style": "ulysses"}, model=ONE_KEY),
-        "experts": document({"fsdp": 2, "ep": 2}, model=WINDOWED["gpt_oss"], microbatches=2),
-        **{
-            (kind, style): document({"cp": 2, "cp_style": style}, model=model)
-            for kind, model in WINDOWED.items()
-            for style in STYLES
-        },
-    },
-    STEPS,
-)
-ZERO_BUBBLE = document(
-    {"pp": 2, "cp": 2},
-    pipeline={"schedule": "zbv", "stages_per_rank": 2},
-    train={"activation_checkpointing": "full"},
-)
-FOURS = InBothTypes(
-    4,
-    {**{str(mesh): on_mesh(mesh) for mesh in MESHES if ranks_of(mesh) == 4}, "zero bubble": ZERO_BUBBLE},
-    STEPS,
-)
-
-
-def one_process() -> Numbers:
-    return ALONE.numbers("")
 
 
 @pytest.mark.parametrize("mesh", thinned(MESHES, [], [{"fsdp": 2, "cp": 2}]), ids=str)
 def test_context_parallel_meshes_add_up_what_one_process_does(mesh: dict[str, Any]) -> None:
-    assert one_process().wide["grad_norm"][0] > 0.05  # the norm is large enough to be clipped
-    found = PAIRS if ranks_of(mesh) == 2 else FOURS
-    assert_same_sums(found.numbers(str(mesh)), one_process())
+    one = numbers(document(), STEPS)
+    assert one.wide["grad_norm"][0] > 0.05  # the norm is large enough to be clipped
+    assert_same_sums(numbers(document(mesh), STEPS), one)
 
 
 def test_ulysses_with_fewer_key_value_heads_than_ranks() -> None:
-    assert_same_sums(PAIRS.numbers("one key"), ALONE.numbers("one key"))
+    jobs = (document(mesh, model={"num_kv_heads": 1}) for mesh in ({"cp": 2, "cp_style": "ulysses"}, {}))
+    assert_same_sums(*(numbers(job, STEPS) for job in jobs))
 
 
 @pytest.mark.slow
 def test_a_ring_under_a_zero_bubble_schedule_with_recomputed_activations() -> None:
-    assert_same_sums(FOURS.numbers("zero bubble"), one_process())
+    pipeline, train = {"stages_per_rank": 2}, {"activation_checkpointing": "full"}
+    job = document({"pp": 2, "cp": 2}, schedule="zbv", pipeline=pipeline, train=train)
+    assert_same_sums(numbers(job, STEPS), numbers(document(), STEPS))
 
 
-@pytest.mark.slow
-def test_experts_with_biases_on_two_ranks_add_up_what_one_process_does() -> None:
-    assert_same_sums(PAIRS.numbers("experts"), ALONE.numbers("gpt_oss"))
+SPREAD: dict[str, dict[str, Any]] = {
+    "ring": {"cp": 2, "cp_style": "ring"},
+    "ulysses": {"cp": 2, "cp_style": "ulysses"},
+    "experts": {"fsdp": 2, "ep": 2},
+}
+MODELS = [*product(WINDOWED, STYLES), ("gpt_oss", "experts")]
 
 
-@pytest.mark.parametrize(("kind", "style"), thinned(product(WINDOWED, STYLES), [], [("mistral", "ring")]))
-def test_layers_with_a_window_add_up_what_one_process_does(kind: str, style: str) -> None:
-    assert_same_sums(PAIRS.numbers((kind, style)), ALONE.numbers(kind))
+@pytest.mark.parametrize(("kind", "way"), thinned(MODELS, [], [("mistral", "ring")]))
+def test_windows_and_experts_with_biases_add_up_what_one_process_does(kind: str, way: str) -> None:
+    jobs = (document(mesh, model=WINDOWED[kind]) for mesh in (SPREAD[way], {}))
+    assert_same_sums(*(numbers(job, STEPS) for job in jobs))
 
 
 def write_documents(path: Path, lengths: list[int]) -> None:
@@ -301,7 +235,7 @@ def test_a_microbatch_without_any_label_among_packed_documents_of_different_leng
     counts = [labelled_tokens(microbatch.rows) for microbatch in loader.next_step()]
     loader.close()
     assert counts == [38, 48, 0, 47]
-    assert_same_sums(numbers(2, job), numbers(1, reference))
+    assert_same_sums(numbers(job, STEPS), numbers(reference, STEPS))
 
 
 @pytest.mark.slow
@@ -312,7 +246,8 @@ def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations(
     # becomes a change of the weight. A large eps keeps the update proportional to the gradient, so
     # the second step can be compared too.
     bf16 = {"precision": "bf16", "optimizer": {"kind": "adamw", "lr": 3e-3, "eps": 1e-3}}
-    assert_close(train(2, document({"cp": 2}, train=bf16)), train(1, document(train=bf16)), 2e-2)
+    found, reference = (trained(document(mesh, train=bf16), STEPS) for mesh in ({"cp": 2}, {}))
+    assert_close(found, reference, 2e-2)
 
 
 # Checkpoints.

@@ -13,9 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_in_living, run_in_turn, run_ranks
-from test_mesh_does_not_change_numbers import document
 from told import Told
-from training import seat_of, thinned
+from training import document, seat_of, thinned
 
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.load_checkpoint import load_checkpoint
@@ -37,46 +36,35 @@ STEPS = 3
 
 
 def evaluated(*, every: int = 2, **settings: Any) -> dict[str, Any]:
-    replicas = settings.get("fsdp", 1) * settings.get("dp_replicate", 1)
-    train = settings.pop("train", {})
-    more = {axis: settings.pop(axis) for axis in ("cp", "cp_style", "ep") if axis in settings}
-    found = document(microbatches=4 // replicas, train={"eval_every_steps": every, **train}, **settings)
-    found["model"]["num_layers"] = 4
+    train = {"eval_every_steps": every, **settings.pop("train", {})}
+    found = document(microbatches=4, train=train, **settings)
     found["data"] |= {"num_documents": 120, "eval": {"fraction": 0.2}}
-    found["mesh"] |= more
     return found
 
 
-class Listener(Told):
-    """Keeps what a rank reports, and its phases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phases: set[str] = set()
-
-    def phase(self, name: str, detail: str = "", reached: object = None) -> None:
-        self.phases.add(name)
+def lived(rank: int, world: int, port: int, source: dict[str, Any]) -> tuple[dict[str, Any], torch.nn.Module | None]:
+    """Runs a complete training. Returns the reports and, on rank 0, the final weights, and the
+    model with them, as loaded from the store."""
+    job, told = parse_job(source), Told()
+    run_rank(job, seat_of(rank, world, port, job), told)
+    found: dict[str, Any] = {
+        "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len, r.extras) for r in told.reports],
+        "evaluations": [(e.step, e.details) for e in told.events if e.kind == "evaluated"],
+        "samples": [(e.step, e.details["samples"]) for e in told.events if e.kind == "sampled"],
+        "phases": told.phases,
+    }
+    if rank > 0:
+        return found, None
+    whole = build_stage(job.model, range(job.model.num_layers), first=True, last=True).to_empty(device="cpu")
+    load_checkpoint(DirectoryStore(Path(job.checkpoint.url)), job.name, None, [whole], None)
+    return {**found, "weights": {name: value.detach() for name, value in whole.named_parameters()}}, whole
 
 
 def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
-    """Runs a complete training. Returns the reports and, on rank 0, the final weights as loaded
-    from the store."""
-    job, listener = parse_job(source), Listener()
-    run_rank(job, seat_of(rank, world, port, job), listener)
-    weights: dict[str, torch.Tensor] = {}
-    if rank == 0:
-        whole = build_stage(job.model, range(job.model.num_layers), first=True, last=True).to_empty(device="cpu")
-        load_checkpoint(DirectoryStore(Path(job.checkpoint.url)), job.name, None, [whole], None)
-        weights = {name: value.detach() for name, value in whole.named_parameters()}
-    return {
-        "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len, r.extras) for r in listener.reports],
-        "evaluations": [(e.step, e.details) for e in listener.events if e.kind == "evaluated"],
-        "phases": sorted(listener.phases),
-        "weights": weights,
-    }
+    return lived(rank, world, port, source)[0]
 
 
-class AbortsDuring(Listener):
+class AbortsDuring(Told):
     """Marks the communicators as aborted, as soon as the rank is in a phase."""
 
     def __init__(self, phase: str) -> None:
@@ -91,10 +79,10 @@ class AbortsDuring(Listener):
 
 def aborted(rank: int, world: int, port: int, source: dict[str, Any], during: str) -> list[str]:
     """Returns the kinds of the events that a rank reports whose communicators are aborted."""
-    job, listener = parse_job(source), AbortsDuring(during)
+    job, told = parse_job(source), AbortsDuring(during)
     with pytest.raises(LostPeerError):
-        run_rank(job, seat_of(rank, world, port, job), listener)
-    return [event.kind for event in listener.events]
+        run_rank(job, seat_of(rank, world, port, job), told)
+    return [event.kind for event in told.events]
 
 
 class EndsAfterSaving(AbortsDuring):
@@ -110,36 +98,32 @@ class EndsAfterSaving(AbortsDuring):
         super().phase(name, detail)
 
 
-class Records(Listener):
+class Records(Told):
     """Writes events to the run's records, too; may request a stop."""
 
     def __init__(self, source: dict[str, Any], attempt: int, stop: bool) -> None:
-        super().__init__()
-        self._stop = stop
+        super().__init__(lambda asked: Requests(stop=stop))
         self.recorder = RunRecorder(DirectoryStore(Path(source["checkpoint"]["url"])), source["name"], f"a{attempt}")
 
     def event(self, event: Event) -> None:
         super().event(event)
         self.recorder.event(event)
 
-    def requests(self) -> Requests:
-        return Requests(stop=self._stop)
-
 
 def interrupted(rank: int, world: int, port: int, source: dict[str, Any], step: int) -> list[int]:
     """Ends in the first evaluation, and returns the steps that were run."""
-    job, listener = parse_job(source), EndsAfterSaving(source, step)
+    job, told = parse_job(source), EndsAfterSaving(source, step)
     with pytest.raises(LostPeerError):
-        run_rank(job, seat_of(rank, world, port, job), listener)
-    return [report.step for report in listener.reports]
+        run_rank(job, seat_of(rank, world, port, job), told)
+    return [report.step for report in told.reports]
 
 
 def resumed(rank: int, world: int, port: int, source: dict[str, Any], attempt: int, stop: bool) -> list[Any]:
     """Returns the kind, the step and the values of what was evaluated and sampled."""
-    job, listener = parse_job(source), Records(source, attempt, stop)
-    run_rank(job, seat_of(rank, world, port, job), listener)
-    listener.recorder.close()
-    found = [event for event in listener.events if event.kind in ("evaluated", "sampled")]
+    job, told = parse_job(source), Records(source, attempt, stop)
+    run_rank(job, seat_of(rank, world, port, job), told)
+    told.recorder.close()
+    found = [event for event in told.events if event.kind in ("evaluated", "sampled")]
     return [(one.kind, one.step, one.details.get("loss")) for one in found]
 
 
@@ -177,9 +161,7 @@ EXPERTS = {
 
 def source_of(name: str, every: int = 2) -> dict[str, Any]:
     settings = {**PIPELINES, **REPLICAS, **WITH_EXPERTS, "one": {}}[name]
-    found = evaluated(every=every, **settings)
-    found["model"] |= EXPERTS if name in WITH_EXPERTS else {}
-    return found
+    return evaluated(every=every, model=EXPERTS if name in WITH_EXPERTS else {}, **settings)
 
 
 def world_of(source: dict[str, Any]) -> int:
@@ -252,13 +234,11 @@ def test_replicas_share_the_held_out_part_and_find_the_same_within_1e5(name: str
 
 def test_what_a_failure_interrupts_is_made_up_once_and_also_after_the_last_step(tmp_path: Path) -> None:
     sample = {"every_steps": 2, "prompts": ["ab"], "max_new_tokens": 2}
-    source = evaluated(pp=2, train={"sample": sample}) | {
-        "checkpoint": {"url": str(tmp_path), "every_steps": 2, "memory_tier": False}
-    }
-    source["model"]["vocab_size"] = 257
+    checkpoint = {"url": str(tmp_path), "every_steps": 2, "memory_tier": False}
+    source = evaluated(pp=2, train={"sample": sample}, model={"vocab_size": 257}, checkpoint=checkpoint)
     assert run_ranks(2, interrupted, source, 2)[0] == [1, 2]
     lives = [(source, 2, True), (source, 3, False), (source, 4, False)]
-    stopped, found, known = (told for told, _ in run_in_turn(2, resumed, lives))
+    stopped, found, known = (first for first, _ in run_in_turn(2, resumed, lives))
     assert not stopped, "an operator who stops a run does not wait for it"
     kinds = [("evaluated", 2), ("sampled", 2), ("evaluated", 3), ("sampled", 3)]
     assert [(kind, step) for kind, step, _ in found] == kinds and not known, "nothing is missing of a whole run"

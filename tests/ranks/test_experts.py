@@ -7,8 +7,6 @@ then all numbers differ. The seeds here avoid that.
 from __future__ import annotations
 
 import math
-from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +16,34 @@ import torch.distributed as dist
 from comparison import assert_close, assert_identical, assert_same_sums
 from harness import run_ranks
 from test_optimizers import train_on
-from training import Batch, InBothTypes, Numbers, merged, thinned, train_steps
+from training import document as small
+from training import numbers, thinned, trained
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.ranged_reads import open_files
 from raypp.models.experts import StackedExperts
 from raypp.parallel.expert import ExpertExchange
+from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 3
-MICROBATCHES = 4
 BLANK = (1,)
 """Microbatches without labels."""
 
 
-def document(kind: str = "qwen3_moe", *, schedule: str = "1f1b", **sections: Any) -> dict[str, Any]:
+def document(kind: str = "qwen3_moe", *, mesh: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     """Returns a job with packed documents of 3 to 50 tokens. Its gradients are ten times longer
     than the clipping norm."""
-    mesh = sections.get("mesh", {})
-    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
     model = {
-        "kind": kind, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
-        "vocab_size": 96, "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
-        "z_loss_weight": 0.01,
+        "kind": kind, "num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02,
+        "z_loss_weight": 0.01, **sections.pop("model", {}),
     }  # fmt: skip
-    train = {
-        "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.05,
-        "optimizer": {"kind": "adamw", "lr": 3e-3}, "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
-    }  # fmt: skip
-    pipeline = {"schedule": schedule, "microbatches": MICROBATCHES // replicas, "pad_to_multiple_of": 8}
-    return {
-        "name": "experts",
-        "model": model | sections.get("model", {}),
-        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
-        "mesh": mesh,
-        "pipeline": pipeline | sections.get("pipeline", {}),
-        "train": train | sections.get("train", {}),
-    }
+    return small(name="experts", microbatches=4, model=model, **(mesh or {}), **sections)
 
 
-def ranks_of(mesh: dict[str, Any]) -> int:
-    return prod(size for axis, size in mesh.items() if axis not in ("ep", "cp_style"))
-
-
-def trained(job: dict[str, Any], steps: int = STEPS, blank: tuple[int, ...] = BLANK) -> dict[str, Any]:
-    return merged(run_ranks(ranks_of(job["mesh"]), train_steps, job, steps, "cpu", blank))
-
-
-def numbers(job: dict[str, Any], steps: int = STEPS, blank: tuple[int, ...] = BLANK) -> Numbers:
-    return InBothTypes(ranks_of(job["mesh"]), {"": job}, steps, "cpu", blank).numbers("")
-
-
-@cache
 def one_process(kind: str = "qwen3_moe") -> dict[str, Any]:
-    found = trained(document(kind))
+    found = trained(document(kind), blank=BLANK)
     assert min(found["grad_norm"]) > 0.05, "clipping is not active"
     for extras in found["extras"]:
         # Perfect balance gives experts_per_token. Six equal logits of nearly 0 give log(6) squared.
@@ -82,20 +52,13 @@ def one_process(kind: str = "qwen3_moe") -> dict[str, Any]:
 
 
 PIPELINES = [("qwen3_moe", "1f1b", 1), ("qwen3_moe", "interleaved_zero_bubble", 2), ("mixtral", "1f1b", 1)]
-PIPELINE_BATCH = Batch(
-    2,
-    {
-        (kind, schedule): document(kind, schedule=schedule, mesh={"pp": 2}, pipeline={"stages_per_rank": stages})
-        for kind, schedule, stages in PIPELINES
-    },
-    STEPS, "cpu", BLANK,
-)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "schedule", "stages_per_rank"), PIPELINES)
 def test_a_pipeline_of_experts_gives_the_bits_of_one_process(kind: str, schedule: str, stages_per_rank: int) -> None:
-    assert_identical(PIPELINE_BATCH[kind, schedule], one_process(kind))
+    job = document(kind, schedule=schedule, mesh={"pp": 2}, pipeline={"stages_per_rank": stages_per_rank})
+    assert_identical(trained(job, blank=BLANK), one_process(kind))
 
 
 MESHES = [
@@ -109,40 +72,15 @@ MESHES = [
 ]
 
 
-def batch(*meshes: dict[str, int]) -> dict[str, InBothTypes]:
-    jobs = {str(mesh): document(mesh=mesh) for mesh in meshes}
-    shared = InBothTypes(ranks_of(meshes[0]), jobs, STEPS, "cpu", BLANK)
-    return dict.fromkeys(jobs, shared)
-
-
-# Meshes of four ranks have separate processes: for the life of a process, torch's DTensor remembers
-# the names of the groups through which it moved a tensor's shards, and a mesh of another shape has
-# other names.
-BATCHES = batch(*(mesh for mesh in MESHES if ranks_of(mesh) == 2))
-for one in MESHES:
-    if ranks_of(one) == 4:
-        BATCHES |= batch(one)
-
-
-@cache
-def sums_of_one_process() -> Numbers:
-    return numbers(document())
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    thinned(MESHES, [], [{"cp": 2, "ep": 2}]),
-    ids=str,
-)
+@pytest.mark.parametrize("mesh", thinned(MESHES, [], [{"cp": 2, "ep": 2}]), ids=str)
 def test_experts_spread_over_ranks_add_up_what_one_process_does(mesh: dict[str, int]) -> None:
-    assert_same_sums(BATCHES[str(mesh)].numbers(str(mesh)), sums_of_one_process())
+    assert_same_sums(numbers(document(mesh=mesh), blank=BLANK), numbers(document(), blank=BLANK))
 
 
 @pytest.mark.slow
 def test_three_ranks_hold_two_experts_each() -> None:
-    job = document(mesh={"cp": 3, "ep": 3}, pipeline={"pad_to_multiple_of": 8})
-    alone = document(pipeline={"pad_to_multiple_of": 24})
-    assert_same_sums(numbers(job, 1), numbers(alone, 1))
+    job, alone = document(mesh={"cp": 3, "ep": 3}), document(pipeline={"pad_to_multiple_of": 24})
+    assert_same_sums(numbers(job, 1, blank=BLANK), numbers(alone, 1, blank=BLANK))
 
 
 def test_experts_that_no_token_chose_have_a_gradient_of_zero_on_every_mesh() -> None:
@@ -151,8 +89,8 @@ def test_experts_that_no_token_chose_have_a_gradient_of_zero_on_every_mesh() -> 
         "train": {"micro_batch_size": 1},
     }
     short = {"kind": "synthetic", "num_documents": 40, "document_len": [3, 8], "seq_len": 8}
-    reference = numbers({**document(**few), "data": short}, 1, ())
-    spread = numbers({**document(mesh={"fsdp": 2, "ep": 2}, **few), "data": short}, 1, ())
+    reference = numbers({**document(**few), "data": short}, 1)
+    spread = numbers({**document(mesh={"fsdp": 2, "ep": 2}, **few), "data": short}, 1)
     assert_same_sums(spread, reference)
     for ours, theirs in zip(spread, reference, strict=True):
         found = ours["gradients"][0]
@@ -167,35 +105,33 @@ def test_experts_that_no_token_chose_have_a_gradient_of_zero_on_every_mesh() -> 
 def test_recomputing_the_exchange_in_the_backward_changes_no_bit() -> None:
     mesh = {"cp": 2, "ep": 2}
     again = document(mesh=mesh, train={"activation_checkpointing": "full"})
-    assert_identical(trained(again, 1), trained(document(mesh=mesh), 1))
+    assert_identical(trained(again, 1, blank=BLANK), trained(document(mesh=mesh), 1, blank=BLANK))
 
 
 @pytest.mark.slow
 def test_bf16_under_a_pipeline_is_exact_and_with_spread_experts_differs_by_bf16_roundings() -> None:
-    bf16 = {"precision": "bf16"}
-    reference = trained(document(train=bf16), 1)
-    assert_identical(trained(document(train=bf16, mesh={"pp": 2}), 1), reference)
+    meshes: tuple[dict[str, int], ...] = ({}, {"pp": 2}, {"fsdp": 2, "ep": 2})
+    one, pipeline, spread = (
+        trained(document(train={"precision": "bf16"}, mesh=mesh), 1, blank=BLANK) for mesh in meshes
+    )
+    assert_identical(pipeline, one)
     # An expert's gradient over the tokens of two ranks is rounded to bf16 (8 bits: 4e-3) once, not
     # once per rank. Measured: 1.8e-3. Later steps are not compared, because a rounding may send
     # tokens to other experts.
-    assert_close(trained(document(train=bf16, mesh={"fsdp": 2, "ep": 2}), 1), reference, 4e-3)
+    assert_close(spread, one, 4e-3)
 
 
 OPTIMIZERS = {"muon": {"kind": "muon", "lr": 3e-3}, "sgd": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}
 
 
-def with_each_optimizer(world: int, mesh: dict[str, int]) -> InBothTypes:
-    jobs = {kind: document(mesh=mesh, train={"optimizer": options}) for kind, options in OPTIMIZERS.items()}
-    return InBothTypes(world, jobs, 2, "cpu", BLANK)
-
-
-ALONE, SPREAD = with_each_optimizer(1, {}), with_each_optimizer(4, {"fsdp": 4, "ep": 2})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_other_optimizers_update_spread_experts_like_one_process(kind: str) -> None:
-    assert_same_sums(SPREAD.numbers(kind), ALONE.numbers(kind))
+    spread, alone = (
+        numbers(document(mesh=mesh, train={"optimizer": OPTIMIZERS[kind]}), 2, blank=BLANK)
+        for mesh in ({"fsdp": 4, "ep": 2}, {})
+    )
+    assert_same_sums(spread, alone)
 
 
 COUNTS = [
@@ -272,7 +208,7 @@ def test_a_checkpoint_of_spread_experts_loads_on_another_mesh_bit_for_bit(
 ) -> None:
     def everything(mesh: dict[str, int], steps: int) -> dict[str, torch.Tensor]:
         job = document(mesh=mesh, model={"num_layers": 2})
-        results = run_ranks(ranks_of(mesh), train_on, job, str(tmp_path), steps)
+        results = run_ranks(parse_job(job).mesh.world, train_on, job, str(tmp_path), steps)
         return {name: value for r in results for part in ("weights", "state") for name, value in r[part].items()}
 
     saved, loaded = everything(before, 1), everything(after, 0)

@@ -1,4 +1,8 @@
-"""Every family trains on a mesh as in one process."""
+"""Every family trains on a mesh as in one process; so do scalings that depend on the length of a
+document, and layers without experts.
+
+Documents have 3 to 50 tokens, so some are within the original context of 16 and some are longer.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +11,48 @@ from typing import Any
 import pytest
 from comparison import assert_identical, assert_same_sums
 from small_models import small_options
-from training import Batch, InBothTypes, thinned
+from training import document, numbers, thinned, trained
 
 from raypp.spec.families import FAMILIES
 
 pytestmark = pytest.mark.ranks
 STEPS = 2
-
-
-def job(kind: str, **mesh: int) -> dict[str, Any]:
-    return {
-        "name": "families",
-        "model": small_options(kind, num_layers=4).model_dump(mode="json", exclude_none=True),
-        "data": {"kind": "synthetic", "num_documents": 100, "document_len": [3, 50], "seq_len": 64},
-        "mesh": mesh,
-        "pipeline": {"microbatches": 4 // mesh.get("fsdp", 1), "pad_to_multiple_of": 8},
-        "train": {"steps": STEPS, "micro_batch_size": 2, "optimizer": {"kind": "adamw", "lr": 3e-3}},
-    }
-
-
+LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dynamic": {"kind": "llama", "rope": {"kind": "dynamic", "factor": 4.0, "original_context": 16}},
+    "longrope": {"kind": "llama", "rope": {"kind": "longrope", "factor": 4.0, "original_context": 16, **LONGROPE}},
+    "dense layers": {"kind": "qwen3_moe", "mlp_only_layers": [0], "decoder_sparse_step": 2, "norm_topk_prob": False},
+    "shared expert": {"kind": "qwen2_moe", "mlp_only_layers": [2]},
+}
+MODELS = {**{kind: {"kind": kind} for kind in FAMILIES}, **VARIANTS}
 WITHOUT_EXPERTS = [kind for kind in FAMILIES if not hasattr(small_options(kind), "num_experts")]
 """`test_experts.py` has meshes of the others."""
-QUICK = ["qwen3", "gemma3", "olmo2", "glm4", "starcoder2"]
+SPREAD: dict[str, dict[str, Any]] = {
+    **{kind: {"fsdp": 2, "cp": 2} for kind in WITHOUT_EXPERTS},
+    "dynamic": {"cp": 2},
+    "longrope": {"cp": 2, "cp_style": "ulysses"},
+    "dense layers": {"fsdp": 2, "ep": 2},
+    "shared expert": {"fsdp": 2, "ep": 2},
+}
+QUICK = ["qwen3", "gemma3", "olmo2", "glm4", "starcoder2", "dense layers"]
 """Each has a part of layers that no family of `test_pairs_of_features.py` has."""
-ONE = Batch(1, {kind: job(kind) for kind in FAMILIES}, STEPS)
-PIPELINE = Batch(2, {kind: job(kind, pp=2) for kind in FAMILIES}, STEPS)
-SUMS_OF_ONE = InBothTypes(1, {kind: job(kind) for kind in WITHOUT_EXPERTS}, STEPS)
-SHARED = InBothTypes(4, {kind: job(kind, fsdp=2, cp=2) for kind in WITHOUT_EXPERTS}, STEPS)
 
 
-@pytest.mark.parametrize("kind", thinned(FAMILIES, QUICK, [kind for kind in FAMILIES if kind not in QUICK]))
-def test_a_pipeline_gives_the_bits_of_one_process(kind: str) -> None:
-    assert_identical(PIPELINE[kind], ONE[kind])
+def job(name: str, **mesh: Any) -> dict[str, Any]:
+    kind, changes = MODELS[name]["kind"], {key: value for key, value in MODELS[name].items() if key != "kind"}
+    options = small_options(kind, num_layers=4).model_dump(mode="json", exclude_none=True)
+    return {**document(microbatches=4, **mesh), "model": options | changes}
 
 
-@pytest.mark.parametrize("kind", thinned(WITHOUT_EXPERTS, [], ["gemma3"]))
-def test_shared_weights_and_rows_add_up_what_one_process_does(kind: str) -> None:
-    assert_same_sums(SHARED.numbers(kind), SUMS_OF_ONE.numbers(kind))
+@pytest.mark.parametrize("name", thinned(MODELS, QUICK, [kind for kind in FAMILIES if kind not in QUICK]))
+def test_a_pipeline_gives_the_bits_of_one_process(name: str) -> None:
+    assert_identical(trained(job(name, pp=2), STEPS), trained(job(name), STEPS))
+
+
+@pytest.mark.parametrize("name", thinned(SPREAD, ["dynamic"], ["gemma3", "longrope"]))
+def test_shared_weights_rows_and_experts_add_up_what_one_process_does(name: str) -> None:
+    assert_same_sums(numbers(job(name, **SPREAD[name]), STEPS), numbers(job(name), STEPS))
+
+
+def test_a_scaling_changes_the_numbers() -> None:
+    assert trained(job("dynamic"), STEPS)["loss"] != trained(job("longrope"), STEPS)["loss"]

@@ -6,17 +6,15 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from family_tokenizers import write_family
 from lazily import Lazily
-from local_tasks import TASKS, write_tasks
+from local_tasks import TASKS, continued, drawn_rows, loss_of_texts, phrase, write_tasks
 from their_models import keys_of, their_config, their_instance
 from training import thinned
 
@@ -50,12 +48,6 @@ print(json.dumps([ours, theirs["results"], loss]))
 """
 
 
-def continued(model: Any, tokenizer: Any, text: str) -> str:
-    ids = torch.tensor([tokenizer(text)["input_ids"][-116:]])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    return re.split("e|\n", tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))[0]
-
-
 @pytest.mark.parametrize("name", thinned(KINDS, [], ["gemma"]))
 def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
@@ -71,22 +63,14 @@ def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -
     model.save_pretrained(folder)
     draw = random.Random(5)
     words = (ROOT / "jobs/data/kjv-new-testament.txt").read_text().split()[:4000]
-
-    def phrase(most: int) -> str:
-        start = draw.randrange(len(words) - most)
-        return " ".join(words[start : start + draw.randrange(1, most)])
-
-    rows = [
-        {"question": phrase(20), "choices": [f" {phrase(4)}" for _ in range(4)], "answer": draw.randrange(4)}
-        for _ in range(10)
-    ]
+    rows = drawn_rows(draw, words, 10, 20)
     rows[0]["question"] = " ".join(words[:200])  # longer than the model's context
     rows[1]["question"] = "" if tokenizer("")["input_ids"] else "In"
-    rows[2]["question"] = f"{tokenizer.bos_token or tokenizer.eos_token}{phrase(9)}"
+    rows[2]["question"] = f"{tokenizer.bos_token or tokenizer.eos_token}{phrase(draw, words, 9)}"
     for row in rows:
-        guessed = continued(model, tokenizer, row["question"]) if row["question"] and draw.random() < 0.6 else ""
-        row["continuation"] = guessed or phrase(3)
-    texts = [phrase(40) for _ in range(6)]
+        guessed = continued(model, tokenizer, row["question"], 128) if row["question"] and draw.random() < 0.6 else ""
+        row["continuation"] = guessed or phrase(draw, words, 3)
+    texts = [phrase(draw, words, 40) for _ in range(6)]
     (tmp_path / "held.txt").write_text("\n\n".join(texts))
     names = write_tasks(tmp_path, rows, f"{tmp_path}/rows.jsonl")
     command = [sys.executable, "-c", PROGRAM, str(folder), names]
@@ -100,11 +84,5 @@ def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -
         same = {metric: value for metric, value in theirs[task].items() if metric in metrics and value != "N/A"}
         assert same
         assert {metric: metrics[metric] for metric in same} == pytest.approx(same, rel=1e-4), task
-    total, tokens = 0.0, 0
-    for text in texts:
-        ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, :-1]
-        total += float(torch.nn.functional.cross_entropy(logits.double(), ids[1:], reduction="sum"))
-        tokens += len(ids) - 1
-    assert found["tokens"] == tokens and found["loss"] == pytest.approx(total / tokens, rel=1e-5)
+    loss, tokens = loss_of_texts(model, tokenizer, texts)
+    assert found["tokens"] == tokens and found["loss"] == pytest.approx(loss, rel=1e-5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lives import Lives, Told, same
+from training import document
 
 from raypp.checkpoint.commit import list_checkpoints
 
@@ -15,26 +16,16 @@ pytestmark = pytest.mark.ranks
 
 
 def _document(steps: int, mesh: dict[str, int], **recovery: Any) -> dict[str, Any]:
-    return {
-        "name": "faulty",
-        "model": {
-            "kind": "llama", "num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 32, "vocab_size": 64,
-        },
-        "data": {"kind": "synthetic", "num_documents": 100, "document_len": [3, 20], "seq_len": 32},
-        "mesh": mesh,
-        "pipeline": {"schedule": "1f1b", "microbatches": 2, "lookahead": 0},
-        "train": {"steps": steps, "micro_batch_size": 1, "optimizer": {"kind": "adamw", "lr": 3e-3}},
-        "checkpoint": {"memory_tier": False},
-        "recovery": recovery,
-    }  # fmt: skip
+    microbatches = 2 * mesh.get("dp_replicate", 1)
+    return document(
+        name="faulty", layers=2, microbatches=microbatches, pipeline={"lookahead": 0}, train={"steps": steps},
+        checkpoint={"memory_tier": False}, recovery=recovery, **mesh,
+    )  # fmt: skip
 
 
 def _live(place: Path, document: dict[str, Any], faults: str) -> tuple[Told, Lives]:
     lives = Lives(document, place, [place] * 2, [0, 0], {"RAYPP_FAULTS": faults} if faults else None)
-    try:
-        return lives.attempt_once(), lives
-    finally:
-        lives.end()
+    return lives.attempt_once(), lives
 
 
 def test_a_step_with_nan_is_skipped_and_traced_to_its_stage(tmp_path: Path) -> None:
@@ -54,33 +45,35 @@ def test_a_rank_that_stays_slow_is_told_once(tmp_path: Path) -> None:
     assert slow.rank == 1 and "pp1 (rank 1) computes" in slow.message
 
 
-@pytest.mark.slow
-@pytest.mark.gate
-def test_gradients_that_break_once_are_told_as_an_error_of_the_machine_and_the_job_may_want_a_stop(
-    tmp_path: Path,
+SLOW = [pytest.mark.slow, pytest.mark.gate]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recovery", "fault", "begin", "words"),
+    [
+        pytest.param(
+            {"pp": 2}, {"on_nonfinite": "stop"}, "nan@backward:rank=0,step=2",
+            "NonFiniteError: step 2: the gradients of model.embed_tokens.weight",
+            ["did not recur", "recovery.on_nonfinite: stop"], marks=SLOW, id="gradients",
+        ),
+        pytest.param(
+            {"pp": 2}, {}, "nan@optimizer:rank=1,step=2", "BrokenWeightsError: step 3: the loss is nan",
+            ["weights are not finite"], marks=SLOW, id="weights",
+        ),
+        pytest.param(
+            {"dp_replicate": 2}, {}, "corrupt@optimizer:rank=1,step=2",
+            "ReplicasDifferError: weights that must be bit-identical differ",
+            ["rank 0 (pp0-dp0), rank 1 (pp0-dp1) differ, and it is unknown which is right"], id="one bit of a replica",
+        ),
+    ],
+)  # fmt: skip
+def test_what_broke_is_told_on_all_ranks_and_never_committed(
+    mesh: dict[str, int], recovery: dict[str, Any], fault: str, begin: str, words: list[str], tmp_path: Path
 ) -> None:
-    told, _ = _live(tmp_path, _document(4, {"pp": 2}, on_nonfinite="stop"), "nan@backward:rank=0,step=2")
+    told, lives = _live(tmp_path, _document(4, mesh, **recovery), fault)
     assert sorted(told.errors) == [0, 1]
     for error in told.errors.values():
-        assert error.startswith("NonFiniteError: step 2: the gradients of model.embed_tokens.weight"), error
-        assert "did not recur" in error and "recovery.on_nonfinite: stop" in error
-
-
-@pytest.mark.slow
-@pytest.mark.gate
-def test_weights_that_an_update_broke_are_told_as_that(tmp_path: Path) -> None:
-    told, _ = _live(tmp_path, _document(4, {"pp": 2}), "nan@optimizer:rank=1,step=2")
-    assert sorted(told.errors) == [0, 1]
-    for error in told.errors.values():
-        assert error.startswith("BrokenWeightsError: step 3: the loss is nan") and "weights are not finite" in error
-
-
-def test_replicas_that_differ_by_one_bit_are_named_and_never_committed(tmp_path: Path) -> None:
-    told, lives = _live(tmp_path, _document(4, {"dp_replicate": 2}), "corrupt@optimizer:rank=1,step=2")
-    assert sorted(told.errors) == [0, 1]
-    for error in told.errors.values():
-        assert error.startswith("ReplicasDifferError: weights that must be bit-identical differ"), error
-        assert "rank 0 (pp0-dp0), rank 1 (pp0-dp1) differ, and it is unknown which is right" in error
+        assert error.startswith(begin) and all(one in error for one in words), error
     assert not list_checkpoints(lives.store, "faulty")
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from test_mesh_does_not_change_numbers import document
-from training import seat_of
+from training import document, seat_of
 
 from raypp.parallel.rank_groups import make_groups
 from raypp.parallel.shard import local_part
@@ -48,5 +47,5 @@ def drawn_at_once_and_later(rank: int, world: int, port: int, source: dict[str, 
 
 
 def test_weights_drawn_later_are_the_same_bits_and_nothing_is_drawn_before() -> None:
-    for found in run_ranks(2, drawn_at_once_and_later, document(fsdp=2, microbatches=2)):
+    for found in run_ranks(2, drawn_at_once_and_later, document(fsdp=2, microbatches=4)):
         assert len(found) > 5 and all(blank and same for blank, same in found)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import run_in_turn
-from test_evaluation import Listener
+from told import Told
 from training import seat_of, thinned
 
 from raypp.checkpoint.commit import read_commit
@@ -48,7 +48,7 @@ CHAT = {
 
 def live(rank: int, world: int, port: int, document: dict[str, Any]) -> None:
     job = parse_job(document)
-    run_rank(job, seat_of(rank, world, port, job), Listener())
+    run_rank(job, seat_of(rank, world, port, job), Told())
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from harness import run_ranks
-from lives import Lives, same
-from test_memory_tier import STEPS, document, shared_memory, undisturbed  # noqa: F401 - fixtures
-from told import Asking
+from lives import Lives
+from test_memory_tier import STEPS, assert_ends_as, document, undisturbed  # noqa: F401 - a fixture
+from told import Told
 from training import thinned
 
 from raypp.checkpoint.commit import list_checkpoints
@@ -46,7 +46,7 @@ FAULTS = ["disk_full@upload:rank=1", "disk_full@commit:rank=0"]
 def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_is_in_memory(
     fault: str,
     tmp_path: Path,
-    shared_memory: Any,  # noqa: F811
+    shared_memory: Any,
     undisturbed: Any,  # noqa: F811
 ) -> None:
     folder = shared_memory()
@@ -62,8 +62,7 @@ def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_
     second = lives.attempt_once()
     assert second.restored() == f"from memory: step {newest} on all 2 ranks; nothing is committed"
     assert [result.checkpoint_step for result in second.results.values()] == [STEPS, STEPS]
-    losses, state = undisturbed
-    assert second.losses == losses and same(lives.final_state(), state)
+    assert_ends_as(undisturbed, second, lives)
 
 
 @pytest.mark.slow
@@ -78,8 +77,7 @@ def test_without_snapshots_the_next_attempt_trains_again_from_the_newest_checkpo
     assert sorted(first.errors) == [0, 1] and not first.results, first
     second = lives.attempt_once()
     assert second.of_kind("resumed")[-1].step == 6 and sorted(second.results) == [0, 1]
-    losses, state = undisturbed
-    assert second.losses == losses and same(lives.final_state(), state)
+    assert_ends_as(undisturbed, second, lives)
 
 
 def stopped_life(
@@ -98,8 +96,9 @@ def stopped_life(
     os.environ.update({DIRECTORY_VARIABLE: memory, VARIABLE: fault})
     parsed = parse_job(job)
     seat = local_seat(rank, world, port, parsed, attempt=attempt)
+    operator = Told(lambda asked: Requests(stop=asked >= stop_at, save_before_stop=save))
     try:
-        result = run_rank(parsed, seat, Asking(lambda query: Requests(stop=query >= stop_at, save_before_stop=save)))
+        result = run_rank(parsed, seat, operator)
     except RayppError as error:
         return kind_and_cause(error)
     assert result.stopped
@@ -107,7 +106,7 @@ def stopped_life(
 
 
 @pytest.fixture
-def life(tmp_path: Path, shared_memory: Any) -> Iterator[Any]:  # noqa: F811
+def life(tmp_path: Path, shared_memory: Any) -> Iterator[Any]:
     folder = shared_memory()
     job = document(url=str(tmp_path), every_steps=0)
     yield lambda *how: (

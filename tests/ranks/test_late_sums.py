@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_in_turn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -62,24 +62,20 @@ def sharded_step(rank: int, world: int, port: int, early: bool) -> dict[str, Any
     return {"under_way": under_way, "gradients": gradients}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_each_blocks_sum_begins_within_the_last_backward_and_changes_no_bit(world: int) -> None:
-    early, after = run_ranks(world, sharded_step, True), run_ranks(world, sharded_step, False)
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_blocks_sum_begins_within_the_last_backward_and_is_taken_in_the_order_of_the_ranks(world: int) -> None:
+    early, after = run_in_turn(world, sharded_step, [(True,), (False,)])
     assert [one["under_way"] for one in early] == [BLOCKS] * world
     assert [one["under_way"] for one in after] == [0] * world
     for one, other in zip(early, after, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one["gradients"], other["gradients"], strict=True))
-
-
-def test_a_sum_is_taken_in_the_order_of_the_ranks() -> None:
-    found = run_ranks(3, sharded_step, True)
     total: list[Tensor] = []
-    for rank in range(3):
+    for rank in range(world):
         own = model()
         for microbatch in range(MICROBATCHES):
             own(batch(rank, microbatch)).square().sum().backward()
         gradients = [parameter.grad for parameter in own.parameters() if parameter.grad is not None]
         total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
     for number, whole in enumerate(total):
-        parts = [one["gradients"][number] for one in found]
+        parts = [one["gradients"][number] for one in early]
         assert torch.equal(torch.cat([part for part in parts if part.numel()]), whole)

@@ -13,6 +13,7 @@ import pytest
 from harness import run_ranks
 from safetensors.numpy import load
 from told import Told
+from training import document
 
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.ports import free_port, free_ports
@@ -29,15 +30,8 @@ STEPS, EVERY = 12, 2
 
 
 def _document(root: Path) -> dict[str, Any]:
-    return {
-        "name": "back",
-        "model": {"kind": "llama", "num_layers": 4, "hidden_size": 16, "num_heads": 2, "vocab_size": 64},
-        "data": {"kind": "synthetic", "num_documents": 50, "seq_len": 32},
-        "mesh": {"pp": 2},
-        "pipeline": {"microbatches": 2},
-        "train": {"steps": STEPS, "micro_batch_size": 1},
-        "checkpoint": {"url": str(root), "every_steps": EVERY, "keep": 20},
-    }
+    checkpoint = {"url": str(root), "every_steps": EVERY, "keep": 20}
+    return document(name="back", pp=2, microbatches=2, train={"steps": STEPS}, checkpoint=checkpoint)
 
 
 class Standing(Told):
@@ -45,15 +39,13 @@ class Standing(Told):
 
     def __init__(self, at: int | None) -> None:
         super().__init__()
-        self.at = at
-        self.asked = 0
-        self.go = threading.Event()
+        self.at, self.go = at, threading.Event()
 
     def requests(self) -> Requests:
-        self.asked += 1
+        requests = super().requests()
         if self.asked == self.at:
             self.go.wait()
-        return super().requests()
+        return requests
 
 
 def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts: list[int | None]) -> dict[str, Any]:

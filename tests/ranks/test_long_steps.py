@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from training import document
 
 from raypp.parallel.rank_groups import make_groups
 from raypp.spec.load import parse_job
@@ -19,15 +20,7 @@ pytestmark = pytest.mark.ranks
 
 def waits(rank: int, world: int, port: int) -> list[str]:
     """Returns what each of this rank's groups says of a peer that does not come."""
-    job = parse_job(
-        {
-            "name": "long",
-            "model": {"kind": "llama", "num_layers": 2},
-            "data": {"kind": "synthetic"},
-            "mesh": {"pp": 2},
-            "pipeline": {"microbatches": 2},
-        }
-    )
+    job = parse_job(document(pp=2, microbatches=2))
     process_group._STEP_S = 1.0
     seat = local_seat(rank, world, port, job)
     found = []

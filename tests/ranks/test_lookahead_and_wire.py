@@ -12,15 +12,11 @@ import torch
 from comparison import assert_identical
 from harness import run_in_turn, run_ranks
 from safetensors.torch import load_file
-from test_mesh_does_not_change_numbers import document
+from test_recut_of_runs import live
 from told import Told
-from training import merged, thinned
+from training import document, merged, thinned, train_steps
 
-from raypp.measure.parity import train_some_steps
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
-from raypp.spec.load import parse_job
-from raypp.train.own_seat import local_seat
-from raypp.train.rank import run_rank
 from raypp.train.step import StepRunner
 
 pytestmark = pytest.mark.ranks
@@ -29,34 +25,22 @@ pytestmark = pytest.mark.ranks
 def steps_of(
     rank: int, world: int, port: int, job: dict[str, Any], steps: int, depths: dict[int, int] | None = None
 ) -> dict[str, Any]:
-    """Trains some steps and returns the reports. From each step in `depths` on, the program has
-    another depth, as with `lookahead: auto`."""
-    parsed, told = parse_job(job), Told()
-    kept: dict[str, dict[str, torch.Tensor]] = {}
+    """Trains some steps; returns the reports and events. From each step in `depths` on, the program
+    has another depth, as with `lookahead: auto`."""
+    told = Told()
 
     def switch(step: int, runner: StepRunner) -> None:
         if depths and step in depths:
             runner.built.runtime.load(runner.pipeline.program_with(depths[step]))
 
-    seat = local_seat(rank, world, port, parsed)
-    reports = train_some_steps(parsed, seat, steps, kept.__setitem__, before=switch, tell=told.event)
-    weights = kept.pop("weights")
-    return {
-        "loss": [r.loss for r in reports],
-        "grad_norm": [r.grad_norm for r in reports],
-        "tokens": [r.tokens for r in reports],
-        "extras": [r.extras for r in reports],
-        "bytes": [r.wire_bytes for r in reports],
-        "told": [(event.kind, event.message) for event in told.events],
-        "gradients": list(kept.values()),
-        "weights": weights,
-    }
+    found = train_steps(rank, world, port, job, steps, before=switch, tell=told.event)
+    return {**found, "told": [(event.kind, event.message) for event in told.events]}
 
 
 @pytest.mark.parametrize("pp", thinned([2, 3], [2]))
 def test_lookahead_auto_measures_chooses_once_and_changes_no_bit(pp: int) -> None:
-    auto = run_ranks(pp, steps_of, document(pp=pp, pipeline={"lookahead": "auto"}), 5)
-    fixed = run_ranks(pp, steps_of, document(pp=pp, pipeline={"lookahead": 0}), 5)
+    jobs = [(document(pp=pp, pipeline={"lookahead": lookahead}), 5) for lookahead in ("auto", 0)]
+    auto, fixed = run_in_turn(pp, steps_of, jobs)
     assert_identical(merged(auto), merged(fixed))
     ((kind, words),) = auto[0]["told"]
     assert kind == "lookahead" and "per message against" in words
@@ -76,8 +60,8 @@ def test_lookahead_auto_measures_chooses_once_and_changes_no_bit(pp: int) -> Non
 )
 def test_programs_of_other_depths_between_steps_change_no_bit(schedule: str, stages_per_rank: int) -> None:
     job = document(pp=2, schedule=schedule, pipeline={"stages_per_rank": stages_per_rank, "lookahead": 0})
-    switched = run_ranks(2, steps_of, job, 4, {2: 2, 3: 4, 4: 1})
-    assert_identical(merged(switched), merged(run_ranks(2, steps_of, job, 4)))
+    switched, plain = run_in_turn(2, steps_of, [(job, 4, {2: 2, 3: 4, 4: 1}), (job, 4)])
+    assert_identical(merged(switched), merged(plain))
 
 
 def wired(wire: dict[str, Any], **other: Any) -> dict[str, Any]:
@@ -95,13 +79,7 @@ def test_compressed_messages_give_the_same_bits_again_and_nearly_the_exact_loss(
     for (_, share, near), found, same in zip(wires, first, again, strict=True):
         assert_identical(same, found)
         assert found["loss"] == pytest.approx(exact["loss"], rel=near) and found["loss"] != exact["loss"]
-        assert found["bytes"] == [round(share * count) for count in exact["bytes"]]
-
-
-def live(rank: int, world: int, port: int, job: dict[str, Any], attempt: int) -> str:
-    parsed = parse_job(job)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed, attempt=attempt), Told())
-    return f"step {result.step}"
+        assert found["wire_bytes"] == [round(share * count) for count in exact["wire_bytes"]]
 
 
 @pytest.mark.slow
@@ -114,7 +92,7 @@ def test_a_run_with_int8_that_was_restarted_ends_with_the_same_bytes(tmp_path: P
 
     run_ranks(2, live, job("whole", 4), 1)
     run_ranks(2, live, job("twice", 2), 1)
-    assert run_ranks(2, live, job("twice", 4), 2) == ["step 4"] * 2
+    assert [rank["committed"] for rank in run_ranks(2, live, job("twice", 4), 2)] == [4, 4]
     whole, twice = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "twice")
     assert whole.keys() == twice.keys() and whole
     assert all(torch.equal(value, twice[name]) for name, value in whole.items())
@@ -128,12 +106,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def random_lengths(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[float]:
-    parsed = parse_job(job)
-    reports = train_some_steps(parsed, local_seat(rank, world, port, parsed), steps, lambda name, tensors: None)
-    return [report.loss for report in reports]
-
-
 def stages_tried(schedule: str) -> list[int]:
     """Returns the numbers of stages per rank to test: the minimum, and 2 and 4 if the schedule
     supports them."""
@@ -143,7 +115,6 @@ def stages_tried(schedule: str) -> list[int]:
 
 CASES = [
     (schedule, pp, stages_per_rank, microbatches, lookahead, wire)
-    for seed in (0,)
     for schedule in SCHEDULES.names()
     for pp in (2, 4)
     for stages_per_rank in stages_tried(schedule)
@@ -158,8 +129,8 @@ def test_no_order_of_messages_hangs_on_real_ranks_with_random_lengths(
     schedule: str, pp: int, stages_per_rank: int, microbatches: int, lookahead: int, wire: str
 ) -> None:
     pipeline = {"stages_per_rank": stages_per_rank, "lookahead": lookahead, "wire": {"compression": wire}}
-    job = document(pp=pp, schedule=schedule, microbatches=microbatches, pipeline=pipeline)
+    job = document(
+        pp=pp, layers=8, schedule=schedule, microbatches=microbatches, model={"hidden_size": 64}, pipeline=pipeline
+    )
     job["data"] |= {"document_len": [2, 500], "seq_len": 512, "packing": False}
-    job["model"] |= {"hidden_size": 64, "num_layers": 8}
-    losses = run_ranks(pp, random_lengths, job, 3)
-    assert all(found == losses[0] for found in losses) and len(losses[0]) == 3
+    assert len(merged(run_ranks(pp, train_steps, job, 3))["loss"]) == 3

@@ -14,7 +14,8 @@ from comparison import assert_identical, assert_same_sums
 from hf_folder import write_hf_folder
 from safetensors.numpy import load_file
 from test_recut_of_runs import run_all
-from training import Batch, InBothTypes, thinned
+from training import document as small
+from training import numbers, thinned, trained
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.saved_tensors import SavedTensors
@@ -25,37 +26,22 @@ from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 3
 LAYERS = 4
 
 
 def document(
-    targets: list[str] | None = None, *, kind: str = "llama", schedule: str = "1f1b", **sections: Any
+    targets: list[str] | None = None, *, kind: str = "llama", mesh: dict[str, Any] | None = None, **sections: Any
 ) -> dict[str, Any]:
-    mesh = sections.get("mesh", {})
-    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    mesh, pipeline = mesh or {}, sections.pop("pipeline", {})
     experts = {"num_experts": 6, "experts_per_token": 2, "expert_ffn_size": 24, "aux_loss_weight": 0.02}
-    return {
-        "name": "lora",
-        "model": {
-            "kind": kind, "num_layers": LAYERS, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
-            "vocab_size": 96, "tie_embeddings": True, **(experts if kind == "qwen3_moe" else {}),
-            "lora": {"rank": 4, "alpha": 64, "base": "fp32", "targets": targets or ["all-linear"]},
-            **sections.get("model", {}),
-        },
-        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
-        "mesh": mesh,
-        "pipeline": {
-            "schedule": schedule, "microbatches": 8 // replicas, "pad_to_multiple_of": 8,
-            **_even_cut(mesh.get("pp", 1) * sections.get("pipeline", {}).get("stages_per_rank", 1)),
-            **sections.get("pipeline", {}),
-        },
-        "train": {
-            "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.01,
-            "optimizer": {"kind": "adamw", "lr": 1e-2}, "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
-            **sections.get("train", {}),
-        },
+    model = {
+        "kind": kind, "tie_embeddings": True, **(experts if kind == "qwen3_moe" else {}),
+        "lora": {"rank": 4, "alpha": 64, "base": "fp32", "targets": targets or ["all-linear"]},
+        **sections.pop("model", {}),
     }  # fmt: skip
+    pipeline = {**_even_cut(mesh.get("pp", 1) * pipeline.get("stages_per_rank", 1)), **pipeline}
+    train = {"clip_norm": 0.01, "optimizer": {"kind": "adamw", "lr": 1e-2}, **sections.pop("train", {})}
+    return small(name="lora", layers=LAYERS, model=model, pipeline=pipeline, train=train, **mesh, **sections)
 
 
 def _even_cut(stages: int) -> dict[str, Any]:
@@ -68,96 +54,70 @@ UPPER = ["layers.2.self_attn.q_proj", "layers.3.mlp.down_proj"]
 APART = ["layers.1.mlp.up_proj", "layers.3.self_attn.o_proj"]
 """With four stages, the lowest and the third train nothing."""
 BF16 = {"train": {"precision": "bf16"}, "model": {"lora": {"rank": 4, "base": "bf16"}}}
-ONE = Batch(
-    1,
-    {
-        "all": document(),
-        "upper": document(UPPER),
-        "apart": document(APART),
-        "experts": document(kind="qwen3_moe"),
-        "up_proj of experts": document(["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
-        "bf16": document(**BF16),
-    },
-    STEPS,
-)
+MODELS = {
+    "all": document(),
+    "upper": document(UPPER),
+    "apart": document(APART),
+    "experts": document(kind="qwen3_moe"),
+    "up_proj of experts": document(["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
+    "bf16": document(**BF16),
+}
 
 
 def pipeline(schedule: str, targets: list[str] | None = None, stages: int = 1, **other: Any) -> dict[str, Any]:
     return document(targets, schedule=schedule, mesh={"pp": 2}, pipeline={"stages_per_rank": stages}, **other)
 
 
-PIPELINES = Batch(
-    2,
-    {
-        ("all", "1f1b"): pipeline("1f1b"),
-        ("all", "zbv"): pipeline("zbv", stages=2),
-        ("all", "recomputed"): pipeline("1f1b", train={"activation_checkpointing": "full"}),
-        ("upper", "1f1b"): pipeline("1f1b", UPPER),
-        ("apart", "interleaved_1f1b"): pipeline("interleaved_1f1b", APART, stages=2),
-        ("apart", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", APART, stages=2),
-        ("apart", "dualpipev"): pipeline("dualpipev", APART, stages=2),
-        ("experts", "1f1b"): pipeline("1f1b", kind="qwen3_moe"),
-        ("experts", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2, kind="qwen3_moe"),
-        ("up_proj of experts", "1f1b"): pipeline("1f1b", ["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
-        ("bf16", "1f1b"): pipeline("1f1b", **BF16),
-    },
-    STEPS,
-)
+PIPELINES = {
+    ("all", "1f1b"): pipeline("1f1b"),
+    ("all", "zbv"): pipeline("zbv", stages=2),
+    ("all", "recomputed"): pipeline("1f1b", train={"activation_checkpointing": "full"}),
+    ("upper", "1f1b"): pipeline("1f1b", UPPER),
+    ("apart", "interleaved_1f1b"): pipeline("interleaved_1f1b", APART, stages=2),
+    ("apart", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", APART, stages=2),
+    ("apart", "dualpipev"): pipeline("dualpipev", APART, stages=2),
+    ("experts", "1f1b"): pipeline("1f1b", kind="qwen3_moe"),
+    ("experts", "interleaved_zero_bubble"): pipeline("interleaved_zero_bubble", stages=2, kind="qwen3_moe"),
+    ("up_proj of experts", "1f1b"): pipeline("1f1b", ["layers.1.mlp.experts.up_proj"], kind="qwen3_moe"),
+    ("bf16", "1f1b"): pipeline("1f1b", **BF16),
+}
 
 
 @pytest.mark.parametrize(
     ("model", "way"),
-    thinned(PIPELINES.jobs, [("upper", "1f1b"), ("apart", "dualpipev")], [("experts", "interleaved_zero_bubble")]),
+    thinned(PIPELINES, [("upper", "1f1b"), ("apart", "dualpipev")], [("experts", "interleaved_zero_bubble")]),
 )
 def test_a_pipeline_of_adapters_gives_the_bits_of_one_process(model: str, way: str) -> None:
-    found, reference = PIPELINES[model, way], ONE[model]
+    found, reference = trained(PIPELINES[model, way]), trained(MODELS[model])
     assert_identical(found, reference)
     assert set(found["gradients"][0]) == {name for name in reference["weights"] if ".lora_" in name}
     moved = [name for name in found["gradients"][0] if ".lora_B." in name]
     assert moved and all(found["weights"][name].any() for name in moved)
 
 
-SUMS_OF_ONE = InBothTypes(
-    1, {"all": document(), "upper": document(UPPER), "experts": document(kind="qwen3_moe")}, STEPS
-)
-SUMS = InBothTypes(
-    2,
-    {
-        ("upper", "fsdp"): document(UPPER, mesh={"fsdp": 2}),
-        ("all", "reshard"): document(mesh={"fsdp": 2, "reshard_after_forward": True}),
-        ("all", "dp_replicate"): document(mesh={"dp_replicate": 2}),
-        ("all", "cp"): document(mesh={"cp": 2}),
-        ("experts", "ep"): document(kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
-    },
-    STEPS,
-)
-SUMS_OF_FOUR = InBothTypes(
-    4,
-    {
-        ("upper", "pp and fsdp"): document(UPPER, mesh={"pp": 2, "fsdp": 2}),
-        ("all", "pp and fsdp, split"): document(
-            mesh={"pp": 2, "fsdp": 2}, schedule="interleaved_zero_bubble", pipeline={"stages_per_rank": 2}
-        ),
-        ("experts", "fsdp and ep"): document(kind="qwen3_moe", mesh={"fsdp": 4, "ep": 2}),
-    },
-    STEPS,
-)
+SUMS = {
+    ("upper", "fsdp"): document(UPPER, mesh={"fsdp": 2}),
+    ("all", "reshard"): document(mesh={"fsdp": 2, "reshard_after_forward": True}),
+    ("all", "dp_replicate"): document(mesh={"dp_replicate": 2}),
+    ("all", "cp"): document(mesh={"cp": 2}),
+    ("experts", "ep"): document(kind="qwen3_moe", mesh={"fsdp": 2, "ep": 2}),
+    ("upper", "pp and fsdp"): document(UPPER, mesh={"pp": 2, "fsdp": 2}),
+    ("all", "pp and fsdp, split"): document(
+        mesh={"pp": 2, "fsdp": 2}, schedule="interleaved_zero_bubble", pipeline={"stages_per_rank": 2}
+    ),
+    ("experts", "fsdp and ep"): document(kind="qwen3_moe", mesh={"fsdp": 4, "ep": 2}),
+}
 
 
-@pytest.mark.parametrize(("model", "way"), thinned(SUMS.jobs, [], [("all", "cp")]))
+@pytest.mark.parametrize(("model", "way"), thinned(SUMS, [], [("all", "cp"), ("all", "pp and fsdp, split")]))
 def test_ranks_that_share_a_step_add_the_same_gradients(model: str, way: str) -> None:
-    assert_same_sums(SUMS.numbers((model, way)), SUMS_OF_ONE.numbers(model))
-
-
-@pytest.mark.parametrize(("model", "way"), thinned(SUMS_OF_FOUR.jobs, [], [("all", "pp and fsdp, split")]))
-def test_four_ranks_add_the_same_gradients(model: str, way: str) -> None:
-    assert_same_sums(SUMS_OF_FOUR.numbers((model, way)), SUMS_OF_ONE.numbers(model))
+    assert_same_sums(numbers(SUMS[model, way]), numbers(MODELS[model]))
 
 
 def test_frozen_weights_stay_as_they_were_drawn() -> None:
     """Two steps more or fewer change adapters only: frozen weights have the bits of a full job."""
-    weights = ONE["all"]["weights"]
-    full = Batch(1, {"": {**document(model={"lora": None}), "train": {"optimizer": {"lr": 0.0}, "seed": 3}}}, 1)[""]
+    weights = trained(MODELS["all"])["weights"]
+    full = trained({**document(model={"lora": None}), "train": {"optimizer": {"lr": 0.0}, "seed": 3}}, 1)
     assert set(full["weights"]) < set(weights)
     assert all(torch.equal(weights[name], value) for name, value in full["weights"].items())
 

@@ -11,18 +11,16 @@ import torch.distributed as dist
 from comparison import assert_identical
 from harness import run_in_turn, run_ranks
 from test_experts import document as experts
-from test_mesh_does_not_change_numbers import document
 from test_optimizers import train_on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from training import Batch, thinned, whole
+from training import STEPS, document, thinned, trained, whole
 
 from raypp.kinds import OPTIMIZERS
 from raypp.spec.job import OptimizerOptions
 from raypp.train.optimizer import begin_update, build_optimizer
 
 pytestmark = pytest.mark.ranks
-STEPS = 3
 PURE = {"precision": "bf16_pure"}
 IN_8_BITS = {"optimizer": {"kind": "adamw", "lr": 3e-3, "state": "8bit"}}
 WAYS: dict[str, dict[str, Any]] = {
@@ -30,68 +28,41 @@ WAYS: dict[str, dict[str, Any]] = {
     "8bit": IN_8_BITS,
     "both": PURE | IN_8_BITS,
     "both, sums in bf16": PURE | IN_8_BITS | {"reduce_dtype": "bf16"},
+    "tied": PURE | IN_8_BITS,
 }
 
 
-def job(way: str, **mesh: Any) -> dict[str, Any]:
-    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
-    found = document(microbatches=4 // replicas, train=WAYS[way], **mesh)
+def job(way: str, **settings: Any) -> dict[str, Any]:
     # An odd width, so that the shards of two ranks differ in size, and rows of more than one block.
-    found["model"] |= {"num_layers": 4, "ffn_size": 301}
-    return found
-
-
-def tied(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "model": {**found["model"], "tie_embeddings": True}}
-
-
-ONE = Batch(1, {way: job(way) for way in WAYS} | {"tied": tied(job("both"))}, STEPS)
-PIPELINED = Batch(
-    2,
-    {way: job(way, pp=2) for way in WAYS}
-    | {"tied": tied(job("both", pp=2))}
-    | {"zbv": job("both", pp=2, schedule="zbv", pipeline={"stages_per_rank": 2})},
-    STEPS,
-)
-MESHES = [{"fsdp": 2}, {"dp_replicate": 2}]
-DATA_PARALLEL = Batch(2, {(way, str(mesh)): job(way, **mesh) for way in WAYS for mesh in MESHES}, STEPS)
+    model = {"ffn_size": 301, "tie_embeddings": way == "tied"}
+    return document(microbatches=4, model=model, train=WAYS[way], **settings)
 
 
 def test_on_cpus_auto_has_the_bits_of_fp32() -> None:
-    lora = {"rank": 4, "alpha": 8.0}
-    jobs = {
-        "auto": document(pp=2, schedule="zbv", pipeline={"stages_per_rank": 2}, microbatches=4),
-        "fp32": document(
-            pp=2,
-            schedule="zbv",
-            pipeline={"stages_per_rank": 2},
-            microbatches=4,
-            train={"precision": "fp32", "compile": False},
-        ),
-    }
-    for name, base in (("auto", "auto"), ("fp32", "fp32")):
-        model = {**jobs[name]["model"], "lora": {**lora, "base": base}}
-        jobs[f"{name}, adapters"] = {**jobs[name], "model": model}
-    found = Batch(2, jobs, STEPS)
-    assert_identical(found["auto"], found["fp32"])
-    assert_identical(found["auto, adapters"], found["fp32, adapters"])
+    settings: dict[str, Any] = {"pp": 2, "schedule": "zbv", "pipeline": {"stages_per_rank": 2}, "microbatches": 4}
+    fp32 = {"precision": "fp32", "compile": False}
+    assert_identical(trained(document(**settings)), trained(document(**settings, train=fp32)))
+    auto, own = ({"lora": {"rank": 4, "alpha": 8.0, "base": base}} for base in ("auto", "fp32"))
+    assert_identical(trained(document(**settings, model=auto)), trained(document(**settings, model=own, train=fp32)))
 
 
-@pytest.mark.parametrize("way", thinned([*WAYS, "tied"], ["tied"]))
+@pytest.mark.parametrize("way", thinned(WAYS, ["tied"]))
 def test_under_a_pipeline_every_weight_has_the_bits_of_one_process(way: str) -> None:
-    assert_identical(PIPELINED[way], ONE[way])
+    assert_identical(trained(job(way, pp=2)), trained(job(way)))
 
 
 @pytest.mark.slow
 def test_backwards_in_two_halves_sum_gradients_in_fp32_too() -> None:
-    assert_identical(PIPELINED["zbv"], ONE["both"])
+    assert_identical(trained(job("both", pp=2, schedule="zbv", pipeline={"stages_per_rank": 2})), trained(job("both")))
 
 
-@pytest.mark.parametrize(
-    ("way", "mesh"), thinned(DATA_PARALLEL.jobs, [("both", str(MESHES[0]))], [("both, sums in bf16", str(MESHES[0]))])
-)
-def test_on_data_parallel_meshes_the_loss_is_that_of_one_process(way: str, mesh: str) -> None:
-    ours, theirs = DATA_PARALLEL[way, mesh], ONE[way]
+MESHES = [{"fsdp": 2}, {"dp_replicate": 2}]
+DATA_PARALLEL = [(way, axis) for way in WAYS if way != "tied" for axis in ("fsdp", "dp_replicate")]
+
+
+@pytest.mark.parametrize(("way", "axis"), thinned(DATA_PARALLEL, [("both", "fsdp")], [("both, sums in bf16", "fsdp")]))
+def test_on_data_parallel_meshes_the_loss_is_that_of_one_process(way: str, axis: str) -> None:
+    ours, theirs = trained(job(way, **{axis: 2})), trained(job(way))
     assert ours["tokens"] == theirs["tokens"]
     # Sums in another order differ by 1e-7 in fp32 and 4e-3 in bf16, and each such difference may
     # move a code or a weight to the next one.
@@ -103,7 +74,7 @@ def test_on_data_parallel_meshes_the_loss_is_that_of_one_process(way: str, mesh:
 
 @pytest.mark.parametrize("mesh", thinned(MESHES, MESHES[:1]), ids=str)
 def test_bf16_gradients_of_the_first_step_have_nearly_all_the_bits_of_one_process(mesh: dict[str, int]) -> None:
-    ours, theirs = DATA_PARALLEL["bf16_pure", str(mesh)]["gradients"][0], ONE["bf16_pure"]["gradients"][0]
+    ours, theirs = (trained(job("bf16_pure", **on))["gradients"][0] for on in (mesh, {}))
     differing = sum(int((ours[name].float() != value.float()).sum()) for name, value in theirs.items())
     assert differing < 0.01 * sum(value.numel() for value in theirs.values())
 
@@ -186,9 +157,10 @@ def test_the_same_gradients_give_the_same_bits_on_every_mesh(
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     way: str, mesh: dict[str, int], tmp_path: Path
 ) -> None:
-    straight = run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "a"), STEPS)
-    run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "b"), STEPS - 1)
-    resumed = run_ranks(2, train_on, job(way, **mesh), str(tmp_path / "b"), 1)
+    lives = (("a", STEPS), ("b", STEPS - 1), ("b", 1))
+    straight, _, resumed = run_in_turn(
+        2, train_on, [(job(way, **mesh), str(tmp_path / name), steps) for name, steps in lives]
+    )
     for ours, theirs in zip(resumed, straight, strict=True):
         for part in ("weights", "state"):
             assert ours[part].keys() == theirs[part].keys()
@@ -204,7 +176,8 @@ def test_another_mesh_loads_codes_scales_and_weights_bit_for_bit(
 ) -> None:
     def on(mesh: dict[str, int], steps: int) -> dict[str, Any]:
         ranks = run_ranks(2 if mesh else 1, train_on, job("both", **mesh), str(tmp_path), steps)
-        return {part: {k: v for rank in ranks for k, v in rank[part].items()} for part in ranks[0]}
+        parts = ("loaded", "state", "weights")
+        return {part: {k: v for rank in ranks for k, v in rank[part].items()} for part in parts}
 
     saved, found = on(before, STEPS - 1), on(after, 0)
     assert any(name.endswith("/exp_avg_sq_scale") for name in saved["state"])
@@ -212,7 +185,9 @@ def test_another_mesh_loads_codes_scales_and_weights_bit_for_bit(
     assert [name for name, value in saved["state"].items() if not torch.equal(found["loaded"][name], value)] == []
     assert [name for name, value in saved["weights"].items() if not torch.equal(found["weights"][name], value)] == []
     if "pp" in before and not after:
-        assert all(torch.equal(value, ONE["both"]["weights"][name]) for name, value in on({}, 1)["weights"].items())
+        assert all(
+            torch.equal(value, trained(job("both"))["weights"][name]) for name, value in on({}, 1)["weights"].items()
+        )
 
 
 @pytest.mark.slow
@@ -233,9 +208,9 @@ def test_experts_over_ranks_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> 
 def test_a_run_with_fp32_weights_goes_on_in_bf16_and_back(precision: str, tmp_path: Path) -> None:
     """Weights are rounded to nearest once; moments stay as they are."""
     wide = document(microbatches=4, train={"precision": precision})
-    run_ranks(1, train_on, wide, str(tmp_path), 1)
-    (pure,) = run_ranks(1, train_on, document(microbatches=4, train=PURE), str(tmp_path), 1)
-    (back,) = run_ranks(1, train_on, wide, str(tmp_path), 0)
+    pure = document(microbatches=4, train=PURE)
+    lives = [(wide, str(tmp_path), 1), (pure, str(tmp_path), 1), (wide, str(tmp_path), 0)]
+    _, (pure,), (back,) = run_in_turn(1, train_on, lives)
     assert {value.dtype for value in pure["weights"].values()} == {torch.bfloat16}
     for name, value in pure["weights"].items():
         assert torch.equal(back["weights"][name], value.float())

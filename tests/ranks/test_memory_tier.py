@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lives import Fate, Lives, same
+from lives import Fate, Lives, Told, same
 from safetensors.torch import load_file
+from training import document as small
 from training import thinned
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.memory import peer, tier
-from raypp.memory.files import CONTROL_BYTES, LIMIT_VARIABLE, list_slots
+from raypp.memory.files import CONTROL_BYTES, LIMIT_VARIABLE, SlotName, list_slots
 from raypp.planning.plan import make_plan
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
@@ -33,18 +33,10 @@ RUN = "remembers"
 
 
 def document(**checkpoint: Any) -> dict[str, Any]:
-    return {
-        "name": RUN,
-        "model": {
-            "kind": "llama", "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
-            "vocab_size": 96, "tie_embeddings": True,
-        },
-        "data": {"kind": "synthetic", "num_documents": 200, "document_len": [3, 50], "seq_len": 64},
-        "mesh": {"pp": 2},
-        "pipeline": {"schedule": "1f1b", "microbatches": 4, "lookahead": 0},
-        "train": {"steps": STEPS, "micro_batch_size": 2, "seed": 3, "optimizer": {"kind": "adamw", "lr": 3e-3}},
-        "checkpoint": {"memory_every_steps": 1, **checkpoint},
-    }  # fmt: skip
+    return small(
+        name=RUN, pp=2, microbatches=4, model={"tie_embeddings": True}, pipeline={"lookahead": 0},
+        train={"steps": STEPS}, checkpoint={"memory_every_steps": 1, **checkpoint},
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +49,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, flo
     return attempt.losses, lives.final_state()
 
 
-@pytest.fixture
-def shared_memory() -> Iterator[Callable[[], Path]]:
-    """Creates nodes' directories in shared memory. At the end, asserts that they have no files."""
-    made: list[Path] = []
+def assert_ends_as(undisturbed: Any, told: Told, lives: Lives) -> None:
+    losses, state = undisturbed
+    assert told.losses == losses and same(lives.final_state(), state)
 
-    def make() -> Path:
-        made.append(Path(tempfile.mkdtemp(prefix="raypp-test-", dir="/dev/shm")))
-        return made[-1]
 
-    yield make
-    left = [path.name for folder in made if folder.exists() for path in folder.iterdir()]
-    for folder in made:
-        shutil.rmtree(folder, ignore_errors=True)
-    assert not left, f"left in shared memory: {left}"
+def lose(folder: Path, which: Callable[[SlotName], bool] | None = None) -> None:
+    """Removes snapshots from a node's memory; everything by default."""
+    chosen = folder.iterdir() if which is None else (path for name, path in list_slots(folder) if which(name))
+    for path in list(chosen):
+        path.unlink()
 
 
 def flip_a_byte(folder: Path, rank: int, step: int) -> None:
@@ -96,8 +84,7 @@ def test_a_run_goes_on_at_the_step_that_a_killed_rank_had_reached(
     assert [result.step for result in second.results.values()] == [STEPS, STEPS]
     assert second.steps == [1, 2, 3, 4, 5, 6, 7, 8]  # the first four are reported again
     assert not first.left and not second.left
-    losses, state = undisturbed
-    assert second.losses == losses and same(lives.final_state(), state)
+    assert_ends_as(undisturbed, second, lives)
 
 
 def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
@@ -114,30 +101,10 @@ def test_a_damaged_snapshot_is_never_used_but_an_older_one_or_the_store(
         "from memory: step 4 on all 2 ranks; newest commit is step 3; "
         "rank 1's snapshot of step 5 is corrupt between bytes "
     )
-    for name, path in list_slots(folder):
-        if name.rank == 0:
-            path.unlink()
+    lose(folder, lambda name: name.rank == 0)
     third = lives.attempt_once()
     assert third.restored() == "from the store: step 6; no snapshot in memory is newer"
-    losses, state = undisturbed
-    assert third.losses == losses and same(lives.final_state(), state)
-
-
-@pytest.mark.slow
-@pytest.mark.gate
-def test_the_store_is_used_when_nobody_holds_a_rank_s_snapshot(
-    tmp_path: Path, shared_memory: Any, undisturbed: Any
-) -> None:
-    folder = shared_memory()
-    lives = Lives(document(every_steps=3), tmp_path, [folder] * 2, [0, 0])
-    lives.attempt_once(Fate((0, 1), after=5, commit=3))
-    for name, path in list_slots(folder):
-        if name.rank == 0:
-            path.unlink()
-    second = lives.attempt_once()
-    assert second.restored() == "from the store: step 3; rank 0's snapshot of step 5 is in no memory"
-    losses, state = undisturbed
-    assert second.losses == losses and same(lives.final_state(), state)
+    assert_ends_as(undisturbed, third, lives)
 
 
 def test_a_node_that_loses_its_memory_gets_its_snapshot_back_from_its_partner(
@@ -146,16 +113,14 @@ def test_a_node_that_loses_its_memory_gets_its_snapshot_back_from_its_partner(
     here, there = shared_memory(), shared_memory()
     lives = Lives(document(), tmp_path, [here, there], [0, 1])
     lives.attempt_once(Fate((0, 1), after=5, copies=2))
-    for path in there.iterdir():
-        path.unlink()
+    lose(there)
     left = {(name.rank, name.step) for name, _ in list_slots(here)}
     common = max(step for rank, step in left if rank == 0 and step is not None and (1, step) in left)
     second = lives.attempt_once()
     assert second.restored() == (
         f"from memory: step {common} on all 2 ranks (rank 1 from the copy on another node); nothing is committed"
     )
-    losses, state = undisturbed
-    assert second.losses == losses and same(lives.final_state(), state)
+    assert_ends_as(undisturbed, second, lives)
 
 
 @pytest.mark.slow
@@ -171,25 +136,26 @@ def test_a_run_does_without_when_memory_is_short_and_says_so(
     assert attempt.losses == undisturbed[0] and not list(folder.iterdir())
 
 
+def memory_for_five() -> dict[str, str]:
+    """Returns a limit with which five files per rank fit on each node, six do not."""
+    state = make_plan(parse_job({**document(), "checkpoint": {"url": "/nowhere"}})).host.state
+    return {LIMIT_VARIABLE: str(7 * state / 1e6)}  # 80 % of it are for snapshots
+
+
 @pytest.mark.slow
 def test_with_memory_for_five_snapshots_copies_survive_a_node_as_well(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
-    """Five files per rank fit on each node, six do not."""
     here, there = shared_memory(), shared_memory()
-    state = make_plan(parse_job({**document(), "checkpoint": {"url": "/nowhere"}})).host.state
-    limit = {LIMIT_VARIABLE: str(7 * state / 1e6)}  # 80 % of it are for snapshots
-    lives = Lives(document(), tmp_path, [here, there], [0, 1], limit)
+    lives = Lives(document(), tmp_path, [here, there], [0, 1], memory_for_five())
     first = lives.attempt_once(Fate((0, 1), after=5, copies=2))
     why = {event.message for event in first.of_kind("memory_tier_reduced")}
     assert why and all(one.endswith("with 5, snapshots wait for their copies") for one in why), first.events
     assert [sum(name.kind == kind for name, _ in list_slots(here)) for kind in ("own", "copy")] == [3, 2]
-    for path in there.iterdir():
-        path.unlink()
+    lose(there)
     second = lives.attempt_once()
     assert second.restored().startswith("from memory: step ") and "rank 1 from the copy" in second.restored()
-    losses, state_after = undisturbed
-    assert second.losses == losses and same(lives.final_state(), state_after)
+    assert_ends_as(undisturbed, second, lives)
 
 
 def deaf_node(rank: int, world: int, port: int) -> None:
@@ -220,16 +186,14 @@ def test_with_memory_for_five_snapshots_a_deaf_partner_does_not_stop_them(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
     """With few files a snapshot waits for the copy of the one before, but not for ever."""
-    state = make_plan(parse_job({**document(), "checkpoint": {"url": "/nowhere"}})).host.state
-    limit = {LIMIT_VARIABLE: str(7 * state / 1e6)}
-    lives = Lives(document(), tmp_path, [shared_memory(), shared_memory()], [0, 1], limit, prepare=deaf_node)
+    folders = [shared_memory(), shared_memory()]
+    lives = Lives(document(), tmp_path, folders, [0, 1], memory_for_five(), prepare=deaf_node)
     first = lives.attempt_once(Fate((0, 1), after=6))
     why = [event.message for event in first.of_kind("memory_tier_reduced") if "do not arrive" in event.message]
     assert why == ["the copies of rank 0 do not arrive ([Errno 111] Connection refused): no copies on another node"]
     second = lives.attempt_once()
     assert second.restored() == "from memory: step 6 on all 2 ranks; nothing is committed"
-    losses, state_after = undisturbed
-    assert second.losses == losses and same(lives.final_state(), state_after)
+    assert_ends_as(undisturbed, second, lives)
 
 
 @pytest.mark.slow
@@ -245,15 +209,12 @@ def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared
     folders = [shared_memory(), shared_memory()]
     lives = Lives(job, tmp_path / "lives", [folders[0]] * 2 + [folders[1]] * 2, [0, 0, 1, 1])
     lives.attempt_once(Fate((0, 1, 2, 3), after=5, copies=4, commit=3))
-    for path in folders[1].iterdir():
-        path.unlink()
+    lose(folders[1])
     second = lives.attempt_once(Fate((0, 1, 2, 3), after=7, commit=6))
     assert second.restored().startswith("from memory: step ")
     assert "(ranks 2, 3 from the copy on another node)" in second.restored()
     for folder in folders:
-        for name, path in list_slots(folder):
-            if name.rank == 3:
-                path.unlink()
+        lose(folder, lambda name: name.rank == 3)
     third = lives.attempt_once()
     assert third.restored() == "from the store: step 6; rank 3's snapshot of step 7 is in no memory"
     assert third.losses == losses and same(lives.final_state(), reference.final_state())
@@ -333,12 +294,9 @@ def test_half_of_the_nodes_is_lost_and_the_other_half_resumes_from_memory(
     here, there = shared_memory(), shared_memory()
     on_mesh(lives, before, [here, there])
     lives.attempt_once(Fate(tuple(range(4)), after=5, copies=4))
-    for path in there.iterdir():
-        path.unlink()
+    lose(there)
     if shape == "replicas":
-        for name, path in list_slots(here):
-            if name.kind == "copy":
-                path.unlink()
+        lose(here, lambda name: name.kind == "copy")
     on_mesh(lives, TWO if shape == "copies" else {"mesh": {"pp": 1, "fsdp": 2}, "microbatches": 8}, [here])
     second = lives.attempt_once()
     assert second.restored().startswith("from memory: step "), second.restored()

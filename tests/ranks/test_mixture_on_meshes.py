@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_mesh_does_not_change_numbers import document
-from training import Batch
+from training import document, on_ranks
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
@@ -17,22 +16,14 @@ PARTS = [
 ]
 
 
-def mixed(**mesh: Any) -> dict[str, Any]:
-    replicas = mesh.get("fsdp", 1)
-    found = document(microbatches=8 // replicas, **mesh)
-    found["data"] = {"kind": "mixture", "seq_len": 64, "parts": PARTS}
-    found["model"]["num_layers"] = 4
-    return found
-
-
-ONE = Batch(1, {"one": mixed()}, STEPS)
-TWO = Batch(2, {"pp": mixed(pp=2), "fsdp": mixed(fsdp=2)}, STEPS)
+def mixed(**mesh: int) -> dict[str, Any]:
+    return document(data={"kind": "mixture", "seq_len": 64, "parts": PARTS}, **mesh)
 
 
 @pytest.mark.parametrize("mesh", ["pp", "fsdp"])
 def test_a_mixture_is_the_same_on_every_mesh(mesh: str) -> None:
-    (one,), ranks = ONE.ranks("one"), TWO.ranks(mesh)
-    for rank in ranks:
+    (one,) = on_ranks(mixed(), STEPS)
+    for rank in on_ranks(mixed(**{mesh: 2}), STEPS):
         assert (rank["tokens"], rank["extras"]) == (one["tokens"], one["extras"])
         if mesh == "pp":
             assert (rank["loss"], rank["grad_norm"]) == (one["loss"], one["grad_norm"])

@@ -8,14 +8,12 @@ those on the page.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import recipes
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -51,10 +49,7 @@ resources: {{device: cpu}}
 
 def python_in(place: Path, *arguments: str) -> str:
     """Runs Python with the raypp package and the modules in a folder. Returns its output."""
-    variables = {"PYTHONPATH": str(place), "COLUMNS": "120", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=place, env=os.environ | variables, capture_output=True, text=True, timeout=280
-    )
+    done = recipes.python_in(place, *arguments, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     return done.stdout
 

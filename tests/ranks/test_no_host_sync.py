@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -59,9 +58,13 @@ def document(
     }  # fmt: skip
 
 
+def sharded(**settings: Any) -> dict[str, Any]:
+    return document(2, {"fsdp": 2}, {}, **settings)
+
+
 def of_family(kind: str, recompute: str = "none", **model: Any) -> dict[str, Any]:
     options = small_options(kind, **model).model_dump(mode="json", exclude_none=True)
-    return {**document(2, {"fsdp": 2}, {}, activation_checkpointing=recompute), "model": options}
+    return {**sharded(activation_checkpointing=recompute), "model": options}
 
 
 class NoWaiting(DispatchMode):
@@ -150,28 +153,20 @@ def evaluate(runner: StepRunner, read: ReadStep, batches: list[StageBatch]) -> N
 SMALL: dict[str, Any] = {"optimizer": {"state": "8bit"}, "precision": "bf16_pure"}
 # Each case is a job and the rank that is run.
 CASES = {
-    "bf16_pure": (document(2, {"fsdp": 2}, {}, precision="bf16_pure"), 1),
-    "8bit": (document(2, {"fsdp": 2}, {}, optimizer={"state": "8bit"}), 1),
-    "bf16_pure, 8bit": (document(2, {"fsdp": 2}, {}, **SMALL), 0),
+    "bf16_pure": (sharded(precision="bf16_pure"), 1),
+    "8bit": (sharded(optimizer={"state": "8bit"}), 1),
+    "bf16_pure, 8bit": (sharded(**SMALL), 0),
     "bf16_pure, 8bit, offloaded": (
-        document(
-            2,
-            {"fsdp": 2},
-            {},
-            precision="bf16_pure",
-            optimizer={"state": "8bit", "offload": True},
-            activation_checkpointing="offload",
+        sharded(
+            precision="bf16_pure", optimizer={"state": "8bit", "offload": True}, activation_checkpointing="offload"
         ),
         1,
     ),
-    "lora": (document(2, {"fsdp": 2}, {}, lora={"rank": 4, "base": "bf16"}, precision="bf16"), 1),
-    "lora, dropout": (document(2, {"fsdp": 2}, {}, lora={"rank": 4, "dropout": 0.1}, precision="bf16"), 1),
+    "lora": (sharded(lora={"rank": 4, "base": "bf16"}, precision="bf16"), 1),
+    "lora, dropout": (sharded(lora={"rank": 4, "dropout": 0.1}, precision="bf16"), 1),
     "lora, bf16_pure": (document(2, PP_FSDP, {}, lora={"rank": 4, "base": "bf16"}, precision="bf16_pure"), 3),
     "qlora": (
-        document(
-            2,
-            {"fsdp": 2},
-            {},
+        sharded(
             lora={"rank": 4, "base": "nf4"},
             precision="bf16",
             optimizer={"offload": True},
@@ -179,8 +174,8 @@ CASES = {
         ),
         1,
     ),
-    "qlora, int8": (document(2, {"fsdp": 2}, {}, lora={"rank": 4, "base": "int8"}, **SMALL), 0),
-    "one stage": (document(2, {"fsdp": 2}, {}), 1),
+    "qlora, int8": (sharded(lora={"rank": 4, "base": "int8"}, **SMALL), 0),
+    "one stage": (sharded(), 1),
     "bf16": (document(2, {}, {}, precision="bf16"), 0),
     "selective": (document(2, PP_FSDP, {"lookahead": 2}, activation_checkpointing="selective"), 0),
     "full, tied": (document(2, PP_FSDP, {}, activation_checkpointing="full", tied=True), 3),
@@ -197,7 +192,7 @@ CASES = {
     "olmo3": (of_family("olmo3", sliding_window=9), 1),
     "starcoder2": (of_family("starcoder2", "full", sliding_window=9), 1),
     "stablelm": (of_family("stablelm"), 1),
-    "offloaded": (document(2, {"fsdp": 2}, {}, optimizer={"offload": True}, activation_checkpointing="offload"), 1),
+    "offloaded": (sharded(optimizer={"offload": True}, activation_checkpointing="offload"), 1),
     "bf16, offloaded": (
         document(
             4,
@@ -210,20 +205,6 @@ CASES = {
         2,
     ),
 }
-
-
-QUICK = ["bf16_pure, 8bit, offloaded", "full, tied"]
-GATE = ["qlora", "ulysses", "interleaved", "int8 sums"]
-ALONE = ("bf16", "split", "held sums")
-"""Cases with other reductions."""
-
-
-@cache
-def reductions_of(name: str) -> dict[str, int]:
-    """Runs a case, which is the test that nothing waits. Returns the reductions that it began."""
-    (found,) = run_in_living(1, run_step, run_step, *CASES[name])
-    assert found["updated"] >= 10
-    return found["reductions"]
 
 
 def run_until_the_device_stands(rank: int, world: int, port: int, at: str) -> tuple[str, str]:
@@ -252,39 +233,39 @@ def test_where_a_device_stands_is_told_though_its_host_has_queued_the_step(at: s
     assert found == ("step sum", f"step {at}" if at != "tie" else "")
 
 
-@pytest.mark.slow
-def test_a_step_and_an_evaluation_in_bf16_never_wait_for_the_device() -> None:
-    reductions_of("bf16")
+QUICK = ["bf16_pure, 8bit, offloaded", "full, tied", "split", "held sums"]
+GATE = ["qlora", "ulysses", "interleaved", "int8 sums"]
+REDUCTIONS: dict[str, dict[str, int]] = {
+    "bf16": {},
+    "interleaved": {"1B1": 1, "3B1": 2},
+    "bf16, offloaded": {"1B1": 1, "3B1": 2},
+    "full, tied": {"1B1": 2},
+    "selective": {"0B1": 2},
+    # The stage's other weights are frozen.
+    **{name: {"0B1": 2} for name in ("lora", "lora, dropout", "qlora", "qlora, int8")},
+    "lora, bf16_pure": {"1B1": 1},
+    # Sums over replicas of the block, and of the end of the model, begin when the last gradient has
+    # left.
+    "held sums": {"sends": 2},
+}
+"""How many begin in each action. In other cases: each block, and the stage's other weights."""
 
 
-@pytest.mark.parametrize("name", thinned([name for name in CASES if name not in ALONE], QUICK, GATE))
+@pytest.mark.parametrize("name", thinned(CASES, QUICK, GATE))
 def test_nothing_waits_and_gradients_are_reduced_within_the_last_backward_of_a_stage(name: str) -> None:
-    last = {
-        "interleaved": {"1B1": 1, "3B1": 2},
-        "bf16, offloaded": {"1B1": 1, "3B1": 2},
-        "full, tied": {"1B1": 2},
-        "selective": {"0B1": 2},
-        **{
-            key: {"0B1": 2} for key in ("lora", "lora, dropout", "qlora", "qlora, int8")
-        },  # the stage's other weights are frozen
-        "lora, bf16_pure": {"1B1": 1},
-    }
-    assert reductions_of(name) == last.get(name, {"0B1": 3}), "each block, and the stage's other weights"
-
-
-def test_backwards_in_two_halves_are_reduced_after_both() -> None:
-    assert set(reductions_of("split")) == {"0REDUCE_GRAD", "3REDUCE_GRAD"}
-
-
-def test_sums_over_replicas_begin_when_the_last_gradient_has_left() -> None:
-    assert reductions_of("held sums") == {"sends": 2}, "the block, and the end of the model"
+    (found,) = run_in_living(1, run_step, run_step, *CASES[name])
+    assert found["updated"] >= 10
+    if name == "split":
+        assert found["reductions"].keys() == {"0REDUCE_GRAD", "3REDUCE_GRAD"}, "after both halves of a backward"
+    else:
+        assert found["reductions"] == REDUCTIONS.get(name, {"0B1": 3})
 
 
 def run_experts(rank: int, world: int, port: int, recompute: str, lora: dict[str, Any] | None) -> dict[str, Any]:
     """Runs a step of a model whose experts are all on this rank, by the grouped kernel."""
     # The kernel is chosen on CUDA only. This device stands for it.
     sys.modules[StackedExperts.__module__].can_group = lambda rows, gate: True  # type: ignore[attr-defined]
-    job = document(2, {"fsdp": 2}, {}, precision="bf16", activation_checkpointing=recompute)
+    job = sharded(precision="bf16", activation_checkpointing=recompute)
     job["model"] |= {"kind": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 32}
     job["model"]["lora"] = lora
     del job["model"]["ffn_size"]

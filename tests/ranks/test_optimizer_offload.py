@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from comparison import assert_identical
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from late_copies import LateCopies
-from test_optimizers import OPTIMIZERS, Quiet, job
-from training import Batch, seat_of, thinned, train_steps
+from test_optimizers import OPTIMIZERS, job, train_on
+from training import on_ranks, seat_of, thinned, train_steps, trained
 
-from raypp.checkpoint.announce import Announcements
-from raypp.checkpoint.load_checkpoint import load_checkpoint
-from raypp.checkpoint.save import CheckpointSaver
 from raypp.parallel.shard import local_part
 from raypp.planning import offload
-from raypp.ports import free_ports
-from raypp.records import Event, Requests
+from raypp.records import Requests
 from raypp.spec.load import parse_job
-from raypp.storage.directory import DirectoryStore
 from raypp.train import optimizer_offload
 from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 
 pytestmark = pytest.mark.ranks
-STEPS = 3
-FOUR = {"pp": 2, "fsdp": 2}
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "one process": ("fp32", {}),
     "fsdp": ("fp32", {"fsdp": 2}),
@@ -42,60 +35,38 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-def job_of(kind: str, shape: str, offloaded: bool) -> dict[str, Any]:
-    precision, mesh = SHAPES[shape]
-    found = copy.deepcopy(job(kind, **mesh))
-    found["train"] |= {"precision": precision}
-    found["train"]["optimizer"] = {**found["train"]["optimizer"], "offload": offloaded}
+def job_of(kind: str, shape: str, offloaded: bool, state: str = "fp32", precision: str = "") -> dict[str, Any]:
+    of_shape, mesh = SHAPES[shape]
+    found = job(kind, **mesh)
+    found["train"] |= {
+        "precision": precision or of_shape,
+        "optimizer": {**found["train"]["optimizer"], "state": state, "offload": offloaded},
+    }
     return found
 
 
-def in_small_blocks(*arguments: Any) -> dict[str, Any]:
+def in_small_blocks(*arguments: Any, train: Callable[..., dict[str, Any]] = train_steps) -> dict[str, Any]:
     """Trains with many blocks, so that each arrives while another is updated, as late as it may."""
     offload.BLOCK = 2000
     optimizer_offload.CopyStreams = LateCopies  # type: ignore[misc]
-    return train_steps(*arguments)
+    return train(*arguments)
 
 
-KINDS = [(kind, shape) for kind in OPTIMIZERS for shape in SHAPES]
-
-
-def batch(world: int, *shapes: str) -> Batch:
-    cases = {(k, s, o): job_of(k, s, o) for k in OPTIMIZERS for s in shapes for o in (False, True)}
-    return Batch(world, cases, STEPS, train=in_small_blocks)
-
-
-ONE = batch(1, "one process", "bf16, one process")
-TWO = batch(2, *(s for s, (_, mesh) in SHAPES.items() if mesh))
-
-
-@pytest.mark.parametrize(("kind", "shape"), thinned(KINDS, [("muon", "bf16, fsdp")]))
+@pytest.mark.parametrize(("kind", "shape"), thinned(product(OPTIMIZERS, SHAPES), [("muon", "bf16, fsdp")]))
 def test_offloading_changes_no_bit(kind: str, shape: str) -> None:
-    found = TWO if SHAPES[shape][1] else ONE
-    assert_identical(found[kind, shape, True], found[kind, shape, False])
+    assert_identical(*(trained(job_of(kind, shape, on), train=in_small_blocks) for on in (True, False)))
 
 
-SMALL = {
-    (precision, mesh, offloaded): {
-        **(found := job_of("adamw", mesh, offloaded)),
-        "train": {
-            **found["train"],
-            "precision": precision,
-            "optimizer": {**found["train"]["optimizer"], "state": "8bit"},
-        },
-    }
-    for precision in ("fp32", "bf16", "bf16_pure")
-    for mesh in ("fsdp", "pp")
-    for offloaded in (False, True)
-}
-SMALL_RUNS = Batch(2, SMALL, STEPS, train=in_small_blocks)
+def in_8_bits(precision: str, mesh: str, offloaded: bool) -> dict[str, Any]:
+    return job_of("adamw", mesh, offloaded, "8bit", precision)
 
 
-@pytest.mark.parametrize(
-    ("precision", "mesh"), thinned(dict.fromkeys(case[:2] for case in SMALL), [("bf16_pure", "fsdp")])
-)
+SMALL = product(("fp32", "bf16", "bf16_pure"), ("fsdp", "pp"))
+
+
+@pytest.mark.parametrize(("precision", "mesh"), thinned(SMALL, [("bf16_pure", "fsdp")]))
 def test_offloading_moments_in_8_bits_changes_no_bit(precision: str, mesh: str) -> None:
-    assert_identical(SMALL_RUNS[precision, mesh, True], SMALL_RUNS[precision, mesh, False])
+    assert_identical(*(trained(in_8_bits(precision, mesh, on), train=in_small_blocks) for on in (True, False)))
 
 
 @pytest.mark.slow
@@ -104,63 +75,25 @@ def test_weights_that_are_freed_after_use_are_gathered_from_the_bf16_copy() -> N
     for offloaded in (False, True):
         source = job_of("adamw", "bf16, fsdp", offloaded)
         source["mesh"]["reshard_after_forward"] = True
-        found.append(run_ranks(2, in_small_blocks, source, STEPS))
+        found.append(on_ranks(source, train=in_small_blocks))
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert_identical(ours, theirs)
 
 
-@pytest.mark.parametrize("precision", thinned(["bf16", "bf16_pure"], [], ["bf16_pure"]))
-def test_checkpoints_of_moments_in_8_bits_resume_with_and_without(precision: str, tmp_path: Path) -> None:
-    plain, offloaded = SMALL[precision, "fsdp", False], SMALL[precision, "fsdp", True]
-    lines = {"plain": [plain] * 3, "turns": [offloaded, plain, offloaded]}
-    for name, line in lines.items():
-        run_ranks(2, lives, line, free_ports(len(line)), str(tmp_path / name))
-    assert saved(tmp_path / "turns") == saved(tmp_path / "plain")
+def live(*arguments: Any) -> dict[str, Any]:
+    return in_small_blocks(*arguments, train=train_on)
 
 
-def lives(
-    rank: int, world: int, port: int, sources: list[dict[str, Any]], meeting: list[int], root: str
-) -> dict[str, Any]:
-    """Trains one step per job, each resumed from the checkpoint of the one before.
-
-    Args:
-        rank: This rank.
-        world: Number of ranks.
-        port: Unused.
-        sources: The jobs.
-        meeting: The port of each job's rendezvous.
-        root: Directory of the store.
-
-    Returns:
-        `weights`: the local parts; `dtypes`: what FSDP gathers from; `told`: the events.
-    """
-    offload.BLOCK = 2000
-    optimizer_offload.CopyStreams = LateCopies  # type: ignore[misc]
-    store, told = DirectoryStore(Path(root)), []
-    found: dict[str, Any] = {}
-    for step, source in enumerate(sources, 1):
-        parsed = parse_job(source)
-        seat = seat_of(rank, world, meeting[step - 1], parsed)
-
-        def tell(event: Event) -> None:
-            told.append((event.kind, event.message))
-
-        with assemble(parsed, seat, hang_timeout_s=60, tell=tell) as made:
-            runner = StepRunner(made)
-            loaded = load_checkpoint(store, parsed.name, None, made.built.modules, made.optimizer)
-            assert (loaded.step if loaded else 0) == step - 1
-            if loaded and loaded.data_position:
-                made.loader.seek(loaded.data_position)
-            watch = Stopwatch()
-            runner.run(step, runner.read(Requests(), watch), watch)
-            announcements = Announcements(made.rendezvous, 1)
-            saver = CheckpointSaver(store, parsed.name, {}, seat, announcements, Quiet(), 9, commit_timeout_s=60)
-            saver.save(step, made.built.modules, made.optimizer, {"data_position": made.loader.position()})
-            assert saver.wait() == step
-            saver.close()
-            found["weights"] = {n: local_part(p).clone() for m in made.built.modules for n, p in m.named_parameters()}
-            dist.barrier()  # rank 0 serves the announcements: it leaves when all have connected
-    return {**found, "told": told}
+def lives(world: int, lines: dict[str, list[dict[str, Any]]], root: Path) -> dict[str, list[list[dict[str, Any]]]]:
+    """Trains one step per job of each line, each resumed from the checkpoint of the one before in
+    its line. Returns by line what each life's ranks found."""
+    results = iter(
+        run_in_turn(world, live, [(job, str(root / name), 1) for name, line in lines.items() for job in line])
+    )
+    found = {name: [next(results) for _ in line] for name, line in lines.items()}
+    for of_line in found.values():
+        assert [ranks[0]["resumed"] for ranks in of_line] == list(range(len(of_line)))
+    return found
 
 
 def saved(root: Path) -> dict[str, bytes]:
@@ -170,6 +103,13 @@ def saved(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file() and "rank" in path.name
     }
+
+
+@pytest.mark.parametrize("precision", thinned(["bf16", "bf16_pure"], [], ["bf16_pure"]))
+def test_checkpoints_of_moments_in_8_bits_resume_with_and_without(precision: str, tmp_path: Path) -> None:
+    plain, offloaded = (in_8_bits(precision, "fsdp", on) for on in (False, True))
+    lives(2, {"plain": [plain] * 3, "in turn": [offloaded, plain, offloaded]}, tmp_path)
+    assert saved(tmp_path / "in turn") == saved(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(
@@ -183,20 +123,19 @@ def test_checkpoints_have_the_same_bytes_and_resume_with_and_without(kind: str, 
     world = 2 if SHAPES[shape][1] else 1
     plain, offloaded = job_of(kind, shape, False), job_of(kind, shape, True)
     lines = {"plain": [plain] * 3, "offloaded": [offloaded] * 3, "in turn": [offloaded, plain, offloaded]}
-    results = {
-        name: run_ranks(world, lives, line, free_ports(len(line)), str(tmp_path / name.replace(" ", "-")))
-        for name, line in lines.items()
-    }
-    files = {name: saved(tmp_path / name.replace(" ", "-")) for name in lines}
-    assert len(files["plain"]) >= 3 * world
-    assert files["offloaded"] == files["plain"]
-    assert files["in turn"] == files["plain"]
+    found = lives(world, lines, tmp_path)
+    files = saved(tmp_path / "plain")
+    assert len(files) >= 3 * world
     for name in ("offloaded", "in turn"):
-        for ours, theirs in zip(results[name], results["plain"], strict=True):
+        assert saved(tmp_path / name) == files
+        for ours, theirs in zip(found[name][-1], found["plain"][-1], strict=True):
             assert all(torch.equal(ours["weights"][n], value) for n, value in theirs["weights"].items())
-    events = [words for kind_, words in results["offloaded"][0]["told"] if kind_ == "offload"]
-    assert len(events) == 3 and "saves none" in events[0]
-    assert not [1 for kind_, _ in results["plain"][0]["told"] if kind_ == "offload"]
+    events = {
+        name: [words for ranks in found[name] for kind_, words in ranks[0]["events"] if kind_ == "offload"]
+        for name in ("offloaded", "plain")
+    }
+    assert len(events["offloaded"]) == 3 and "saves none" in events["offloaded"][0]
+    assert not events["plain"]
 
 
 def where(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:

@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from lives import Fate, Lives, Told, same, snapshots_keep_up
-from test_memory_tier import shared_memory as shared_memory
-from test_mesh_does_not_change_numbers import document
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from training import seat_of, thinned
+from training import Changed, document, seat_of, thinned, without_labels
 
 from raypp import ports
 from raypp.checkpoint.save import CheckpointSaver
@@ -59,6 +58,11 @@ def outer(
     return {"sync": sync, **more}
 
 
+def two_replicas(*, checkpoint: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    found = document(dp_replicate=2, microbatches=4, train=outer(**train))
+    return {**found, "checkpoint": checkpoint or {"every_steps": 0, "memory_tier": False}}
+
+
 def weights_of(runner: StepRunner) -> Weights:
     return {name: whole(p) for module in runner.built.modules for name, p in module.named_parameters()}
 
@@ -89,26 +93,7 @@ def train(
     return [*found, *ends]
 
 
-def same_weights(one: Weights, other: Weights) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 # The outer step
-
-
-class Counting:
-    """A loader that counts the tokens with a label of each step."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader, self.tokens = loader, [0]
-
-    def next_step(self) -> list[Microbatch]:
-        found = self.loader.next_step()
-        self.tokens.append(sum(int((row.labels != -100).sum()) for one in found for row in one.rows))
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
 
 
 def reference(rank: int, world: int, port: int, alone: list[int], job: dict[str, Any], steps: int) -> list[Weights]:
@@ -116,7 +101,13 @@ def reference(rank: int, world: int, port: int, alone: list[int], job: dict[str,
     outer steps of all fragments in a few lines."""
     two, one = parse_job(job), {**job, "mesh": {}, "train": {**job["train"], "sync": {"kind": "exact"}}}
     sync, store = two.train.sync, TCPStore("127.0.0.1", port, world, rank == 0)
-    counting = Counting(open_loader(two, rank, world))
+    labelled = [0]
+
+    def counted(step: list[Microbatch]) -> list[Microbatch]:
+        labelled.append(sum(int((row.labels != -100).sum()) for one in step for row in one.rows))
+        return step
+
+    loader = Changed(open_loader(two, rank, world), counted)
     agreed: Weights = {}
     momentum: Weights = {}
     since: dict[int, int] = {}
@@ -136,7 +127,7 @@ def reference(rank: int, world: int, port: int, alone: list[int], job: dict[str,
 
         def send(number: int) -> None:
             names = [n for n in named if (ends[n] if n in ends else int(n.split(".")[2])) % sync.fragments == number]
-            tokens = sum(counting.tokens[since.get(number, 0) + 1 : step + 1])
+            tokens = sum(labelled[since.get(number, 0) + 1 : step + 1])
             sent[number] = everyone(f"{step}/{number}", (tokens, {name: named[name].clone() for name in names}))
             since[number] = step
 
@@ -163,7 +154,7 @@ def reference(rank: int, world: int, port: int, alone: list[int], job: dict[str,
         else:
             agreed.update({name: p.clone() for name, p in named.items()})
 
-    train(0, 1, alone[rank], one, steps + 1, lambda _, __: counting, lambda step, run: outer_steps(step - 1, run))
+    train(0, 1, alone[rank], one, steps + 1, lambda _, __: loader, lambda step, run: outer_steps(step - 1, run))
     return after
 
 
@@ -177,11 +168,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", thinned(WAYS, ["both"], ["fragments", "overlap"]))
 def test_outer_steps_of_adamw_have_the_bits_of_a_reference(way: str) -> None:
-    job, steps = document(dp_replicate=2, microbatches=2, train=outer(**WAYS[way])), WAYS[way]["steps"]
+    job, steps = two_replicas(**WAYS[way]), WAYS[way]["steps"]
     expected = run_ranks(2, reference, ports.free_ports(2), job, steps)
     found = run_ranks(2, train, job, steps)
     for replica in range(2):
-        equal = [same_weights(one, other) for one, other in zip(found[replica], expected[replica], strict=True)]
+        equal = [same(one, other) for one, other in zip(found[replica], expected[replica], strict=True)]
         assert equal == [True] * steps
     sync = parse_job(job).train.sync
     for step, (one, other) in enumerate(zip(*found, strict=True), start=1):
@@ -195,22 +186,14 @@ def test_outer_steps_of_adamw_have_the_bits_of_a_reference(way: str) -> None:
 # Exact arithmetic
 
 
-class Cropped:
-    """A loader that leaves 16 labels in each row, so that tokens are a power of two."""
+def cropped(row: Row) -> Row:
+    """Leaves 16 labels in a row, so that tokens are a power of two."""
+    assert (row.labels != -100).sum() >= 16
+    return replace(row, labels=np.where(np.cumsum(row.labels != -100) <= 16, row.labels, -100))
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
 
-    def next_step(self) -> list[Microbatch]:
-        return [Microbatch(tuple(map(self._cropped, one.rows))) for one in self.loader.next_step()]
-
-    def _cropped(self, row: Row) -> Row:
-        assert (row.labels != -100).sum() >= 16
-        kept = np.cumsum(row.labels != -100) <= 16
-        return replace(row, labels=np.where(kept, row.labels, -100))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+def all_cropped(step: list[Microbatch]) -> list[Microbatch]:
+    return [Microbatch(tuple(map(cropped, one.rows))) for one in step]
 
 
 def on_a_grid(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
@@ -233,7 +216,7 @@ def on_a_grid(rank: int, world: int, port: int, job: dict[str, Any], steps: int)
 
     GradientReducer.gradients, replica_sums._exact = rounded, before_the_sum  # type: ignore[assignment]
     try:
-        return train(rank, world, port, job, steps, lambda loader, _: Cropped(loader), coarse)
+        return train(rank, world, port, job, steps, lambda loader, _: Changed(loader, all_cropped), coarse)
     finally:
         GradientReducer.gradients, replica_sums._exact = gradients, start  # type: ignore[method-assign]
 
@@ -247,12 +230,12 @@ LONG = {"kind": "synthetic", "num_documents": 400, "document_len": [20, 50], "se
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.gate])])
 def test_an_outer_step_after_every_step_is_synchronous_sgd_where_nothing_is_rounded(replicas: int) -> None:
     jobs = [
-        document(dp_replicate=replicas, microbatches=2, data=LONG, train={**SGD, **sync})
+        document(dp_replicate=replicas, microbatches=2 * replicas, data=LONG, train={**SGD, **sync})
         for sync in (outer(lr=1.0, momentum=0.0, every=1), {"sync": {"kind": "exact"}})
     ]
-    apart, together = (run_ranks(replicas, on_a_grid, job, 3)[0] for job in jobs)
-    assert not same_weights(apart[0], apart[1]), "nothing was trained"
-    assert [same_weights(one, other) for one, other in zip(apart, together, strict=True)] == [True] * 3
+    apart, together = (ranks[0] for ranks in run_in_turn(replicas, on_a_grid, [(job, 3) for job in jobs]))
+    assert not same(apart[0], apart[1]), "nothing was trained"
+    assert [same(one, other) for one, other in zip(apart, together, strict=True)] == [True] * 3
 
 
 def same_rows(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
@@ -263,10 +246,10 @@ def same_rows(rank: int, world: int, port: int, job: dict[str, Any], steps: int)
 
 
 def test_replicas_that_computed_the_same_keep_it_with_lr_1_and_no_momentum() -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(lr=1.0, momentum=0.0, steps=8))
+    job = two_replicas(lr=1.0, momentum=0.0, steps=8)
     (alone,) = run_ranks(1, same_rows, job, 4)
     for one in run_ranks(2, same_rows, job, 4):
-        assert [same_weights(a, b) for a, b in zip(one, alone, strict=True)] == [True] * 4
+        assert [same(a, b) for a, b in zip(one, alone, strict=True)] == [True] * 4
 
 
 # Every mesh and precision
@@ -279,8 +262,10 @@ MIXTURE = {
 
 
 def case(model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **mesh: int) -> dict[str, Any]:
-    made = document(microbatches=2, train=outer(steps=4, **(train or {})))
-    return {**made, "mesh": {"dp_replicate": 2, **mesh}, "model": {**made["model"], **(model or {})}}
+    microbatches = 4 * mesh.get("fsdp", 1)
+    return document(
+        dp_replicate=2, microbatches=microbatches, model=model or {}, train=outer(steps=4, **(train or {})), **mesh
+    )
 
 
 OFFLOAD = {"precision": "bf16", "optimizer": {"kind": "adamw", "lr": 3e-3, "offload": True}}
@@ -306,35 +291,47 @@ def test_replicas_are_equal_after_outer_steps_only(name: str) -> None:
              replace(each[one], dp_replicate=0) == replace(each[other], dp_replicate=0)]  # fmt: skip
     assert len(pairs) == 2
     for one, other in pairs:
-        equal = [same_weights(a, b) for a, b in zip(ranks[one], ranks[other], strict=True)]
+        equal = [same(a, b) for a, b in zip(ranks[one], ranks[other], strict=True)]
         assert equal == [False, True, False, True]
 
 
-@pytest.mark.parametrize(("compression", "error"), [("int8", 0.01), ("int4", 0.2)])
-def test_what_is_sent_in_few_bits_is_near_the_mean(compression: str, error: float) -> None:
-    exact, rounded = (
-        run_ranks(2, train, document(dp_replicate=2, microbatches=2, train=outer(steps=8, compression=form)), 2)[0]
-        for form in ("none", compression)
-    )
-    assert same_weights(exact[0], rounded[0]) and not same_weights(exact[1], rounded[1])
-    for name, value in exact[1].items():
-        change = (value - exact[0][name]).norm()
-        assert (rounded[1][name] - value).norm() <= error * change, name
+def test_what_is_sent_in_few_bits_is_near_the_mean() -> None:
+    forms = ("none", "int8", "int4")
+    found = run_in_turn(2, train, [(two_replicas(steps=8, compression=form), 2) for form in forms])
+    exact, *others = (ranks[0] for ranks in found)
+    for rounded, error in zip(others, (0.01, 0.2), strict=True):
+        assert same(exact[0], rounded[0]) and not same(exact[1], rounded[1])
+        for name, value in exact[1].items():
+            change = (value - exact[0][name]).norm()
+            assert (rounded[1][name] - value).norm() <= error * change, name
 
 
 def test_offload_changes_no_bit() -> None:
     job = CASES["fsdp, bf16, offload"]
     kept = {**job, "train": {**job["train"], "optimizer": {**OFFLOAD["optimizer"], "offload": False}}}
-    offloaded, here = (run_ranks(4, train, one, 4)[0] for one in (job, kept))
-    assert all(same_weights(one, other) for one, other in zip(offloaded, here, strict=True))
+    offloaded, here = (ranks[0] for ranks in run_in_turn(4, train, [(job, 4), (kept, 4)]))
+    assert all(same(one, other) for one, other in zip(offloaded, here, strict=True))
 
 
 # Between outer steps
 
 
+def touch_after(rank: int, last: int, done: Path) -> None:
+    """Lets rank 0 make a file when it has done a step."""
+    run = StepRunner.run
+
+    def ahead(self: StepRunner, step: int, *rest: Any) -> Any:
+        report = run(self, step, *rest)
+        if rank == 0 and step == last:
+            done.touch()
+        return report
+
+    StepRunner.run = ahead  # type: ignore[method-assign]
+
+
 def apart(rank: int, world: int, port: int, *, done: Path) -> None:
     """Lets the second replica begin its second step when the first has done its third."""
-    read, run = StepRunner.read, StepRunner.run
+    read = StepRunner.read
 
     def late(self: StepRunner, *args: Any, **options: Any) -> Any:
         if rank == 1 and self.warm_steps == 1:
@@ -343,19 +340,13 @@ def apart(rank: int, world: int, port: int, *, done: Path) -> None:
         self.warm_steps += 1
         return read(self, *args, **options)
 
-    def ahead(self: StepRunner, step: int, *rest: Any) -> Any:
-        report = run(self, step, *rest)
-        if rank == 0 and step == 3:
-            done.touch()
-        return report
-
     StepRunner.warm_steps = 0  # type: ignore[attr-defined]
-    StepRunner.read, StepRunner.run = late, ahead  # type: ignore[method-assign,assignment]
+    StepRunner.read = late  # type: ignore[method-assign]
+    touch_after(rank, 3, done)
 
 
 def test_a_replica_waits_for_no_other_between_outer_steps(tmp_path: Path) -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(every=4, steps=8))
-    job["checkpoint"] = {"every_steps": 4, "memory_tier": False}
+    job = two_replicas(every=4, steps=8, checkpoint={"every_steps": 4, "memory_tier": False})
     reports = []
     for name, prepare in {"straight": None, "apart": partial(apart, done=tmp_path / "done")}.items():
         one = Lives(job, tmp_path / name, [tmp_path / "memory"] * 2, [0, 0], prepare=prepare)
@@ -363,35 +354,27 @@ def test_a_replica_waits_for_no_other_between_outer_steps(tmp_path: Path) -> Non
         assert not told.errors
         assert told.steps == list(range(1, 9)), "rank 0 reports each step once, in order"
         reports.append((told.losses, one.final_state()))
-        one.end()
     (straight, state), (late, state_of_late) = reports
     assert straight == late and same(state, state_of_late)
 
 
 def slow_store(rank: int, world: int, port: int, *, done: Path) -> None:
     """Lets the second replica's upload of step 4 end when the first has done step 7."""
-    upload, run = CheckpointSaver._upload, StepRunner.run
+    upload = CheckpointSaver._upload
 
     def slow(self: CheckpointSaver, step: int, *rest: Any) -> Any:
         while rank == 1 and step == 4 and not done.exists():
             time.sleep(0.005)
         return upload(self, step, *rest)
 
-    def ahead(self: StepRunner, step: int, *rest: Any) -> Any:
-        report = run(self, step, *rest)
-        if rank == 0 and step == 7:
-            done.touch()
-        return report
-
-    CheckpointSaver._upload, StepRunner.run = slow, ahead  # type: ignore[method-assign,assignment]
+    CheckpointSaver._upload = slow  # type: ignore[method-assign]
+    touch_after(rank, 7, done)
 
 
 def test_a_slow_store_of_one_site_holds_up_no_step_before_the_next_save(tmp_path: Path) -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(every=2, steps=8))
-    job["checkpoint"] = {"every_steps": 4, "memory_tier": False}
+    job = two_replicas(every=2, steps=8, checkpoint={"every_steps": 4, "memory_tier": False})
     run = Lives(job, tmp_path / "store", [tmp_path] * 2, [0, 0], prepare=partial(slow_store, done=tmp_path / "done"))
     told = run.attempt_once()
-    run.end()
     assert not told.errors and told.steps == list(range(1, 9))
     assert [event.step for event in told.of_kind("committed")] == [4, 8]
 
@@ -401,10 +384,10 @@ def test_a_slow_store_of_one_site_holds_up_no_step_before_the_next_save(tmp_path
 
 def lives(root: Path, store: str, sync: dict[str, Any], steps: int = 8, **mesh: int) -> Lives:
     """A run with saves and evaluations after every fourth step."""
-    made = document(microbatches=4 // mesh.get("dp_replicate", 2), train=outer(steps=steps, **sync), **mesh)
-    made["train"]["eval_every_steps"], made["data"]["eval"] = 4, {"fraction": 0.05}
-    made["mesh"] = {"dp_replicate": 2, **mesh}
-    made["checkpoint"] = {"every_steps": 4, "memory_tier": False, "keep": 9}
+    train = {**outer(steps=steps, **sync), "eval_every_steps": 4}
+    checkpoint = {"every_steps": 4, "memory_tier": False, "keep": 9}
+    made = document(microbatches=4, train=train, checkpoint=checkpoint, **{"dp_replicate": 2, **mesh})
+    made["data"]["eval"] = {"fraction": 0.05}
     world = parse_job(made).mesh.world
     return Lives(made, root / store, [root / "memory"] * world, [0] * world)
 
@@ -434,11 +417,9 @@ def test_a_killed_run_resumes_from_an_outer_step_bit_for_bit_on_another_mesh_of_
             assert not torch.equal(value, expected[f"{key}{OF_REPLICA}1"])
         elif f"/{OWN_WEIGHT}" in key:
             assert torch.equal(value, expected[key.removeprefix("optim/").partition("/")[0]]), "not agreed in the end"
-    straight.end()
 
     killed = lives(tmp_path, "killed", sync)
     killed.attempt_once(Fate((1,), after=6, memory=False, commit=4))
-    killed.end()
     for other in ("alone", "whole"):
         shutil.copytree(tmp_path / "killed", tmp_path / other)
     resumed = go_on(lives(tmp_path, "killed", sync, pp=2), expected)
@@ -457,7 +438,6 @@ def go_on(other: Lives, expected: Weights | None = None) -> Told:
     assert not told.errors
     assert told.of_kind("resumed")[-1].step == 4
     assert expected is None or same(other.final_state(), expected)
-    other.end()
     return told
 
 
@@ -475,7 +455,6 @@ def live(root: Path, store: str, sync: dict[str, Any], attempt: int, **mesh: int
     words = [event.message for event in told.of_kind("sync")]
     assert all("replicas that trained apart" in one for one in words) and len(words) == bool(attempt)
     assert told.steps == list(range(1, told.steps[-1] + 1)), "a checkpoint's reports of earlier steps come again"
-    run.end()
     return run
 
 
@@ -497,7 +476,6 @@ def test_the_replica_that_is_left_takes_outer_steps_alone_with_the_momentum_of_a
     plain = lives(tmp_path, "plain", sync, 12, dp_replicate=1)
     plain.document["train"]["sync"], plain.attempt = {"kind": "exact"}, 1
     plain.attempt_once(FATES[1])
-    plain.end()
     trained = plain.final_state(8)
     for name, old in before.items():
         if name.startswith("optim/"):
@@ -515,8 +493,7 @@ def evaluated(told: Told) -> dict[int | None, float]:
 
 
 def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path: Path, shared_memory: Any) -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(steps=6, every=4, fragments=2, overlap=1))
-    job["checkpoint"] = {"every_steps": 0}
+    job = two_replicas(steps=6, every=4, fragments=2, overlap=1, checkpoint={"every_steps": 0})
     straight, killed = (Lives(job, tmp_path / name, [shared_memory(), shared_memory()], [0, 1]) for name in "ab")
     assert not straight.attempt_once().errors
     killed.attempt_once(Fate((1,), after=4))
@@ -524,26 +501,18 @@ def test_a_killed_run_resumes_from_snapshots_of_an_outer_step_in_memory(tmp_path
     assert not resumed.errors and resumed.of_kind("restored")[-1].details["source"] == "memory"
     assert resumed.of_kind("resumed")[-1].step == 4
     assert same(killed.final_state(), straight.final_state())
-    for one in (straight, killed):
-        one.end()
 
 
 # Restarts between outer steps
 
 
-def in_memory(
-    root: Path,
-    name: str,
-    folders: list[Path],
-    sync: dict[str, Any],
-    **mesh: int,
-) -> Lives:
+def in_memory(root: Path, name: str, folders: list[Path], sync: dict[str, Any], **mesh: int) -> Lives:
     """A run of 16 steps with two outer steps and snapshots in memory, whose rate is constant."""
     rate = {"lr_schedule": {"kind": "constant", "warmup_steps": 0}}
     replicas = mesh.get("dp_replicate", 2)
-    job = document(microbatches=12 // replicas, train=outer(**{**sync, "every": 8, "steps": 16, **rate}))
-    job["mesh"] = {"dp_replicate": 2, **mesh}
-    job["checkpoint"] = {"every_steps": 8, "memory_every_steps": 1}
+    train = outer(**{**sync, "every": 8, "steps": 16, **rate})
+    checkpoint = {"every_steps": 8, "memory_every_steps": 1}
+    job = document(microbatches=12, train=train, checkpoint=checkpoint, **{"dp_replicate": 2, **mesh})
     world = parse_job(job).mesh.world
     return Lives(job, root / name, [folders[rank * replicas // world] for rank in range(world)],
                  [rank * replicas // world for rank in range(world)], prepare=snapshots_keep_up)  # fmt: skip
@@ -566,8 +535,6 @@ def test_a_killed_rank_costs_the_steps_since_its_newest_snapshot_bit_for_bit(
     assert same(killed.final_state(), straight.final_state()) and not resumed.of_kind("sync")
     assert {**before.losses, **resumed.losses} == told.losses
     assert resumed.steps[-1] == 16 and resumed.steps == sorted(resumed.steps)
-    for one in (straight, killed):
-        one.end()
 
 
 def by_hand(rank: int, world: int, port: int, job: dict[str, Any], replica: int, lost_at: int) -> Weights:
@@ -608,13 +575,11 @@ def test_a_lost_site_costs_the_others_the_steps_since_their_newest_snapshot(
     sync = {"every": 8, "lr": 1.0, "momentum": 0.0}
     both = in_memory(tmp_path, "run", [here, lost][:: 1 - 2 * left], sync)
     before = both.attempt_once(Fate((1 - left,), after=4))
-    both.end()
     for file in lost.iterdir():
         file.unlink()
     one = in_memory(tmp_path, "run", [here], sync, dp_replicate=1)
     one.attempt = 1
     told = one.attempt_once()
-    one.end()
     assert not told.errors, told.errors
     (resumed,) = told.of_kind("resumed")
     assert resumed.step in range(4, 8)
@@ -623,7 +588,7 @@ def test_a_lost_site_costs_the_others_the_steps_since_their_newest_snapshot(
     assert sorted({**before.losses, **told.losses}) == list(range(1, 17))
     (expected,) = run_ranks(1, by_hand, both.document, left, resumed.step)
     kept = one.final_state(8)
-    assert same_weights(expected, {name: value for name, value in kept.items() if not name.startswith("optim/")})
+    assert same(expected, {name: value for name, value in kept.items() if not name.startswith("optim/")})
     assert not any(OWN_WEIGHT in name or OF_REPLICA in name for name in kept)
 
 
@@ -658,26 +623,17 @@ def never_comes(rank: int, world: int, port: int) -> None:
 def test_a_failure_ends_an_exchange_beside_the_compute(
     tmp_path: Path, prepare: Callable[[int, int, int], None], faults: str, errors: dict[int, str]
 ) -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(steps=8, every=4, overlap=3))
-    job["checkpoint"] = {"every_steps": 0, "memory_tier": False}
+    job = two_replicas(steps=8, every=4, overlap=3)
     run = Lives(job, tmp_path / "store", [tmp_path] * 2, [0, 0], {VARIABLE: faults}, prepare=prepare)
     told = run.attempt_once()
-    run.end()
     assert {rank for rank, words in errors.items() if words in told.errors.get(rank, "")} == {0, 1}, told.errors
     assert told.left == []
 
 
-class WithoutLabels(Cropped):
-    """A loader whose second step has no labels."""
-
-    steps = 0
-
-    def next_step(self) -> list[Microbatch]:
-        self.steps += 1
-        return super().next_step()
-
-    def _cropped(self, row: Row) -> Row:
-        return replace(row, labels=np.full_like(row.labels, -100)) if self.steps == 2 else row
+def blank_second(loader: Loader) -> Changed:
+    """Returns a loader whose second step has no labels."""
+    numbers = count(1)
+    return Changed(loader, lambda step: list(map(without_labels, step)) if next(numbers) == 2 else step)
 
 
 def train_with_hook(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[list[bool]]:
@@ -688,20 +644,18 @@ def train_with_hook(rank: int, world: int, port: int, job: dict[str, Any], steps
     def before(_step: int, runner: StepRunner) -> None:
         begun = weights_of(runner)
         if not seen:
-            runner.optimizer.register_step_pre_hook(
-                lambda *_: seen[-1].append(same_weights(begins[-1], weights_of(runner)))
-            )
+            runner.optimizer.register_step_pre_hook(lambda *_: seen[-1].append(same(begins[-1], weights_of(runner))))
         begins.append({name: weight.clone() for name, weight in begun.items()})
         seen.append([])
 
     begins: list[Weights] = []
-    train(rank, world, port, job, steps, lambda loader, replica: WithoutLabels(loader) if replica else loader, before)
+    train(rank, world, port, job, steps, lambda loader, replica: blank_second(loader) if replica else loader, before)
     return seen
 
 
 def test_an_outer_step_after_a_skipped_update_waits_for_copies_too() -> None:
     """A save or snapshot under way ends before the weights change: it has a hook on the update."""
-    job = document(dp_replicate=2, microbatches=2, train=outer(steps=3, every=1))
+    job = two_replicas(steps=3, every=1)
     assert run_ranks(2, train_with_hook, job, 3) == [[[True]] * 3] * 2
 
 
@@ -718,9 +672,7 @@ def draws_others_on_one(rank: int, world: int, port: int) -> None:
 
 
 def test_a_replica_that_begins_with_other_weights_is_refused(tmp_path: Path) -> None:
-    job = document(dp_replicate=2, microbatches=2, train=outer(steps=8, every=4, fragments=2))
-    job["checkpoint"] = {"every_steps": 0, "memory_tier": False}
+    job = two_replicas(steps=8, every=4, fragments=2)
     run = Lives(job, tmp_path / "store", [tmp_path] * 2, [0, 0], prepare=draws_others_on_one)
     told = run.attempt_once()
-    run.end()
     assert not told.losses and "differ: model.norm.weight; rank 0" in told.errors[0] + told.errors[1]

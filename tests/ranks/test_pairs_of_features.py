@@ -15,7 +15,7 @@ from allpairspy import AllPairs
 from comparison import assert_identical, assert_same_sums
 from late_copies import LateCopies
 from small_models import small_options
-from training import Batch, InBothTypes, train_steps
+from training import document, numbers, train_steps, trained
 
 from raypp.pipeline import activation_offload
 from raypp.planning import offload
@@ -64,10 +64,6 @@ class Cell(NamedTuple):
     optimizer: str
     extent: str
 
-    @property
-    def replicas(self) -> int:
-        return AXES[self.axis].get("dp_replicate", 1) * AXES[self.axis].get("fsdp", 1)
-
     def bitwise(self) -> bool:
         return self.axis == "pp" or self.precision != "fp32"
 
@@ -87,27 +83,25 @@ CELLS = sorted((Cell(*values) for values in AllPairs(VALUES, filter_func=valid))
 """Those of one mesh follow each other: they share processes."""
 
 
-def job(cell: Cell, mesh: dict[str, Any], microbatches: int, pipeline: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Returns a job whose gradients are clipped."""
+def job(cell: Cell, mesh: dict[str, Any], microbatches: int, **schedule: Any) -> dict[str, Any]:
     model = small_options(cell.family, num_layers=4, ffn_size=45, **MODELS[cell.family])
-    return {
-        "name": "pairs",
-        "model": model.model_dump(mode="json", exclude_none=True),
-        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
-        "mesh": mesh,
-        "pipeline": {"microbatches": microbatches, "pad_to_multiple_of": 8, **(pipeline or {})},
-        "train": {
-            "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.05, "precision": cell.precision,
-            "optimizer": OPTIMIZERS[cell.optimizer], "activation_checkpointing": cell.extent,
-            "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
-        },
-    }  # fmt: skip
+    train = {
+        "precision": cell.precision,
+        "optimizer": OPTIMIZERS[cell.optimizer],
+        "activation_checkpointing": cell.extent,
+    }
+    found = document(microbatches=microbatches, train=train, **mesh, **schedule)
+    return {**found, "model": model.model_dump(mode="json", exclude_none=True)}
+
+
+def microbatches_of(cell: Cell) -> int:
+    return MICROBATCHES * AXES[cell.axis].get("dp_replicate", 1) * AXES[cell.axis].get("fsdp", 1)
 
 
 def pipelined(cell: Cell) -> dict[str, Any]:
     stages = schedule_named(cell.schedule).nearest_stages(2)
-    pipeline = {"schedule": cell.schedule, "stages_per_rank": stages}
-    return job(cell, {"pp": 2, **AXES[cell.axis]}, MICROBATCHES, pipeline)
+    schedule = {"schedule": cell.schedule, "pipeline": {"stages_per_rank": stages}}
+    return job(cell, {"pp": 2, **AXES[cell.axis]}, microbatches_of(cell), **schedule)
 
 
 def plain(cell: Cell) -> Cell:
@@ -120,33 +114,6 @@ def in_small_blocks(*arguments: Any) -> dict[str, Any]:
     offload.BLOCK = 2000
     activation_offload.CopyStreams = optimizer_offload.CopyStreams = LateCopies  # type: ignore[misc]
     return train_steps(*arguments)
-
-
-EXACT = [cell for cell in CELLS if cell.bitwise()]
-SUMS = [cell for cell in CELLS if not cell.bitwise()]
-
-
-def on(axis: str, cells: list[Cell], batch: type[Batch]) -> Batch:
-    """The cells of an axis: the processes of one mesh."""
-    jobs = {cell: pipelined(cell) for cell in cells if cell.axis == axis}
-    return batch(2 if axis == "pp" else 4, jobs, STEPS, train=in_small_blocks)
-
-
-FOUND = {axis: on(axis, EXACT, Batch) for axis in AXES}
-FOUND_SUMS = {axis: on(axis, SUMS, InBothTypes) for axis in AXES}
-REFERENCES = {
-    axis: Batch(
-        1 if axis == "pp" else 2,
-        {plain(cell): job(plain(cell), AXES[axis], MICROBATCHES) for cell in EXACT if cell.axis == axis},
-        STEPS,
-    )
-    for axis in AXES
-}
-REFERENCE_SUMS = InBothTypes(
-    1,
-    {(cell.family, cell.optimizer, cell.replicas): job(plain(cell), {}, MICROBATCHES * cell.replicas) for cell in SUMS},
-    STEPS,
-)
 
 
 def each_value() -> list[Any]:
@@ -163,8 +130,8 @@ def each_value() -> list[Any]:
 
 @pytest.mark.parametrize("cell", each_value(), ids=" - ".join)
 def test_every_pair_of_features_trains_as_one_stage_or_one_process_does(cell: Cell) -> None:
+    one = job(plain(cell), AXES[cell.axis] if cell.bitwise() else {}, microbatches_of(cell))
     if cell.bitwise():
-        assert_identical(FOUND[cell.axis][cell], REFERENCES[cell.axis][plain(cell)])
+        assert_identical(trained(pipelined(cell), STEPS, train=in_small_blocks), trained(one, STEPS))
     else:
-        reference = REFERENCE_SUMS.numbers((cell.family, cell.optimizer, cell.replicas))
-        assert_same_sums(FOUND_SUMS[cell.axis].numbers(cell), reference)
+        assert_same_sums(numbers(pipelined(cell), STEPS, train=in_small_blocks), numbers(one, STEPS))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from harness import start_fork_server
-from test_mesh_does_not_change_numbers import document
+from training import document
 
 from raypp.cli import parity_command
 from raypp.cli.main import run
@@ -30,10 +30,8 @@ def fork_server() -> None:
 
 
 def job_file(folder: Path, **settings: Any) -> str:
-    source = document(microbatches=4 // settings.get("fsdp", 1), **settings)
-    source["model"]["num_layers"] = 2
     path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(source))
+    path.write_text(yaml.safe_dump(document(layers=2, microbatches=4, **settings)))
     return str(path)
 
 

@@ -18,9 +18,8 @@ from harness import run_in_turn
 from hf_folder import write_hf_folder
 from safetensors.numpy import load_file
 from test_experts import document as expert_document
-from test_mesh_does_not_change_numbers import document
 from told import Told
-from training import seat_of, thinned
+from training import document, seat_of, thinned
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.compatibility import check_resume

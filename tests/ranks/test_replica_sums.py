@@ -11,11 +11,11 @@ import torch
 from comparison import assert_identical
 from harness import run_in_turn, run_ranks
 from lives import Fate, Lives, same
-from test_memory_tier import shared_memory as shared_memory
-from test_mesh_does_not_change_numbers import document
-from training import Batch, merged, seat_of, thinned, train_steps
+from training import document, merged, on_ranks, seat_of, thinned, train_steps, trained
 
-from raypp.checkpoint.state import RESIDUAL
+from raypp import ports
+from raypp.checkpoint.load_checkpoint import load_checkpoint
+from raypp.checkpoint.state import RESIDUAL, slice_of
 from raypp.parallel import apply
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.shard import local_part
@@ -24,29 +24,33 @@ from raypp.pipeline.runtime import ProgramRuntime
 from raypp.schedules.action import Kind
 from raypp.schedules.communication import MessageKind
 from raypp.spec.load import parse_job
+from raypp.storage import open_store
+from raypp.train.assemble import assemble
 from raypp.train.fault_injection import VARIABLE
 from raypp.train.step import StepRunner
 
 pytestmark = pytest.mark.ranks
 INT8 = {"sync": {"kind": "int8"}}
-SQUARE = document(pp=2, dp_replicate=2, microbatches=4)
-CASES: dict[str, dict[str, Any]] = {
-    "pp 2, dp 2": SQUARE,
-    "dp 4": document(dp_replicate=4, microbatches=2),
-    "dp 2, fsdp 2": document(dp_replicate=2, fsdp=2, microbatches=4),
-    "pp 2, dp 2, virtual stages": document(
-        pp=2, dp_replicate=2, microbatches=4, schedule="interleaved_1f1b", pipeline={"stages_per_rank": 2}
-    ),
-    "pp 2, dp 2, zero bubble": document(
-        pp=2, dp_replicate=2, microbatches=4, schedule="zbv", pipeline={"stages_per_rank": 2}
-    ),
-    "pp 2, dp 2, tied": document(pp=2, dp_replicate=2, microbatches=4),
-    "dp 2, fsdp 2, weights freed": document(dp_replicate=2, fsdp=2, microbatches=4),
-    "pp 2, dp 2, bf16": document(pp=2, dp_replicate=2, microbatches=4, train={"precision": "bf16"}),
+SETTINGS: dict[str, dict[str, Any]] = {
+    "pp 2, dp 2": {"pp": 2},
+    "dp 4": {"dp_replicate": 4},
+    "dp 2, fsdp 2": {"fsdp": 2, "microbatches": 16},
+    "pp 2, dp 2, virtual stages": {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": {"stages_per_rank": 2}},
+    "pp 2, dp 2, zero bubble": {"pp": 2, "schedule": "zbv", "pipeline": {"stages_per_rank": 2}},
+    "pp 2, dp 2, tied": {"pp": 2, "model": {"tie_embeddings": True}},
+    "dp 2, fsdp 2, weights freed": {"fsdp": 2, "microbatches": 16, "reshard_after_forward": True},
+    "pp 2, dp 2, bf16": {"pp": 2, "train": {"precision": "bf16"}},
+    "pp 2, dp 2, adapters": {"pp": 2, "model": {"lora": {"rank": 4, "base": "fp32"}}},
 }
 QUICK = ("pp 2, dp 2, zero bubble",)
-CASES["dp 2, fsdp 2, weights freed"]["mesh"]["reshard_after_forward"] = True
-CASES["pp 2, dp 2, tied"]["model"] = {**SQUARE["model"], "tie_embeddings": True}
+
+
+def case(name: str, **train: Any) -> dict[str, Any]:
+    settings = {"dp_replicate": 2, **SETTINGS[name]}
+    return document(**{**settings, "train": {**settings.get("train", {}), **train}})
+
+
+SQUARE = case("pp 2, dp 2")
 
 
 def beside_after_and_by_fsdp(
@@ -69,29 +73,23 @@ def beside_after_and_by_fsdp(
     return found
 
 
-@pytest.mark.parametrize("name", thinned(CASES, [], QUICK))
+@pytest.mark.parametrize("name", thinned([*SETTINGS][:-1], [], QUICK))
 def test_exact_sums_beside_the_backward_have_the_bits_of_those_awaited_after_it(name: str) -> None:
-    from raypp import ports
-
-    results = run_ranks(4, beside_after_and_by_fsdp, ports.free_ports(3), CASES[name])
-    for one in results:
-        beside, after, by_fsdp = one
+    for beside, after, by_fsdp in run_ranks(4, beside_after_and_by_fsdp, ports.free_ports(3), case(name)):
         assert_identical(beside, after)
         assert_identical(beside, by_fsdp)
 
 
 def test_a_microbatch_for_each_replica_gives_the_bits_of_one_process() -> None:
     # Two numbers have one sum, whichever comes first: more microbatches are added in other pairs.
-    one = merged(run_ranks(1, train_steps, document(microbatches=2), 3))
-    two = run_ranks(2, train_steps, document(dp_replicate=2, microbatches=1), 3)
-    for rank in two:
+    one = trained(document(microbatches=2))
+    for rank in on_ranks(document(dp_replicate=2, microbatches=2)):
         assert_identical(rank, one)
 
 
 @pytest.mark.slow
 def test_a_pipeline_does_not_change_the_bits_of_two_replicas() -> None:
-    flat = merged(run_ranks(2, train_steps, document(dp_replicate=2, microbatches=4), 2))
-    assert_identical(merged(run_ranks(4, train_steps, SQUARE, 2)), flat)
+    assert_identical(trained(SQUARE, 2), trained(document(dp_replicate=2), 2))
 
 
 def sums_under_way(rank: int, world: int, port: int, job: dict[str, Any]) -> list[tuple[str, int]]:
@@ -130,21 +128,9 @@ def test_sums_begin_within_the_last_backward_unless_a_gradient_is_still_to_be_se
 # int8
 
 
-INT8_CASES = {name: {**job, "train": {**job["train"], **INT8}} for name, job in CASES.items()}
-INT8_CASES["pp 2, dp 2, adapters"] = {
-    **SQUARE, "model": {**SQUARE["model"], "lora": {"rank": 4, "base": "fp32"}}, "train": {**SQUARE["train"], **INT8},
-}  # fmt: skip
-
-
-IN_INT8 = Batch(4, INT8_CASES, 3)
-EXACT = Batch(
-    4, {name: {**job, "train": {**job["train"], "sync": {"kind": "exact"}}} for name, job in INT8_CASES.items()}, 3
-)
-
-
-@pytest.mark.parametrize("name", thinned(INT8_CASES, QUICK))
+@pytest.mark.parametrize("name", thinned(SETTINGS, QUICK))
 def test_replicas_stay_equal_to_the_bit_and_near_the_exact_sums(name: str) -> None:
-    int8, exact = IN_INT8.ranks(name), EXACT.ranks(name)
+    int8, exact = (on_ranks(case(name, sync={"kind": kind})) for kind in ("int8", "exact"))
     weights: dict[str, torch.Tensor] = {}
     for one in int8:
         assert one["loss"] == int8[0]["loss"] and one["grad_norm"] == int8[0]["grad_norm"]
@@ -193,7 +179,7 @@ def residuals(rank: int, world: int, port: int, job: dict[str, Any], steps: int)
 
 
 def test_what_rounding_takes_arrives_in_later_steps() -> None:
-    ranks = run_ranks(2, residuals, document(dp_replicate=2, microbatches=2, train=INT8), 6)
+    ranks = run_ranks(2, residuals, document(dp_replicate=2, microbatches=4, train=INT8), 6)
     assert len(ranks[0]) == len(ranks[1]) == 5, "four blocks, and both ends of the model"
     for one, other in zip(*ranks, strict=True):
         assert torch.equal(one["sum"], other["sum"])
@@ -226,8 +212,8 @@ def places(rank: int, world: int, port: int, job: dict[str, Any]) -> list[tuple[
 @pytest.mark.slow
 def test_a_residual_lies_where_the_gradient_of_its_parameter_does() -> None:
     uneven = {**SQUARE["model"], "ffn_size": 51, "num_kv_heads": 1, "head_dim": 6, "lora": {"rank": 3, "base": "fp32"}}
-    sharded = document(dp_replicate=2, fsdp=3, microbatches=2, train=INT8)
-    jobs = {6: [sharded, {**sharded, "model": uneven}], 4: [INT8_CASES["pp 2, dp 2, tied"]]}
+    sharded = document(dp_replicate=2, fsdp=3, microbatches=12, train=INT8)
+    jobs = {6: [sharded, {**sharded, "model": uneven}], 4: [case("pp 2, dp 2, tied", **INT8)]}
     for world, cases in jobs.items():
         for ranks in run_in_turn(world, places, [(job,) for job in cases]):
             for one in ranks:
@@ -236,24 +222,21 @@ def test_a_residual_lies_where_the_gradient_of_its_parameter_does() -> None:
                     assert (residual, difference) == (gradient, 0), name
 
 
-class Life:
+def life(root: Path, faults: str = "", job: dict[str, Any] | None = None) -> Lives:
     """A run of eight steps that saves every third one."""
-
-    def __init__(self, root: Path, faults: str = "", job: dict[str, Any] | None = None) -> None:
-        made = job or document(pp=2, dp_replicate=2, microbatches=4, train={**INT8, "steps": 8})
-        made = {**made, "checkpoint": {"every_steps": 3, "memory_tier": False, "keep": 9}}
-        folders = [root / "memory"] * 4
-        self.lives = Lives(made, root / "store", folders, [0] * 4, {VARIABLE: faults})
+    made = job or case("pp 2, dp 2", **INT8, steps=8)
+    made = {**made, "checkpoint": {"every_steps": 3, "memory_tier": False, "keep": 9}}
+    return Lives(made, root / "store", [root / "memory"] * 4, [0] * 4, {VARIABLE: faults})
 
 
 @pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_whose_save_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
-    straight = Life(tmp_path / "straight").lives
+    straight = life(tmp_path / "straight")
     told = straight.attempt_once()
     assert not told.errors
     # The upload begins in a thread, in the step that was saved or in the next.
-    killed = Life(tmp_path / "killed", "kill@upload:rank=3,step=6; kill@upload:rank=3,step=7").lives
+    killed = life(tmp_path / "killed", "kill@upload:rank=3,step=6; kill@upload:rank=3,step=7")
     broken = killed.attempt_once()
     assert broken.errors, "no rank was killed"
     resumed = killed.attempt_once()
@@ -266,14 +249,11 @@ def test_a_run_whose_save_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
     held = [key for key in expected if f"/{RESIDUAL}" in key]
     assert {key.rpartition(".")[2] for key in held} == {"0", "1"}, "each replica saves its own"
     assert sum(bool(expected[key].any()) for key in held) > len(held) // 2
-    for lives in (straight, killed):
-        lives.end()
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_resumes_from_memory_bit_for_bit(tmp_path: Path, shared_memory: Any) -> None:
-    job = document(pp=2, dp_replicate=2, microbatches=4, train={**INT8, "steps": 5})
-    job["checkpoint"] = {"every_steps": 0}
+    job = {**case("pp 2, dp 2", **INT8, steps=5), "checkpoint": {"every_steps": 0}}
     straight = Lives(job, tmp_path / "straight", [shared_memory() for r in range(4)], [0, 1, 2, 3])
     told = straight.attempt_once()
     assert not told.errors
@@ -282,18 +262,15 @@ def test_a_run_that_is_killed_resumes_from_memory_bit_for_bit(tmp_path: Path, sh
     resumed = killed.attempt_once()
     assert not resumed.errors and "memory" in resumed.of_kind("restored")[-1].details["source"]
     assert same(killed.final_state(), straight.final_state())
-    for lives in (straight, killed):
-        lives.end()
 
 
 @pytest.mark.slow
 @pytest.mark.gate
 def test_residuals_are_cut_anew_for_another_mesh_and_their_sum_stays(tmp_path: Path) -> None:
-    job = document(dp_replicate=4, microbatches=2, train={**INT8, "steps": 2})
-    first = Life(tmp_path, job=job).lives
+    job = case("dp 4", **INT8, steps=2)
+    first = life(tmp_path, job=job)
     assert not first.attempt_once().errors
     before = first.final_state()
-    first.end()
     shapes = {
         "four": {"mesh": {"pp": 2, "dp_replicate": 2}, "pipeline": {**job["pipeline"], "microbatches": 4}},
         "sharded": {"mesh": {"dp_replicate": 2, "fsdp": 2}, "pipeline": {**job["pipeline"], "microbatches": 2}},
@@ -315,11 +292,6 @@ def test_residuals_are_cut_anew_for_another_mesh_and_their_sum_stays(tmp_path: P
 
 def loaded_residuals(rank: int, world: int, port: int, job: dict[str, Any]) -> dict[str, Any]:
     """Loads the newest checkpoint; returns this rank's residuals with their places."""
-    from raypp.checkpoint.load_checkpoint import load_checkpoint
-    from raypp.checkpoint.state import slice_of
-    from raypp.storage import open_store
-    from raypp.train.assemble import assemble
-
     parsed = parse_job(job)
     with assemble(parsed, seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
         store = open_store(parsed.checkpoint.url)
@@ -335,23 +307,20 @@ def loaded_residuals(rank: int, world: int, port: int, job: dict[str, Any]) -> d
 
 @pytest.mark.slow
 def test_exact_sums_drop_the_residuals_and_say_so(tmp_path: Path) -> None:
-    job = document(pp=2, dp_replicate=2, microbatches=4, train={**INT8, "steps": 2})
-    first = Life(tmp_path, job=job).lives
+    job = case("pp 2, dp 2", **INT8, steps=2)
+    first = life(tmp_path, job=job)
     assert not first.attempt_once().errors
-    first.end()
     job["train"] = {**job["train"], "sync": {"kind": "exact"}, "steps": 4}
-    second = Life(tmp_path, job=job).lives
+    second = life(tmp_path, job=job)
     second.attempt = 1
     told = second.attempt_once()
-    second.end()
     assert told.of_kind("resumed")[-1].step == 2 and told.steps[-1] == 4
     (said,) = told.of_kind("sync")
     assert "the residuals of 2 replicas" in said.message and "dropped" in said.message
     job["train"] = {**job["train"], **INT8, "steps": 6}
-    third = Life(tmp_path, job=job).lives
+    third = life(tmp_path, job=job)
     third.attempt = 2
     told = third.attempt_once()
-    third.end()
     assert "they begin at zero" in told.of_kind("sync")[-1].message
 
 
@@ -384,5 +353,5 @@ def skipped_step(rank: int, world: int, port: int, job: dict[str, Any]) -> list[
 
 
 def test_a_step_that_is_not_applied_leaves_the_residuals_as_they_were() -> None:
-    job = document(dp_replicate=2, microbatches=2, train=INT8)
+    job = document(dp_replicate=2, microbatches=4, train=INT8)
     assert run_ranks(2, skipped_step, job) == [[True, False, True]] * 2

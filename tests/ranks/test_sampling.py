@@ -10,20 +10,14 @@ from typing import Any
 import pytest
 import torch
 from harness import run_in_living, run_ranks
-from test_evaluation import VIRTUAL, Listener, aborted
-from test_mesh_does_not_change_numbers import document
-from training import seat_of, thinned
+from test_evaluation import VIRTUAL, aborted, lived
+from training import document, thinned
 
-from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.inference.source import find_source
-from raypp.models.stage import build_stage
 from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt
 from raypp.spec.load import parse_job
-from raypp.storage.directory import DirectoryStore
-from raypp.train.rank import run_rank
 
 pytestmark = pytest.mark.ranks
-STEPS = 3
 TEXT = str(Path(__file__).parents[2] / "jobs" / "data" / "kjv-new-testament.txt")
 SAMPLE = {"prompts": ["In the beginning", "God"], "every_steps": 2, "max_new_tokens": 12}
 MESHES: dict[str, dict[str, Any]] = {
@@ -32,37 +26,22 @@ MESHES: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": VIRTUAL},
     "V": {"pp": 2, "schedule": "zbv", "pipeline": VIRTUAL},
     "fsdp": {"fsdp": 2},
-    "fsdp, weights stay": {"fsdp": 2, "stay": True},
+    "fsdp, weights stay": {"fsdp": 2, "reshard_after_forward": False},
     "recomputed": {"pp": 2, "train": {"activation_checkpointing": "full"}},
 }
 
 
 def source_of(name: str, samples: bool) -> dict[str, Any]:
-    settings = {**MESHES[name]}
-    stay = settings.pop("stay", False)
-    train = {**settings.pop("train", {}), "steps": STEPS, **({"sample": SAMPLE} if samples else {})}
-    found = document(microbatches=4 // settings.get("fsdp", 1), train=train, **settings)
-    found["model"] |= {"num_layers": 4, "vocab_size": 257}
-    found["data"] = {"path": TEXT, "seq_len": 64}
-    found["mesh"] |= {"reshard_after_forward": False} if stay else {}
-    return found
+    train = {**MESHES[name].get("train", {}), **({"sample": SAMPLE} if samples else {})}
+    data = {"path": TEXT, "seq_len": 64}
+    return document(**{**MESHES[name], "train": train}, microbatches=4, model={"vocab_size": 257}, data=data)
 
 
 def live(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, Any]:
-    """Runs a complete training. Returns the reports and, on rank 0, the final weights."""
-    job, listener = parse_job(source), Listener()
-    run_rank(job, seat_of(rank, world, port, job), listener)
-    found: dict[str, Any] = {
-        "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len, r.extras) for r in listener.reports],
-        "samples": [(e.step, e.details["samples"]) for e in listener.events if e.kind == "sampled"],
-        "phases": listener.phases,
-    }
-    if rank == 0:
-        whole = build_stage(job.model, range(job.model.num_layers), first=True, last=True).to_empty(device="cpu")
-        load_checkpoint(DirectoryStore(Path(job.checkpoint.url)), job.name, None, [whole], None)
-        found["weights"] = {name: value.detach() for name, value in whole.named_parameters()}
-        found["again"] = continued(whole, job)
-    return found
+    """Runs a complete training. Returns the reports and, on rank 0, the final weights, and how they
+    continue the prompts."""
+    found, whole = lived(rank, world, port, source)
+    return found if whole is None else {**found, "again": continued(whole, parse_job(source))}
 
 
 def continued(whole: torch.nn.Module, job: Any) -> list[list[int]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_ranks
-from test_mesh_does_not_change_numbers import document
-from told import Asking
+from harness import run_in_turn, run_ranks
+from told import Told
+from training import document
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.ranged_reads import verify_checkpoint
@@ -22,11 +22,13 @@ pytestmark = pytest.mark.ranks
 STEPS = 8
 
 
-def life(rank: int, world: int, port: int, job: dict[str, Any], stop_at: int) -> tuple[int | None, list[Any]]:
-    reporter = Asking(lambda query: Requests(stop=query >= stop_at > 0))
-    parsed = parse_job(job)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
-    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in reporter.events]
+def life(
+    rank: int, world: int, port: int, job: dict[str, Any], stop_at: int = 99, save_at: int = 0
+) -> tuple[int | None, list[Any]]:
+    """Runs a rank that is asked for a stop from a query on, or for a save by one."""
+    told, parsed = Told(lambda asked: Requests(stop=asked >= stop_at, save=asked == save_at)), parse_job(job)
+    result = run_rank(parsed, local_seat(rank, world, port, parsed), told)
+    return result.checkpoint_step, [(event.kind, event.step, event.details) for event in told.events]
 
 
 def slow_saves(root: Path, if_busy: str, mbps: float = 10) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def steps_of(events: list[Any], kind: str) -> list[int]:
 
 
 def test_skipped_saves_are_skipped_by_all_ranks_alike_and_the_last_one_never(tmp_path: Path) -> None:
-    results = run_ranks(2, life, slow_saves(tmp_path, "skip"), 0)
+    results = run_ranks(2, life, slow_saves(tmp_path, "skip"))
     assert [committed for committed, _ in results] == [STEPS, STEPS]
     events = results[0][1]
     skipped, committed = steps_of(events, "save_skipped"), steps_of(events, "committed")
@@ -79,15 +81,8 @@ def test_the_save_before_a_stop_is_not_skipped(tmp_path: Path) -> None:
     assert steps_of(results[0][1], "committed") == [1, 3]
 
 
-def early(rank: int, world: int, port: int, job: dict[str, Any]) -> list[int]:
-    reporter, parsed = Asking(lambda query: Requests(save=query == 1)), parse_job(job)
-    run_rank(parsed, local_seat(rank, world, port, parsed), reporter)
-    return [event.step for event in reporter.events if event.kind == "committed" and event.step is not None]
-
-
 def test_a_save_that_is_asked_for_before_the_first_step_is_made_after_it(tmp_path: Path) -> None:
     job = document(pp=2, checkpoint={"url": str(tmp_path), "every_steps": 0, "memory_tier": False})
-    steps = job["train"]["steps"]
-    assert run_ranks(2, early, job)[0] == [1, steps]
-    job["train"]["steps"] = steps + 2
-    assert run_ranks(2, early, job)[0] == [steps + 1, steps + 2]
+    lives = [({**job, "train": {**job["train"], "steps": steps}}, 99, 1) for steps in (3, 5)]
+    found = [steps_of(first[1], "committed") for first, _ in run_in_turn(2, life, lives)]
+    assert found == [[1, 3], [4, 5]]

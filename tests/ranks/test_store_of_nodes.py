@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_in_turn
 
 from raypp.checkpoint.run_spec import write_spec
 from raypp.errors import JobError
@@ -32,12 +32,14 @@ def check(rank: int, world: int, port: int, folders: list[str]) -> str:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["shared", "own of each node", "without a job file"])
-def test_a_directory_that_nodes_do_not_share_is_refused_where_the_run_is_missing(tmp_path: Path, case: str) -> None:
-    folders = [str(tmp_path / str(0 if case == "shared" else rank)) for rank in range(2)]
-    if case != "without a job file":
-        document = job_document(parse_job({"name": "run", "checkpoint": {"url": folders[0]}}))
-        write_spec(open_store(folders[0]), "run", document)
-    told = run_ranks(2, check, folders)
-    assert told[0] == ""
-    assert ("node-1 does not hold the run 'run', which other nodes find" in told[1]) == (case == "own of each node")
+def test_a_directory_that_nodes_do_not_share_is_refused_where_the_run_is_missing(tmp_path: Path) -> None:
+    shared, own, bare = ([str(tmp_path / case / name) for name in names] for case, *names in (
+        ("shared", "0", "0"), ("own", "0", "1"), ("without a job file", "0", "1")
+    ))  # fmt: skip
+    for folder in (shared[0], own[0]):
+        document = job_document(parse_job({"name": "run", "checkpoint": {"url": folder}}))
+        write_spec(open_store(folder), "run", document)
+    for folders, found in zip((shared, own, bare), run_in_turn(2, check, [(shared,), (own,), (bare,)]), strict=True):
+        assert found[0] == ""
+        refused = "node-1 does not hold the run 'run', which other nodes find" in found[1]
+        assert refused == (folders is own)

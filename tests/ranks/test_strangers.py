@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from lives import Fate, Lives, _Speaker, same
 from strangers import Address, Siege
-from test_memory_tier import document, shared_memory  # noqa: F401 - a fixture
+from test_memory_tier import document, lose
 from training import thinned
 
 from raypp.memory import fetch, restore
@@ -123,7 +123,7 @@ def documented(*opened: str) -> dict[str, str]:
 @pytest.mark.gate
 def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
     tmp_path: Path,
-    shared_memory: Callable[[], Path],  # noqa: F811
+    shared_memory: Callable[[], Path],
 ) -> None:
     reference = Lives(job(memory_tier=False), tmp_path / "reference", [tmp_path] * 2, [0, 0])
     losses = reference.attempt_once().losses
@@ -191,19 +191,10 @@ LIES: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def lie(name: str) -> Callable[[int, int, int], None]:
-    return _Liar(name)
-
-
-class _Liar:
-    """Makes rank 0 a hostile partner. A class, because processes get it as a pickle."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, rank: int, _world: int, _port: int) -> None:
-        if rank == 0:
-            LIES[self._name][0]()
+def lie(name: str, rank: int, _world: int, _port: int) -> None:
+    """Makes rank 0 a hostile partner."""
+    if rank == 0:
+        LIES[name][0]()
 
 
 @pytest.fixture(scope="module")
@@ -216,15 +207,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, 
 def test_a_partner_that_lies_is_not_believed_and_the_store_is_used(
     name: str,
     tmp_path: Path,
-    shared_memory: Callable[[], Path],  # noqa: F811
+    shared_memory: Callable[[], Path],
     undisturbed: dict[int, float],
 ) -> None:
     here, there = shared_memory(), shared_memory()
     lives = Lives(document(every_steps=3), tmp_path, [here, there], [0, 1])
     lives.attempt_once(Fate((0, 1), after=5, copies=2, commit=3))
-    for path in there.iterdir():
-        path.unlink()
-    lives._prepare = lie(name)
+    lose(there)
+    lives._prepare = partial(lie, name)
     second = lives.attempt_once()
     assert second.restored().startswith("from the store: step 3; ") and LIES[name][1] in second.restored()
     assert "rank 1's snapshot of step " in second.restored()

@@ -53,18 +53,20 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 QUICK = ["bf16, offloaded"]
 GATE = ["wire", "ring", "held sums", "split"]
-Plant = Callable[[pytest.MonkeyPatch], None]
+Plant = tuple[Any, str, Callable[..., Any]]
+"""What is replaced: its owner, its name, and by what."""
 
 
 def accesses(
-    rank: int, world: int, port: int, job_document: dict[str, Any], of_rank: int, plant: Plant = lambda _: None
+    rank: int, world: int, port: int, job_document: dict[str, Any], of_rank: int, plant: Plant | None = None
 ) -> tuple[int, list[str]]:
     """Runs two steps of a rank, with a snapshot before the second; returns the number of streams,
     and the accesses that are not ordered."""
     job = parse_job(job_document).for_device("cpu")
     kernel = AttentionKernel("flash", _flash, FlashOfBlocks()) if job.mesh.cp_style == "ring" else None
     with ordered_streams() as order, pytest.MonkeyPatch.context() as patch:
-        plant(patch)
+        if plant is not None:
+            patch.setattr(*plant)
         generator = torch.Generator()
         patch.setattr(torch, "Generator", lambda device: generator)  # there is none for this device
 
@@ -136,62 +138,54 @@ def _adds_up_at_once(work: dist.Work, result: torch.Tensor, messages: list[torch
 PLANTS: dict[str, tuple[str, Plant, str]] = {
     "a copy is not awaited": (
         "bf16, offloaded",
-        lambda patch: patch.setattr(CopyStreams, "wait", lambda self, event: None),
+        (CopyStreams, "wait", lambda self, event: None),
         "reads what aten::copy_",
     ),
-    "a copy does not wait": (
-        "bf16, offloaded",
-        lambda patch: patch.setattr(CopyStreams, "_copy", _copies_at_once),
-        "aten::copy_ on stream",
-    ),
+    "a copy does not wait": ("bf16, offloaded", (CopyStreams, "_copy", _copies_at_once), "aten::copy_ on stream"),
     "memory is freed during its copy": (
         "bf16, offloaded",
-        lambda patch: patch.setattr(ActivationOffload, "_end_leaving", _leaves_at_once),
+        (ActivationOffload, "_end_leaving", _leaves_at_once),
         "may get memory that aten::copy_",
     ),
     "an update's block is freed during its copy": (
         "bf16, offloaded",
-        lambda patch: patch.setattr(OffloadedOptimizer, "_wait", lambda self, moving: None),
+        (OffloadedOptimizer, "_wait", lambda self, moving: None),
         "reads what aten::copy_",
     ),
     "a receive is not awaited": (
         "middle",
-        lambda patch: patch.setattr(ProgramRuntime, "_await", lambda self, message: self._receives.pop(message)),
+        (ProgramRuntime, "_await", lambda self, message: self._receives.pop(message)),
         "reads what c10d::recv_",
     ),
     "a received message is not recorded": (
         "middle",
-        lambda patch: patch.setattr(planned_stage, "computes_on", lambda buffer: buffer),
+        (planned_stage, "computes_on", lambda buffer: buffer),
         "may get memory that",
     ),
     "a receive gets memory of the compute": (
         "middle",
-        lambda patch: patch.setattr(PlannedStage, "receive", _received_elsewhere),
+        (PlannedStage, "receive", _received_elsewhere),
         "c10d::recv_ on stream",
     ),
     "sums are not awaited": (
         "one stage",
-        lambda patch: patch.setattr(ProgramRuntime, "_wait_for_sums", lambda self: None),
+        (ProgramRuntime, "_wait_for_sums", lambda self: None),
         "c10d::_reduce_scatter_base_",
     ),
     "int8 sums are not awaited": (
         "int8 sums",
-        lambda patch: patch.setattr(replica_sums, "_finish", _adds_up_at_once),
+        (replica_sums, "_finish", _adds_up_at_once),
         "reads what c10d::allgather_",
     ),
-    "a ring does not wait": (
-        "ring",
-        lambda patch: patch.setattr(ring, "_finish", lambda works: None),
-        "c10d::recv_",
-    ),
+    "a ring does not wait": ("ring", (ring, "_finish", lambda works: None), "c10d::recv_"),
     "the host does not wait for a copy": (
         "bf16, offloaded",
-        lambda patch: patch.setattr(replicas, "await_on_host", lambda parameters: None),
+        (replicas, "await_on_host", lambda parameters: None),
         "on the host uses what aten::copy_",
     ),
     "an update does not wait for a snapshot": (
         "one stage",
-        lambda patch: patch.setattr(SnapshotBuffer, "before_update", lambda self, *_: None),
+        (SnapshotBuffer, "before_update", lambda self, *_: None),
         "what aten::copy_",
     ),
 }

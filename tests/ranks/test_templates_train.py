@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from gallery import NAMES, small
-from training import Batch, thinned, train_steps
+from training import on_ranks, thinned, train_steps
 
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.job_commands import TEMPLATES
@@ -28,20 +28,15 @@ def train_twin(rank: int, world: int, port: int, *arguments: Any) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def twins() -> dict[str, Batch]:
+def twins() -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TEMPLATES))
-        jobs = {name: load_checked_job(TEMPLATES / f"{name}.yaml", small(name)).job for name in NAMES}
-    found: dict[str, Batch] = {}
-    for world in {job.mesh.world for job in jobs.values()}:
-        own = {name: job_document(job) for name, job in jobs.items() if job.mesh.world == world}
-        found |= dict.fromkeys(own, Batch(world, own, STEPS, train=train_twin))
-    return found
+        return {name: job_document(load_checked_job(TEMPLATES / f"{name}.yaml", small(name)).job) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, QUICK, GATE))
-def test_the_small_twin_of_a_job_trains(name: str, twins: dict[str, Batch]) -> None:
-    ranks = twins[name].ranks(name)
+def test_the_small_twin_of_a_job_trains(name: str, twins: dict[str, dict[str, Any]]) -> None:
+    ranks = on_ranks(twins[name], STEPS, train=train_twin)
     losses = ranks[0]["loss"]
     assert len(losses) == STEPS and all(map(math.isfinite, losses))
     assert all(other["loss"] == losses for other in ranks)

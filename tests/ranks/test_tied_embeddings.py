@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +9,19 @@ import pytest
 import torch
 from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
-from test_mesh_does_not_change_numbers import document
 from test_optimizers import train_on
-from training import InBothTypes, Numbers, merged, thinned, train_steps
+from training import STEPS, document, numbers, on_ranks, thinned, trained
 
 from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.ranged_reads import open_files
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.ranks
-STEPS = 3
 MATRIX = "model.embed_tokens.weight"
 
 
 def tied(**settings: Any) -> dict[str, Any]:
-    replicas = settings.get("fsdp", 1) * settings.get("dp_replicate", 1)
-    found = document(microbatches=4 // replicas, **settings)
-    found["model"] |= {"num_layers": 4, "tie_embeddings": True}
-    return found
-
-
-@cache
-def one_process(precision: str = "fp32") -> dict[str, Any]:
-    return merged(run_ranks(1, train_steps, tied(train={"precision": precision}), STEPS))
-
-
-def trained(world: int, **settings: Any) -> dict[str, Any]:
-    """Returns the merged result after checking both ends."""
-    results = run_ranks(world, train_steps, tied(**settings), STEPS)
-    assert_one_matrix(results)
-    return merged(results)
+    return document(microbatches=4, model={"tie_embeddings": True}, **settings)
 
 
 def assert_one_matrix(results: list[dict[str, Any]]) -> None:
@@ -53,27 +34,23 @@ def assert_one_matrix(results: list[dict[str, Any]]) -> None:
             assert torch.equal(ours[MATRIX], theirs[MATRIX])
 
 
-@cache
-def sums_of_one_process() -> Numbers:
-    return InBothTypes(1, {"": tied()}, STEPS).numbers("")
-
-
-CUTS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"pp": 2}),
-    (3, {"pp": 3, "schedule": "gpipe"}),
-    (2, {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": {"stages_per_rank": 2}}),
-    (2, {"pp": 2, "schedule": "zbv", "pipeline": {"stages_per_rank": 2}}),
-    (1, {"pp": 1, "schedule": "gpipe", "pipeline": {"stages_per_rank": 1}}),
+CUTS: list[dict[str, Any]] = [
+    {"pp": 2},
+    {"pp": 3, "schedule": "gpipe"},
+    {"pp": 2, "schedule": "interleaved_1f1b", "pipeline": {"stages_per_rank": 2}},
+    {"pp": 2, "schedule": "zbv", "pipeline": {"stages_per_rank": 2}},
+    {"pp": 1, "schedule": "gpipe", "pipeline": {"stages_per_rank": 1}},
 ]
 
 
 @pytest.mark.parametrize(
-    ("world", "settings"),
+    "settings",
     thinned(CUTS, CUTS[1:2], CUTS[3:4]),
     ids=["two ranks", "three ranks", "virtual stages", "both ends on one rank", "one stage"],
 )
-def test_both_ends_have_the_bits_of_one_process(world: int, settings: dict[str, Any]) -> None:
-    assert_identical(trained(world, **settings), one_process())
+def test_both_ends_have_the_bits_of_one_process(settings: dict[str, Any]) -> None:
+    assert_one_matrix(on_ranks(tied(**settings)))
+    assert_identical(trained(tied(**settings)), trained(tied()))
 
 
 MESHES = [{"fsdp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp_replicate": 2}]
@@ -81,16 +58,18 @@ MESHES = [{"fsdp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "dp_replicate": 2}]
 
 @pytest.mark.parametrize("mesh", thinned(MESHES, MESHES[:1], MESHES[1:2]), ids=str)
 def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None:
-    found = InBothTypes(prod(mesh.values()), {"": tied(**mesh)}, STEPS)
-    for dtype in (torch.float32, torch.float64):
-        assert_one_matrix(found.ranks(("", dtype)))
-    assert_same_sums(found.numbers(""), sums_of_one_process())
+    job = tied(**mesh)
+    for steps, dtype in ((1, torch.float32), (STEPS, torch.float64)):
+        assert_one_matrix(on_ranks(job, steps, dtype=dtype))
+    assert_same_sums(numbers(job), numbers(tied()))
 
 
 @pytest.mark.slow
 @pytest.mark.gate
 def test_in_bf16_too_the_ends_of_a_pipeline_have_the_bits_of_one_process() -> None:
-    assert_identical(trained(2, pp=2, train={"precision": "bf16"}), one_process("bf16"))
+    bf16 = {"precision": "bf16"}
+    assert_one_matrix(on_ranks(tied(pp=2, train=bf16)))
+    assert_identical(trained(tied(pp=2, train=bf16)), trained(tied(train=bf16)))
 
 
 def test_a_checkpoint_has_one_entry_and_fills_both_ends(tmp_path: Path) -> None:
@@ -102,4 +81,4 @@ def test_a_checkpoint_has_one_entry_and_fills_both_ends(tmp_path: Path) -> None:
     assert entries.count(f"optim/{MATRIX}/exp_avg") == 1
     results = run_ranks(2, train_on, tied(pp=2, schedule="gpipe"), str(tmp_path), 1)
     for result in results:
-        assert torch.equal(result["weights"][MATRIX], one_process()["weights"][MATRIX])
+        assert torch.equal(result["weights"][MATRIX], trained(tied())["weights"][MATRIX])

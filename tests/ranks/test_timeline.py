@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_ranks
-from test_mesh_does_not_change_numbers import document
-from told import Asking
+from harness import run_in_turn, run_ranks
+from told import Told
 from traces import chrome_faults
+from training import document
 
 from raypp.cli.main import run
 from raypp.observe.chrome_trace import chrome_trace
@@ -34,17 +34,19 @@ def live(rank: int, world: int, port: int, job: dict[str, Any], trace: int, node
     """Runs a rank on the node that its seat names: clocks of nodes are compared by messages."""
     parsed = parse_job(job)
     seat = replace(local_seat(rank, world, port, parsed), node_rank=nodes[rank])
-    told = Asking(lambda query: Requests(trace=trace if rank == 0 and query == FIRST else 0))
+    told = Told(lambda asked: Requests(trace=trace if rank == 0 and asked == FIRST else 0))
     run_rank(parsed, seat, told)
     parts = [report.parts_s for report in told.reports]
     return {"losses": [report.loss for report in told.reports], "parts": parts, "kinds": told.kinds()}
 
 
 def job_in(folder: Path, **mesh: int) -> dict[str, Any]:
-    made = document(pp=2, mesh={"pp": 2, **mesh}, checkpoint={"url": str(folder), "every_steps": FIRST})
-    made["train"]["steps"] = STEPS
-    made["pipeline"]["microbatches"] = MICROBATCHES
-    return made
+    return document(
+        **{"pp": 2, **mesh},
+        pipeline={"microbatches": MICROBATCHES},
+        train={"steps": STEPS},
+        checkpoint={"url": str(folder), "every_steps": FIRST},
+    )
 
 
 def trace_of(folder: Path, first: int, world: int) -> list[RankTrace]:
@@ -76,8 +78,8 @@ def check(trace: list[RankTrace], first: int, steps: int) -> None:
 
 
 def test_a_trace_of_two_pipeline_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    traced = run_ranks(2, live, job_in(tmp_path / "on"), TRACED, [0, 1])
-    plain = run_ranks(2, live, job_in(tmp_path / "off"), 0, [0, 1])
+    cases = [(job_in(tmp_path / name), steps, [0, 1]) for name, steps in (("on", TRACED), ("off", 0))]
+    traced, plain = run_in_turn(2, live, cases)
     assert traced[0]["losses"] == plain[0]["losses"] and len(plain[0]["losses"]) == STEPS
     assert "traced" in traced[0]["kinds"] and "traced" not in plain[0]["kinds"]
     assert not (tmp_path / "off/numbers/traces").exists()

@@ -6,22 +6,24 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch_surface
 from comparison import WIDE, assert_close, assert_identical, assert_tensors_close
 from harness import run_in_turn
 from other_torch import needs_other_torch, run_in_turn_with_other_torch
 from test_checkpoint_recut import merged as merged_state
 from test_checkpoint_recut import rank_life, world_of
 from test_experts import document as experts
-from test_mesh_does_not_change_numbers import document
 from test_recut_of_runs import live
-from training import merged, train_steps
+from training import document, merged, train_steps
 
 from raypp.schedules.catalogue import SCHEDULES
 
@@ -35,23 +37,13 @@ Run = Callable[..., list[list[Any]]]
 BOTH: dict[str, Run] = {"this": run_in_turn, "other": run_in_turn_with_other_torch}
 
 
-def job(*, pp: int = 1, fsdp: int = 1, mesh: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    found = document(pp=pp, fsdp=fsdp, microbatches=4 // fsdp, **settings)
-    found["mesh"] |= mesh or {}
-    found["model"]["num_layers"] = 4
-    return found
-
-
-def tied() -> dict[str, Any]:
-    found = job(pp=2)
-    found["model"]["tie_embeddings"] = True
-    return found
+def job(**settings: Any) -> dict[str, Any]:
+    return document(microbatches=4, **settings)
 
 
 def adapters(base: str, dropout: float) -> dict[str, Any]:
-    found = job(pp=2)
-    found["model"] |= {"hidden_size": 64, "ffn_size": 128, "lora": {"rank": 4, "base": base, "dropout": dropout}}
-    return found
+    lora = {"rank": 4, "base": base, "dropout": dropout}
+    return job(pp=2, model={"hidden_size": 64, "ffn_size": 128, "lora": lora})
 
 
 KERNELS = {"one process": job(), "one process, experts": experts()}
@@ -62,11 +54,11 @@ MESHES = {
         for kind in SCHEDULES
     },
     "fsdp 2": job(fsdp=2),
-    "dp_replicate 2": job(mesh={"dp_replicate": 2}),
-    "cp 2, ring": job(mesh={"cp": 2, "cp_style": "ring"}),
-    "cp 2, ulysses": job(mesh={"cp": 2, "cp_style": "ulysses"}),
+    "dp_replicate 2": job(dp_replicate=2),
+    "cp 2, ring": job(cp=2, cp_style="ring"),
+    "cp 2, ulysses": job(cp=2, cp_style="ulysses"),
     "ep 2": experts(mesh={"fsdp": 2, "ep": 2}),
-    "pp 2, tied": tied(),
+    "pp 2, tied": job(pp=2, model={"tie_embeddings": True}),
     "pp 2, adapters with dropout": adapters("fp32", 0.2),
     "pp 2, adapters on nf4": adapters("nf4", 0.0),
     "pp 2, selective recomputation": job(pp=2, train={"activation_checkpointing": "selective"}),
@@ -155,11 +147,59 @@ def test_a_run_resumes_with_the_other_torch(first: str, second: str, tmp_path: P
 # Names.
 
 
+MODULES = [
+    "torch", "torch.accelerator", "torch.autograd", "torch.autograd.graph", "torch.compiler", "torch.cuda",
+    "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor", "torch.library", "torch.nn.attention", "torch.nn.attention.flex_attention",
+    "torch.nn.attention.varlen", "torch.nn.functional", "torch.nn.utils", "torch.optim", "torch.profiler",
+    "torch.utils.checkpoint",
+]  # fmt: skip
+
+
+def surface(rank: int, world: int, port: int) -> tuple[str, dict[str, set[str]]]:
+    """Returns what this process's torch has. Takes a rank's arguments, for `run_in_turn`.
+
+    Returns:
+        torch's version; and by dotted name of a function, class or value: `(p)` for each parameter
+        `p`, `.m` for each member `m` of a class.
+    """
+    with warnings.catch_warnings(action="ignore"):  # deprecated names warn when they are looked at
+        return torch.__version__, {name: set(_parts(value)) for module in MODULES for name, value in _public(module)}
+
+
+def added(old: dict[str, set[str]], new: dict[str, set[str]]) -> list[str]:
+    """Returns what only the new release has, sorted: `torch.f`, `torch.f(p)` for a parameter of
+    what both have, and `.m_n` for a member that no class of the old one has.
+
+    Members of one word (`.out`) are left out: a source does not tell whose they are.
+    """
+    members = set().union(*old.values())
+    parts = {(name, part) for name in new.keys() & old.keys() for part in new[name] - old[name]}
+    parameters = {name + part for name, part in parts if part.startswith("(")}
+    telling = {part for _, part in parts if part.startswith(".") and "_" in part} - members
+    return sorted({*(new.keys() - old.keys()), *parameters, *telling})
+
+
+def _public(module: str) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(importlib.import_module(module)).items():
+        is_torchs = str(getattr(value, "__module__", module)).startswith("torch")
+        # NCCL's names are those of a CUDA build.
+        if is_torchs and not name.startswith("_") and "NCCL" not in name and not inspect.ismodule(value):
+            yield f"{module}.{name}", value
+
+
+def _parts(value: Any) -> Iterator[str]:
+    with contextlib.suppress(TypeError, ValueError):  # no function, or one in C++
+        yield from (f"({name})" for name in inspect.signature(value).parameters)
+    if inspect.isclass(value):
+        yield from (f".{name}" for name in dir(value) if not name.startswith("_"))
+
+
 def test_the_list_of_names_that_the_older_one_lacks_is_complete() -> None:
     """`tests/lint/test_oldest_torch.py` uses the list."""
     found = {}
     for run in BOTH.values():
-        (((version, names),),) = run(1, torch_surface.surface, [()])
+        (((version, names),),) = run(1, surface, [()])
         found[version] = names
     old, new = sorted(found, key=lambda version: [int(part) for part in version.split(".")[:2]])
-    assert LIST.read_text().split() == torch_surface.added(found[old], found[new])
+    assert LIST.read_text().split() == added(found[old], found[new])

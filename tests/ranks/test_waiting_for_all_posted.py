@@ -1,4 +1,5 @@
-"""No run hangs if its ranks wait, after everything that they post, until it is done.
+"""What a run on GPUs does otherwise changes no bit: a warm-up before the first step, and receives
+posted in one order. And no run hangs if its ranks wait, after all that they post, until it is done.
 
 That is the worst case on NCCL (rule `nccl` of `tests/unit/schedules/deadlock.py`): a rank may at
 any time have to wait for the whole device. `tests/unit/schedules` proves it for programs on paper.
@@ -18,15 +19,21 @@ from typing import Any
 import pytest
 import test_experts
 import test_sampling
+import torch
 import torch.distributed as dist
 from comparison import assert_identical
 from harness import run_in_turn
-from test_mesh_does_not_change_numbers import document
-from training import merged, thinned, train_steps
+from torch import Tensor
+from training import document, merged, seat_of, thinned, train_steps
 
 import raypp.pipeline.runtime
+from raypp.parallel.shard import local_part
+from raypp.records import Requests
 from raypp.schedules.catalogue import SCHEDULES
-from raypp.train.step import StepRunner
+from raypp.spec.load import parse_job
+from raypp.train.assemble import assemble
+from raypp.train.step import StepRunner, Stopwatch
+from raypp.train.warm_up import warm_up
 
 pytestmark = pytest.mark.ranks
 
@@ -53,8 +60,23 @@ class Over(dist.Work):
 
 
 @contextmanager
+def as_on_gpus() -> Iterator[pytest.MonkeyPatch]:
+    """Posts receives as on NCCL, and makes a run begin with a warm-up."""
+    new = StepRunner.__init__
+
+    def cold(runner: StepRunner, *arguments: Any, **settings: Any) -> None:
+        new(runner, *arguments, **settings)
+        runner.warm = False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(raypp.pipeline.runtime, "posting_on", lambda device_type: "one_order")
+        patch.setattr(StepRunner, "__init__", cold)
+        yield patch
+
+
+@contextmanager
 def waiting_for_all_posted() -> Iterator[Counter[str]]:
-    """Posts receives as on NCCL, and makes every message and collective wait until it is done.
+    """As on GPUs, and makes every message and collective wait until it is done.
 
     Yields how often each of them waited.
     """
@@ -73,30 +95,23 @@ def waiting_for_all_posted() -> Iterator[Counter[str]]:
 
         return posted
 
-    new = StepRunner.__init__
-
-    def cold(runner: StepRunner, *arguments: Any, **settings: Any) -> None:
-        new(runner, *arguments, **settings)
-        runner.warm = False
-
-    with pytest.MonkeyPatch.context() as patch:
+    with as_on_gpus() as patch:
         for name in (*MESSAGES, *COLLECTIVES):
             patch.setattr(dist, name, waiting(name, getattr(dist, name)))
-        patch.setattr(raypp.pipeline.runtime, "posting_on", lambda device_type: "one_order")
-        patch.setattr(StepRunner, "__init__", cold)
         yield waits
 
 
-def trained(rank: int, world: int, port: int, job: dict[str, Any], steps: int, waiting: bool) -> dict[str, Any]:
-    with waiting_for_all_posted() if waiting else nullcontext(Counter[str]()) as waits:
+WAYS: dict[str, Callable[[], Any]] = {
+    "plain": nullcontext, "as on GPUs": as_on_gpus, "waiting": waiting_for_all_posted
+}  # fmt: skip
+
+
+def trained(rank: int, world: int, port: int, job: dict[str, Any], steps: int, way: str) -> dict[str, Any]:
+    with WAYS[way]() as waits:
         found = train_steps(rank, world, port, job, steps)
-    assert bool(waits["isend"] and waits["irecv"]) is waiting
-    return found
-
-
-def tied() -> dict[str, Any]:
-    found = document(pp=2, microbatches=4)
-    found["model"] |= {"num_layers": 4, "tie_embeddings": True}
+    if way == "waiting":
+        assert bool(waits["isend"] and waits["irecv"]) is (job["mesh"].get("pp", 1) > 1 or "cp" in job["mesh"])
+    assert ["warm_up" in parts for parts in found["parts"]] == [way != "plain"] + [False] * (steps - 1)
     return found
 
 
@@ -104,10 +119,11 @@ def experts(mesh: dict[str, Any], **sections: Any) -> dict[str, Any]:
     return test_experts.document(mesh=mesh, pipeline={"microbatches": 4}, **sections)
 
 
-CASES: dict[str, tuple[int, dict[str, Any], int]] = {
+PAIRED = {"stages_per_rank": 2}
+TIED = {"model": {"tie_embeddings": True}, "microbatches": 4}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
     **{
         kind.name: (
-            3,
             document(
                 pp=3,
                 layers=6,
@@ -119,29 +135,38 @@ CASES: dict[str, tuple[int, dict[str, Any], int]] = {
         )
         for kind in SCHEDULES
     },
-    "the links are timed": (2, document(pp=2, microbatches=4, pipeline={"lookahead": "auto"}), 5),
-    "tied": (2, tied(), 1),
-    "sharded": (4, document(pp=2, fsdp=2, microbatches=4, schedule="zbv", pipeline={"stages_per_rank": 2}), 1),
-    "replicated": (4, document(pp=2, dp_replicate=2, microbatches=4, train={"precision": "bf16"}), 1),
-    "ring": (4, experts({"pp": 2, "cp": 2, "ep": 2}), 1),
-    "ring of four": (4, experts({"cp": 4, "ep": 2}), 1),
-    "ulysses": (4, experts({"pp": 2, "cp": 2, "cp_style": "ulysses", "ep": 2}), 1),
-    "recomputed experts": (4, experts({"pp": 2, "fsdp": 2, "ep": 2}, train={"activation_checkpointing": "full"}), 1),
+    "the links are timed": (document(pp=2, microbatches=4, pipeline={"lookahead": "auto"}), 5),
+    "lookahead, int8": (document(pp=2, pipeline={"lookahead": 2, "wire": {"compression": "int8"}}), 2),
+    "tied": (document(pp=2, **TIED), 2),
+    "tied, one stage": (document(**TIED), 2),
+    "bf16, recomputed": (document(fsdp=2, train={"precision": "bf16", "activation_checkpointing": "full"}), 2),
+    "bf16 weights": (document(pp=2, schedule="zbv", pipeline=PAIRED, train={"precision": "bf16_pure"}), 2),
+    "sharded": (document(pp=2, fsdp=2, schedule="zbv", pipeline=PAIRED), 2),
+    "sharded, interleaved": (document(pp=2, fsdp=2, schedule="interleaved_1f1b", pipeline=PAIRED), 2),
+    "replicated": (document(pp=2, dp_replicate=2, train={"precision": "bf16"}), 2),
+    "replicated, split": (document(pp=2, dp_replicate=2, schedule="zbv", pipeline=PAIRED), 2),
+    "ring": (experts({"pp": 2, "cp": 2, "ep": 2}), 2),
+    "ring of four": (experts({"cp": 4, "ep": 2}), 1),
+    "ulysses": (experts({"pp": 2, "cp": 2, "cp_style": "ulysses", "ep": 2}), 2),
+    "recomputed experts": (experts({"pp": 2, "fsdp": 2, "ep": 2}, train={"activation_checkpointing": "full"}), 1),
 }
-QUICK, GATE = ("1f1b", "zbv", "tied"), ("sharded", "ring")
+QUICK = ("1f1b", "zbv", "tied", "lookahead, int8")
+GATE = ("sharded", "ring", "bf16, recomputed")
 
 
 @pytest.mark.parametrize("name", thinned(CASES, QUICK, GATE))
 def test_a_run_does_not_hang_and_has_the_same_bits(name: str) -> None:
-    world, job, steps = CASES[name]
-    plain, other = run_in_turn(world, trained, [(job, steps, False), (job, steps, True)])
-    assert_identical(merged(other), merged(plain))
+    job, steps = CASES[name]
+    world = parse_job(job).mesh.world
+    plain, *others = map(merged, run_in_turn(world, trained, [(job, steps, way) for way in WAYS]))
+    for other in others:
+        assert_identical(other, plain)
 
 
-def lived(rank: int, world: int, port: int, source: dict[str, Any], waiting: bool) -> dict[str, Any]:
-    with waiting_for_all_posted() if waiting else nullcontext(Counter[str]()) as waits:
+def lived(rank: int, world: int, port: int, source: dict[str, Any], way: str) -> dict[str, Any]:
+    with WAYS[way]() as waits:
         found = test_sampling.live(rank, world, port, source)
-    assert bool(waits["isend"] and waits["irecv"]) is waiting
+    assert way == "plain" or (waits["isend"] and waits["irecv"])
     return found
 
 
@@ -149,12 +174,52 @@ def lived(rank: int, world: int, port: int, source: dict[str, Any], waiting: boo
 @pytest.mark.parametrize("name", ["pp", "V"])
 def test_a_whole_run_that_evaluates_and_decodes_does_not_hang(name: str, tmp_path: Path) -> None:
     cases = []
-    for waiting in (False, True):
+    for way in ("plain", "waiting"):
         source = test_sampling.source_of(name, True)
-        source["checkpoint"] = {"url": str(tmp_path / str(waiting)), "every_steps": 2, "memory_tier": True}
+        source["checkpoint"] = {"url": str(tmp_path / way), "every_steps": 2, "memory_tier": True}
         source["train"]["eval_every_steps"] = 2
         source["data"]["eval"] = {"fraction": 0.05}
-        cases.append((source, waiting))
+        cases.append((source, way))
     (plain, *_), (found, *_) = run_in_turn(2, lived, cases)
     assert (found["numbers"], found["samples"]) == (plain["numbers"], plain["samples"])
     assert {"evaluate", "sample", "save"} <= found["phases"]
+
+
+def left_behind(rank: int, world: int, port: int, job: dict[str, Any]) -> list[str]:
+    """Returns what a warm-up between two steps has changed."""
+    parsed = parse_job(job)
+    with assemble(parsed, seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
+        runner = StepRunner(made)
+        for step in (1, 2):
+            if step == 2:
+                before = state_of(runner)
+                read = runner.read(Requests(), Stopwatch())
+                warm_up(
+                    runner.built, runner.pipeline.program, runner.batches(read)[0], runner.share, runner.router_losses
+                )
+                after = state_of(runner)
+            else:
+                runner.run(step, runner.read(Requests(), Stopwatch()), Stopwatch())
+    assert before.keys() == after.keys()
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def state_of(runner: StepRunner) -> dict[str, Tensor]:
+    """Returns copies of weights, gradients, optimizer state, router sums and random state."""
+    found = {"random": torch.get_rng_state(), "router": runner.router_losses.take()}
+    for module in runner.built.modules:
+        for name, parameter in module.named_parameters():
+            found[name] = local_part(parameter).detach().clone()
+            if parameter.grad is not None:
+                found[f"{name}.grad"] = local_part(parameter.grad).clone()
+            for key, value in runner.optimizer.state[parameter].items():
+                found[f"{name}.{key}"] = local_part(torch.as_tensor(value)).clone()
+        for name, buffer in module.named_buffers():
+            found[f"buffer {name}"] = buffer.clone()
+    return found
+
+
+def test_a_warm_up_changes_no_state() -> None:
+    job = experts({"pp": 2, "fsdp": 2, "ep": 2}, model={"tie_embeddings": True})
+    (found,) = run_in_turn(4, left_behind, [(job,)])
+    assert found == [[]] * 4

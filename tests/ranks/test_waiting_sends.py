@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness import run_in_turn
-from test_mesh_does_not_change_numbers import document
+from training import document
 
 from raypp.measure.parity import train_some_steps
 from raypp.planning.resolve import resolve_pipeline
@@ -21,19 +21,13 @@ UPPER = {"rank": 2, "base": "fp32", "targets": ["layers.6.self_attn.q_proj", "la
 """Adapters of the two uppermost layers: the stages below have no backward."""
 
 
-def frozen_below() -> dict[str, Any]:
-    found = document(pp=2, layers=8)
-    found["model"]["lora"] = UPPER
-    return found
-
-
 JOBS = {
     "1f1b": document(pp=3),
     "lookahead": document(pp=3, pipeline={"lookahead": 2}),
     "int8": document(pp=3, pipeline={"wire": {"compression": "int8"}}),
     "interleaved": document(pp=2, schedule="interleaved_1f1b", pipeline={"stages_per_rank": 2}),
     "zbv": document(pp=2, schedule="zbv", pipeline={"stages_per_rank": 2}),
-    "frozen below": frozen_below(),
+    "frozen below": document(pp=2, layers=8, model={"lora": UPPER}),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,31 +18,60 @@ from raypp.measure.parity import train_some_steps, whole
 from raypp.spec.load import parse_job
 from raypp.train.own_seat import local_seat as seat_of
 
-__all__ = ["Batch", "InBothTypes", "Numbers", "merged", "seat_of", "thinned", "train_steps", "whole"]
+__all__ = ["Changed", "Numbers", "document", "merged", "numbers", "on_ranks", "seat_of", "thinned", "train_steps",
+           "trained", "whole", "without_labels"]  # fmt: skip
+STEPS = 3
+MESH = ("pp", "fsdp", "dp_replicate", "cp", "cp_style", "ep", "reshard_after_forward")
 
 
-class Unlabelled:
-    """A loader that removes all labels from some microbatches of every step.
+def document(*, layers: int = 4, microbatches: int = 8, schedule: str = "1f1b", **sections: Any) -> dict[str, Any]:
+    """Returns a small job whose gradients are clipped.
 
     Args:
-        loader: The replica's loader.
-        blank: Those microbatches, counted through all replicas.
-        first: Number of the replica's first microbatch.
+        layers: Number of layers.
+        microbatches: Microbatches of a step, of all replicas together.
+        schedule: The pipeline's schedule.
+        sections: Keys of `mesh`, and sections: `model`, `pipeline` and `train` are laid over those
+            of the job.
     """
+    mesh = {key: sections.pop(key) for key in MESH if key in sections}
+    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    return {
+        "name": "numbers",
+        "model": {
+            "kind": "llama", "num_layers": layers, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48,
+            "vocab_size": 96, **sections.pop("model", {}),
+        },
+        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 50], "seq_len": 64},
+        "mesh": mesh,
+        "pipeline": {
+            "schedule": schedule, "microbatches": microbatches // replicas, "pad_to_multiple_of": 8,
+            **sections.pop("pipeline", {}),
+        },
+        "train": {
+            "steps": STEPS, "micro_batch_size": 2, "seed": 3, "clip_norm": 0.05,
+            "optimizer": {"kind": "adamw", "lr": 3e-3}, "lr_schedule": {"kind": "cosine", "warmup_steps": 1},
+            **sections.pop("train", {}),
+        },
+        **sections,
+    }  # fmt: skip
 
-    def __init__(self, loader: Loader, blank: tuple[int, ...], first: int) -> None:
-        self.loader, self.blank, self.first = loader, blank, first
+
+class Changed:
+    """A loader whose steps a function changes."""
+
+    def __init__(self, loader: Loader, change: Callable[[list[Microbatch]], list[Microbatch]]) -> None:
+        self.loader, self.change = loader, change
 
     def next_step(self) -> list[Microbatch]:
-        step = self.loader.next_step()
-        for index in range(len(step)):
-            if self.first + index in self.blank:
-                rows = (replace(row, labels=np.full_like(row.labels, -100)) for row in step[index].rows)
-                step[index] = Microbatch(tuple(rows))
-        return step
+        return self.change(self.loader.next_step())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+def without_labels(microbatch: Microbatch) -> Microbatch:
+    return Microbatch(tuple(replace(row, labels=np.full_like(row.labels, -100)) for row in microbatch.rows))
 
 
 def train_steps(
@@ -54,6 +83,7 @@ def train_steps(
     device_type: str = "cpu",
     blank: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
+    **watch: Any,
 ) -> dict[str, Any]:
     """Trains and returns losses, norms, the scaled gradients of every step and the final weights,
     by global name.
@@ -67,6 +97,7 @@ def train_steps(
         device_type: Device of the computation.
         blank: Microbatches, counted through all replicas, that have no label.
         dtype: Type of the computation where the job says fp32.
+        watch: `before` and `tell` of `train_some_steps`.
     """
     # Comparisons with the CPU need products in fp32.
     job = parse_job({**document, "train": {"tf32": False, **document.get("train", {})}})
@@ -74,16 +105,21 @@ def train_steps(
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def wrapped(loader: Loader, replica: int) -> Any:
-        return Unlabelled(loader, blank, replica * job.pipeline.microbatches) if blank else loader
+        first = replica * job.pipeline.microbatches
+        return Changed(
+            loader, lambda step: [without_labels(m) if at in blank else m for at, m in enumerate(step, first)]
+        )
 
     with default_dtype(dtype):
-        reports = train_some_steps(job, seat, steps, kept.__setitem__, wrap=wrapped)
+        reports = train_some_steps(job, seat, steps, kept.__setitem__, wrap=wrapped, **watch)
     weights = kept.pop("weights")
     return {
         "loss": [r.loss for r in reports],
         "grad_norm": [r.grad_norm for r in reports],
         "tokens": [r.tokens for r in reports],
         "extras": [r.extras for r in reports],
+        "wire_bytes": [r.wire_bytes for r in reports],
+        "parts": [set(r.parts_s) for r in reports],
         "gradients": list(kept.values()),
         "weights": weights,
     }
@@ -137,50 +173,38 @@ _found: dict[str, list[dict[str, Any]]] = {}
 """What each rank found, by the job and everything else that decides it: files share references."""
 
 
-class Batch:
-    """Jobs that are trained when their result is first requested.
+def on_ranks(
+    job: dict[str, Any],
+    steps: int = STEPS,
+    *,
+    blank: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    train: Callable[..., dict[str, Any]] = train_steps,
+) -> list[dict[str, Any]]:
+    """Trains a job when its result is first requested; returns what each rank found.
 
     Jobs of one mesh run in the same processes, one after another. Other meshes have separate ones:
     for the life of a process, torch's DTensor remembers the names of the groups through which it
     moved a tensor's shards, and a mesh of another shape has other names.
 
     Args:
-        world: Ranks of every job.
-        jobs: Jobs by name.
-        steps: Steps of every job.
-        device_type: Device of the computation.
+        job: The job.
+        steps: Number of steps.
         blank: As for `train_steps`.
+        dtype: Likewise.
         train: Takes the arguments of `train_steps` and returns what it returns.
     """
+    case = job, steps, "cpu", blank, dtype
+    key = json.dumps([train.__module__, train.__qualname__, case], default=str)
+    if key not in _found:
+        world = parse_job(job).mesh.world
+        _found[key] = run_in_living(world, (train, json.dumps(job.get("mesh"))), train, *case)
+    return _found[key]
 
-    def __init__(
-        self,
-        world: int,
-        jobs: Mapping[Any, dict[str, Any]],
-        steps: int,
-        device_type: str = "cpu",
-        blank: tuple[int, ...] = (),
-        train: Callable[..., dict[str, Any]] = train_steps,
-    ) -> None:
-        self.jobs = jobs
-        self._world, self._steps, self._device_type, self._blank, self._train = world, steps, device_type, blank, train
 
-    def _case(self, name: Any) -> tuple[Any, ...]:
-        """Returns the arguments of `train_steps`."""
-        return self.jobs[name], self._steps, self._device_type, self._blank
-
-    def ranks(self, name: Any) -> list[dict[str, Any]]:
-        """Returns what each rank found."""
-        case = self._case(name)
-        alike = self._train, json.dumps(case[0]["mesh"])
-        key = json.dumps([self._train.__module__, self._train.__qualname__, self._world, case], default=str)
-        if key not in _found:
-            _found[key] = run_in_living(self._world, alike, self._train, *case)
-        return _found[key]
-
-    def __getitem__(self, name: Any) -> dict[str, Any]:
-        """Returns the merged result of a job."""
-        return merged(self.ranks(name))
+def trained(job: dict[str, Any], steps: int = STEPS, **how: Any) -> dict[str, Any]:
+    """Like `on_ranks`; returns the merged result."""
+    return merged(on_ranks(job, steps, **how))
 
 
 class Numbers(NamedTuple):
@@ -190,13 +214,6 @@ class Numbers(NamedTuple):
     first: dict[str, Any]
 
 
-class InBothTypes(Batch):
-    """Jobs that are trained in fp64 and, for one step, in fp32. `ranks` takes `(name, dtype)`."""
-
-    def _case(self, name: Any) -> tuple[Any, ...]:
-        job, dtype = name
-        steps = {torch.float64: self._steps, torch.float32: 1}[dtype]
-        return self.jobs[job], steps, self._device_type, self._blank, dtype
-
-    def numbers(self, name: Any) -> Numbers:
-        return Numbers(self[name, torch.float64], self[name, torch.float32])
+def numbers(job: dict[str, Any], steps: int = STEPS, **how: Any) -> Numbers:
+    """Like `trained`, in fp64 and, for one step, in fp32."""
+    return Numbers(trained(job, steps, dtype=torch.float64, **how), trained(job, 1, **how))

@@ -1,4 +1,4 @@
-"""Reporters for tests: they keep all reports."""
+"""A reporter for tests: it keeps all reports, and makes the requests that it is told to make."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from raypp.records import Event, Requests, StepReport
 
 
 class Told:
-    """Makes no requests."""
+    """Keeps what a rank reports.
 
-    def __init__(self) -> None:
+    Args:
+        asks: Returns the requests of the n-th query, n from 1.
+    """
+
+    def __init__(self, asks: Callable[[int], Requests] = lambda asked: Requests()) -> None:
         self.events: list[Event] = []
         self.reports: list[StepReport] = []
+        self.phases: set[str] = set()
+        self.asked, self._asks = 0, asks
 
     def phase(self, name: str, detail: str = "", reached: object = None) -> None:
-        pass
+        self.phases.add(name)
 
     def step(self, report: StepReport) -> None:
         self.reports.append(report)
@@ -24,19 +30,8 @@ class Told:
         self.events.append(event)
 
     def requests(self) -> Requests:
-        return Requests()
+        self.asked += 1
+        return self._asks(self.asked)
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.events]
-
-
-class Asking(Told):
-    """Makes the requests that a function of the query's number, from 1, returns."""
-
-    def __init__(self, wanted: Callable[[int], Requests]) -> None:
-        super().__init__()
-        self._wanted, self._queries = wanted, 0
-
-    def requests(self) -> Requests:
-        self._queries += 1
-        return self._wanted(self._queries)

@@ -21,21 +21,22 @@ def test_ports_are_free_all_different_and_none_that_the_kernel_deals_out() -> No
         server.bind(("127.0.0.1", found.pop()))
 
 
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with the range of ports that the kernel deals out."""
+    monkeypatch.setattr(ports, "_EPHEMERAL", tmp_path / "range")
+    return tmp_path / "range"
+
+
 @pytest.mark.parametrize("text", ["1024 65535", "20001 20001", "?"])
-def test_where_the_kernel_leaves_too_few_such_ports_it_chooses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    kernels = tmp_path / "range"
+def test_where_the_kernel_leaves_too_few_such_ports_it_chooses(kernels: Path, text: str) -> None:
     kernels.write_text(text)
-    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
     found = free_ports(4)
     assert len(set(found)) == 4 and all(1024 <= port < 65536 for port in found)
 
 
-def test_a_port_that_somebody_listens_on_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = tmp_path / "range"
+def test_a_port_that_somebody_listens_on_is_not_given(kernels: Path) -> None:
     kernels.write_text("20010 60999")
-    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
     taken = next(port for port in range(20_000, 20_010) if ports.port_is_free(port))
     with socket.socket() as server:
         server.bind(("127.0.0.1", taken))
@@ -43,11 +44,9 @@ def test_a_port_that_somebody_listens_on_is_not_given(tmp_path: Path, monkeypatc
         assert taken not in free_ports(10)
 
 
-def test_a_port_that_another_process_has_chosen_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_another_process_has_chosen_is_not_given(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = random.SystemRandom().randrange(3_000, 5_900)  # below all that other processes choose from
-    kernels = tmp_path / "range"
     kernels.write_text(f"{first + 10} 60999")
-    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
     monkeypatch.setattr(ports, "_LOWEST", first)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind(f"\0raypp-port-{first + 5}")
@@ -58,13 +57,11 @@ def test_a_port_that_another_process_has_chosen_is_not_given(tmp_path: Path, mon
 
 
 def test_a_port_of_ones_own_choice_is_held_by_one_process_until_its_server_listens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The test above has the ports below 6000.
     port = next(port for port in random.SystemRandom().sample(range(6_000, 9_000), 100) if ports.port_is_free(port))
-    kernels = tmp_path / "range"
     kernels.write_text(f"{port + 1} 60999")
-    monkeypatch.setattr(ports, "_EPHEMERAL", kernels)
     monkeypatch.setattr(ports, "_LOWEST", port)
     with held_port(port) as mine:
         assert mine
