@@ -7,7 +7,6 @@ from typing import Literal, cast
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import store_forms, store_kind
-from raypp.storage.directory import DirectoryStore
 from raypp.storage.store import (
     AccessRefused,
     AlreadyExists,
@@ -76,6 +75,8 @@ def open_for_others(url: str) -> Iterator[ObjectStore]:
     In a directory they have the modes that the umask leaves, and no folder of temporary files
     stays. Other stores are opened as by `open_store`.
     """
+    from raypp.storage.directory import DirectoryStore
+
     store = open_store(url)
     if isinstance(store, DirectoryStore):
         store.public = True

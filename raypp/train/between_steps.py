@@ -17,7 +17,6 @@ from raypp.torch_private import run_step_pre_hooks
 from raypp.train.assemble import AssembledRank
 from raypp.train.due import is_due
 from raypp.train.evaluate import Evaluator
-from raypp.train.sample import Sampler
 from raypp.train.step import StepRunner
 
 
@@ -41,6 +40,8 @@ class BetweenSteps:
             self._every["evaluated"] = train.eval_every_steps
             self._run["evaluated"] = lambda step: evaluator.run().event(step, attempt)
         if train.sample is not None:
+            from raypp.train.sample import Sampler
+
             sampler = Sampler(rank, lambda token: reporter.phase("sample", token))
             self._every["sampled"] = train.sample.every_steps
             self._run["sampled"] = lambda step: sampler.run(step, attempt)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,8 +26,10 @@ from raypp.train.optimizer import begin_update
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.reduce import GlobalSums, coefficient
 from raypp.train.stragglers import Pace
-from raypp.train.tune_lookahead import LookaheadTuner, chosen_event
 from raypp.train.warm_up import RouterLosses, warm_up
+
+if TYPE_CHECKING:
+    from raypp.train.tune_lookahead import LookaheadTuner
 
 CPU = torch.device("cpu")
 _AFTER_STEP = "save"
@@ -119,6 +122,8 @@ class StepRunner:
         self.router_losses = RouterLosses(rank.built.modules, rank.job.model, rank.device)
         self.lookahead: LookaheadTuner | None = None
         if rank.job.pipeline.lookahead == "auto" and rank.job.mesh.pp > 1:
+            from raypp.train.tune_lookahead import LookaheadTuner
+
             self.lookahead = LookaheadTuner(rank)
         self.guard = FiniteGuard(rank)
         self._replica = rank.groups.replica
@@ -239,7 +244,7 @@ class StepRunner:
             with watch.part("lookahead"):
                 choice = self.lookahead.before_step(self.own_lengths(read))
             if choice is not None and (self._replica is None or self.seat.rank == 0):
-                self._tell(chosen_event(choice, step, self.seat.attempt))
+                self._tell(choice.event(step, self.seat.attempt))
         with watch.part("pipeline"):
             losses = self._compute(step, read, batches)
         with watch.part("reduce"):

@@ -86,6 +86,10 @@ class Choice:
             gain += f"; {self.free.lookahead} needs more memory"
         return f"lookahead {now.lookahead}: {measured}; {gain}"
 
+    def event(self, step: int, attempt: int) -> Event:
+        """Returns the `lookahead` event for the run's records."""
+        return Event("lookahead", self.words(), attempt=attempt, step=step, details=self.details())
+
     def details(self) -> dict[str, Any]:
         """Returns the measurements as JSON data, for the event."""
         return {
@@ -244,8 +248,3 @@ def free_bytes(device: torch.device, sharers: int) -> float:
     if limit.exists() and used.exists() and (bound := limit.read_text().strip()) != "max":
         free = min(free, int(bound) - int(used.read_text()))
     return max(0, free) / sharers
-
-
-def chosen_event(choice: Choice, step: int, attempt: int) -> Event:
-    """Returns the `lookahead` event for the run's records."""
-    return Event("lookahead", choice.words(), attempt=attempt, step=step, details=choice.details())

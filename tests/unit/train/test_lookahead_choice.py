@@ -9,7 +9,7 @@ import torch
 
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.spec.load import parse_job
-from raypp.train.tune_lookahead import choose, chosen_event, free_bytes
+from raypp.train.tune_lookahead import choose, free_bytes
 
 
 def pipeline_of(
@@ -45,7 +45,7 @@ def test_the_choice_says_what_was_measured() -> None:
     words = choose(pipeline_of(), figures(2, 0.31)).words()
     measured = "link 0.31 s per message against 0.20 s forward and 0.40 s backward between stage 0 and 1"
     assert words.startswith(f"lookahead 1: {measured}; a step of")
-    event = chosen_event(choose(pipeline_of(), figures(2, 0.31)), 4, 1)
+    event = choose(pipeline_of(), figures(2, 0.31)).event(4, 1)
     assert event.details["lookahead"] == 1 and event.details["link_s"] == [0.31] and event.step == 4
 
 
