@@ -30,8 +30,8 @@ from raypp.parallel.recompute import recompute_blocks, recompute_within_compiled
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.wide_gradients import sum_in_fp32
 from raypp.spec.job import Job
+from raypp.spec.lora import quantised_base
 from raypp.spec.precision import FP32
-from raypp.spec.quantised import quantised_base
 from raypp.torch_private import integer_weights
 
 
