@@ -70,7 +70,9 @@ def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...
         embedded cluster is used.
     """
     if isinstance(embedded, EllipsisType):
-        embedded = None if _loan.refused else _embedded_at(os.environ.get("RAYPP_ADDRESS"))
+        embedded, address = None if _loan.refused else local.find(), os.environ.get("RAYPP_ADDRESS")
+        if embedded is not None and address and not _is_at(embedded, _url_of(address)):
+            embedded = None
     else:
         _loan.refused = embedded is None
         if embedded is None:
@@ -96,14 +98,6 @@ def lend_settings_of(*addresses: str | None) -> None:
         lend_store_settings(embedded)
     elif urls and not any(urlsplit(url).hostname in _LOOPBACK for url in urls):  # an earlier life had another port
         lend_store_settings(None)
-
-
-def _embedded_at(address: str | None) -> local.LocalCluster | None:
-    """Returns the embedded cluster if it runs and this is its address, or none is given."""
-    embedded = local.find()
-    if embedded is None or not address or _is_at(embedded, _url_of(address)):
-        return embedded
-    return None
 
 
 def _dashboard_of(address: str, embedded: local.LocalCluster | None) -> str:

@@ -186,12 +186,7 @@ def _end_leftovers() -> bool:
 
 
 def _start(num_cpus: int, wanted_port: int | None) -> LocalCluster:
-    """Starts the servers.
-
-    Args:
-        num_cpus: Number of logical CPU slots.
-        wanted_port: Of the dashboard. None: any that is free.
-    """
+    """Starts the servers, the dashboard on any free port unless one is wanted."""
     home = private_directory(directory())
     write_private(home / "token", secrets.token_hex(32))
     # A short path: Ray creates sockets in it, whose paths may not exceed 107 bytes.
@@ -264,14 +259,8 @@ def find_prometheus() -> str | None:
 def _start_prometheus(program: str, directory: Path, ray_dir: str, port: int) -> OwnProcess:
     """Starts a Prometheus on loopback that scrapes the embedded cluster, and outlives this process.
 
-    What an earlier one stored is kept.
-
-    Args:
-        program: As `find_prometheus` returns it.
-        directory: Of its data, `prometheus.yml` and `prometheus.log`. Created if missing; one
-            server per directory at a time.
-        ray_dir: Ray's folder; `_TARGETS` may appear there later.
-        port: Its port on 127.0.0.1.
+    What an earlier one stored in `directory` is kept; one server per directory at a time. Ray's
+    folder may get `_TARGETS` later.
     """
     private_directory(directory)
     targets = {"files": [str(Path(ray_dir) / _TARGETS)], "refresh_interval": _SCRAPE_INTERVAL}

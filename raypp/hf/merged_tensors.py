@@ -15,10 +15,9 @@ from raypp.checkpoint.saved_tensors import SavedTensors, TensorInfo
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.model_files import HfFiles, matching_tensors, with_base_id
 from raypp.hf.names import hf_parts, model_tensors
-from raypp.spec.lora import Adapter, adapter_names, model_adapters
+from raypp.spec.lora import BLOCK, NF4, Adapter, Base, adapter_names, model_adapters, quantised_base, quantised_names
 from raypp.spec.models import DecoderOptions
 from raypp.spec.precision import DTYPES, FP32
-from raypp.spec.quantised import BLOCK, NF4, Base, quantised_base, quantised_names
 
 _WIDE = "F32"
 

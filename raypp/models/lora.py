@@ -23,10 +23,9 @@ from raypp.models.adapter_dropout import AdapterDropout, CurrentTokens
 from raypp.models.documents import PackedDocuments
 from raypp.models.quantised import Quantised, quantise_layer, store_rest, torch_dtype
 from raypp.spec.families import family_of
-from raypp.spec.lora import layer_adapters
+from raypp.spec.lora import layer_adapters, quantised_base
 from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.spec.precision import DTYPES
-from raypp.spec.quantised import quantised_base
 
 
 def add_adapters(stage: nn.Module, options: DecoderOptions, layers: range) -> None:

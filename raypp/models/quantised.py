@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.spec.family import Weight
+from raypp.spec.lora import Base, is_quantised, row_bytes
 from raypp.spec.precision import FP32, Dtype
-from raypp.spec.quantised import Base, is_quantised, row_bytes
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from raypp.models import fused
-from raypp.spec.quantised import BLOCK, NF4, Base, row_bytes
+from raypp.spec.lora import BLOCK, NF4, Base, row_bytes
 
 _TINY = torch.finfo(torch.float32).tiny
 _LARGEST = 255

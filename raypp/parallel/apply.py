@@ -33,8 +33,8 @@ from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.spec.job import Job
+from raypp.spec.lora import quantised_base
 from raypp.spec.precision import FP32
-from raypp.spec.quantised import quantised_base
 from raypp.torch_private import ATTENTION_OPERATORS, GROUPED_MM_OPERATOR, integer_weights
 
 

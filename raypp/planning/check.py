@@ -16,10 +16,9 @@ from raypp.spec.families import family_of
 from raypp.spec.family import Shape
 from raypp.spec.job import Job
 from raypp.spec.limits import RANKS
-from raypp.spec.lora import layer_adapters
+from raypp.spec.lora import layer_adapters, quantised_base
 from raypp.spec.models import MoeOptions
 from raypp.spec.precision import DTYPES
-from raypp.spec.quantised import quantised_base
 
 _LISTED = 64
 """More stages than this are not listed one by one."""

@@ -20,7 +20,7 @@ from raypp.planning.sizes import sizes_of
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
-from raypp.spec.quantised import is_quantised, quantised_base
+from raypp.spec.lora import is_quantised, quantised_base
 from raypp.untrusted.documents import Bounds, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import shell_word, visible

@@ -20,8 +20,8 @@ from raypp.records import Coordinates
 from raypp.spec.availability import value_at
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
+from raypp.spec.lora import BASES, width_problems
 from raypp.spec.models import MoeOptions
-from raypp.spec.quantised import BASES, width_problems
 
 Changes = Mapping[str, Any]
 """Keys of the job file and their new values."""

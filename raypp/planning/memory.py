@@ -32,9 +32,9 @@ from raypp.schedules.simulate import Simulator
 from raypp.schedules.waiting import Waiting
 from raypp.spec.families import counted_family, family_of
 from raypp.spec.job import Job
+from raypp.spec.lora import is_quantised, quantised_base, quantised_bytes
 from raypp.spec.models import DecoderOptions
 from raypp.spec.precision import BF16, DTYPES, FP32, Dtype
-from raypp.spec.quantised import is_quantised, quantised_base, quantised_bytes
 
 CERTAIN = 0.9
 """A job is refused only if this share of its planned memory is more than a device has."""

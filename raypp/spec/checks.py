@@ -19,11 +19,10 @@ from raypp.spec.availability import Choice, named_kinds
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job, SourceOptions
 from raypp.spec.load import shown
-from raypp.spec.lora import adapted_stacks, check_targets
+from raypp.spec.lora import adapted_stacks, check_targets, width_problems
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.precision import DTYPES
-from raypp.spec.quantised import width_problems
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
 from raypp.spec.tokenizer_file import TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.spec.trackers import check_trackers

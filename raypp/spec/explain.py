@@ -18,11 +18,10 @@ from pydantic_core import PydanticUndefined
 
 from raypp.errors import JobError, Problem
 from raypp.kinds import TRACKERS
-from raypp.spec import type_names
 from raypp.spec.availability import CHOICES
 from raypp.spec.families import FAMILIES, family_options, kinds_with
 from raypp.spec.job import Job
-from raypp.spec.load import shown
+from raypp.spec.load import all_sections, field_at, literals_of, section_at, section_of, shown, words_of
 from raypp.spec.models import DecoderOptions
 from raypp.spec.section import Section, dotted, undotted
 
@@ -40,16 +39,16 @@ def explain(section: str | None = None, *, width: int = WIDTH) -> str:
             of_file.model_fields[name].description = words
     if not section:
         head = "A job file is YAML. Every key except `name` has a default. Unknown keys are errors."
-        parts = [_section(key, place, width) for key, place in type_names.all_sections()]
+        parts = [_section(key, place, width) for key, place in all_sections()]
         return "\n\n".join([head, *parts]) + "\n"
     path = undotted(section.strip())
-    place = type_names.section_at(path, {})
+    place = section_at(path, {})
     if place is not None and path:
-        inner = [(key, other) for key, other in type_names.all_sections() if key.startswith(f"{dotted(path)}.")]
+        inner = [(key, other) for key, other in all_sections() if key.startswith(f"{dotted(path)}.")]
         parts = [_section(dotted(path), place, width), *(_section(key, other, width) for key, other in inner)]
         return "\n\n".join(parts) + "\n"
     kinds = [kinds_with(options)[0] for options in reversed(family_options())]
-    fields = (type_names.field_at(path, {"model": {"kind": kind}}) for kind in kinds)
+    fields = (field_at(path, {"model": {"kind": kind}}) for kind in kinds)
     info = next((field for field in fields if field is not None), None)
     if info is None:
         raise JobError(_no_such_place(section))
@@ -119,7 +118,7 @@ def _section(key: str, section: type[Section], width: int) -> str:
     """Describes a section: its purpose and its plain keys, without inner sections."""
     fields = dict(section.model_fields)
     if key == "":
-        fields = {name: info for name, info in fields.items() if type_names.section_of(info.annotation) is None}
+        fields = {name: info for name, info in fields.items() if section_of(info.annotation) is None}
     purpose = "The model to train." if key == "model" else section.__doc__
     text = [f"{key}: {purpose}"] if key else []
     text += [
@@ -146,11 +145,11 @@ def _field(section: str, name: str, info: FieldInfo, width: int, indent: int = 0
             its section.
     """
     key = f"{section}.{name}" if section else name
-    takes = "a word" if key in CHOICES else type_names.words_of(info.annotation, tuple(info.metadata))
+    takes = "a word" if key in CHOICES else words_of(info.annotation, tuple(info.metadata))
     default = info.get_default(call_default_factory=True)
     head = name if indent else key
-    plain = type_names.literals_of(info.annotation) or bool in get_args(info.annotation)
-    if type_names.section_of(info.annotation) is not None and not plain:
+    plain = literals_of(info.annotation) or bool in get_args(info.annotation)
+    if section_of(info.annotation) is not None and not plain:
         takes = "section" if default is not None else "section or null"
         head += ":" if default is not None else ": null"
     elif default is PydanticUndefined:
@@ -177,10 +176,8 @@ def _yaml(value: Any) -> str:
 
 
 def _no_such_place(section: str) -> Problem:
-    places = [key for key, _ in type_names.all_sections() if key]
-    keys = [
-        f"{key}.{name}" if key else name for key, fields in type_names.all_sections() for name in fields.model_fields
-    ]
+    places = [key for key, _ in all_sections() if key]
+    keys = [f"{key}.{name}" if key else name for key, fields in all_sections() for name in fields.model_fields]
     name = section.rpartition(".")[2]
     homes = [key for key in keys if key.rpartition(".")[2] == name]
     close = homes[:1] or difflib.get_close_matches(section, [*places, *keys], n=1)

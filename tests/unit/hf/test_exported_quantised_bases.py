@@ -26,9 +26,8 @@ from raypp.models.quantised import stored_formats
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.models.stage import build_stage
 from raypp.spec.families import FAMILIES
-from raypp.spec.lora import adapter_names, model_adapters
+from raypp.spec.lora import BASES, adapter_names, model_adapters, quantised_names
 from raypp.spec.models import DecoderOptions, LoraOptions
-from raypp.spec.quantised import BASES, quantised_names
 from raypp.storage.directory import DirectoryStore
 
 SIZES: dict[str, Any] = {

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raypp.measure.model_costs import backward_for_input
 from raypp.models.quantised import Format, Quantised, QuantisedLinear
-from raypp.spec.quantised import BASES
+from raypp.spec.lora import BASES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

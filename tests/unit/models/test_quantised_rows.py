@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
-from raypp.spec.quantised import BASES, NF4, row_bytes
+from raypp.spec.lora import BASES, NF4, row_bytes
 
 
 def weights(rows: int = 24, width: int = 192, seed: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ from raypp.planning.machines import Machines
 from raypp.planning.memory import base_bytes, product_bytes
 from raypp.planning.plan import make_plan
 from raypp.spec.job import Job
-from raypp.spec.quantised import BASES
+from raypp.spec.lora import BASES
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 192}
 
