@@ -42,10 +42,13 @@ def cut_layers(
         JobError: A stage would have no layer. The fix names the largest number of stages that
             works.
     """
-    cut = _cut(num_layers, num_stages, input_weight, output_weight) if num_stages <= num_layers else [0]
-    if min(cut) < 1:
-        raise JobError(no_layer(num_layers, num_stages, input_weight, output_weight, stages_per_rank))
-    return cut
+    if num_stages <= num_layers:
+        if not (float(input_weight).is_integer() and float(output_weight).is_integer()):
+            return balance([1.0] * num_layers, num_stages, input_weight, output_weight)
+        cut = _deal(num_layers, num_stages, int(input_weight), int(output_weight))
+        if min(cut) >= 1:
+            return cut
+    raise JobError(no_layer(num_layers, num_stages, input_weight, output_weight, stages_per_rank))
 
 
 def most_stages(num_layers: int, input_weight: float = 1.0, output_weight: float = 1.0) -> int:
@@ -103,13 +106,13 @@ def balance(
         ValueError: There are fewer layers than stages.
     """
     total = len(costs)
-    if len(set(costs)) == 1 and num_stages * total * total > _MOST_COMPARED and num_stages <= total:
+    if not 1 <= num_stages <= total:
+        raise ValueError(f"{total} layers cannot fill {num_stages} stages")
+    if len(set(costs)) == 1 and num_stages * total * total > _MOST_COMPARED:
         extra = [0.0] * num_stages
         extra[0] += input_weight / costs[0]
         extra[-1] += output_weight / costs[0]
         return _deal_out(total, extra, least=1)
-    if not 1 <= num_stages <= total:
-        raise ValueError(f"{total} layers cannot fill {num_stages} stages")
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -202,14 +205,6 @@ def _suffixes(total: int, num_stages: int, combine: _Combine) -> list[list[float
     return best
 
 
-def _cut(num_layers: int, num_stages: int, first: float, last: float) -> list[int]:
-    if float(first).is_integer() and float(last).is_integer():
-        return _deal(num_layers, num_stages, int(first), int(last))
-    if num_stages > num_layers:
-        return [1] * num_layers + [0] * (num_stages - num_layers)
-    return balance([1.0] * num_layers, num_stages, first, last)
-
-
 def _deal(num_layers: int, num_stages: int, first: int, last: int) -> list[int]:
     each, rest = divmod(num_layers + first + last, num_stages)
     cut = [each + (stage < rest) for stage in range(num_stages)]
@@ -221,8 +216,6 @@ def _deal(num_layers: int, num_stages: int, first: int, last: int) -> list[int]:
 def _first_empty(num_layers: int, num_stages: int, first: int, last: int) -> int | None:
     """Returns the first stage to which `_deal` gives no layer; None if all have one."""
     each, rest = divmod(num_layers + first + last, num_stages)
-    if num_stages == 1:
-        return None if num_layers else 0
     if each + (rest > 0) - first < 1:
         return 0
     middle = max(1, rest) if each == 0 else num_stages  # from there on, `each`

@@ -39,19 +39,18 @@ class CopyStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        if self._module is not None:
-            self._down, self._up = self._module.Stream(), self._module.Stream()
+        self._down, self._up = (None if self._module is None else self._module.Stream() for _ in range(2))
 
     def to_host(self, pairs: Pairs) -> Any:
         """Starts copies to host memory, after what is queued now. Returns their event.
 
         The sources must stay alive, and the targets unread, until `wait` has taken the event.
         """
-        return self._copy(pairs, self._down if self._module is not None else None)
+        return self._copy(pairs, self._down)
 
     def to_device(self, pairs: Pairs) -> Any:
         """Starts copies to the device, after what is queued now. Returns their event."""
-        return self._copy(pairs, self._up if self._module is not None else None)
+        return self._copy(pairs, self._up)
 
     def wait(self, event: Any) -> None:
         """Makes what the device computes from now on wait for copies; None waits for nothing."""

@@ -113,18 +113,18 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
             merged[name] = merged.get(name, 1) * shape[axis.name]
         ranks = torch.arange(dist.get_world_size()).view(*merged.values())
         weights = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(merged))
-        context = mesh["cp"].get_group(), _second_group(Mesh(sizes).groups("cp"), "cp_down")
+        context = mesh["cp"].get_group(), _own_group(Mesh(sizes).groups("cp"), "cp_down")
     others = [axis.name for axis in AXES if axis.name != "dp_replicate"]
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
-        backward=_second_group(Mesh(sizes).groups("pp"), "pp_backward", few_ctas() if device_type == "cuda" else None),
+        backward=_own_group(Mesh(sizes).groups("pp"), "pp_backward", few_ctas() if device_type == "cuda" else None),
         coordinates=Coordinates(*place),
         weights=weights,
         context=context,
         experts=make_expert_mesh(sizes, ep, device_type),
-        replica=_second_group(Mesh(sizes).groups(others), "replica") if apart else None,
-        outer=_second_group(Mesh(sizes).groups("dp_replicate"), "outer") if apart else None,
+        replica=_own_group(Mesh(sizes).groups(others), "replica") if apart else None,
+        outer=_own_group(Mesh(sizes).groups("dp_replicate"), "outer") if apart else None,
     )
 
 
@@ -135,21 +135,13 @@ def few_ctas(most: int = _PIPELINE_CTAS) -> Any:
     return options
 
 
-def _second_group(lines: list[list[int]], name: str, options: Any = None) -> dist.ProcessGroup:
+def _own_group(lines: list[list[int]], name: str, options: Any = None) -> dist.ProcessGroup:
     """Creates a second group over each list of ranks and returns the one with this rank.
 
-    Collective over the world: every rank creates all groups, in the same order.
-
-    Args:
-        lines: The ranks of each group.
-        name: The groups' description.
-        options: The options of their backend.
+    Collective over the world.
     """
-    own: dist.ProcessGroup | None = None
-    for ranks in lines:
-        group = dist.new_group(ranks, pg_options=options, group_desc=name)
-        if dist.get_rank() in ranks:
-            own = group
+    own: dist.ProcessGroup | None
+    own, _ = dist.new_subgroups_by_enumeration(lines, pg_options=options, group_desc=name)  # type: ignore[no-untyped-call]
     assert own is not None
     return own
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from raypp.parallel.int8_sums import add_up, encode, message_size
 from raypp.parallel.late_sums import SumsUnderWay
-from raypp.parallel.shard import local_part
+from raypp.parallel.shard import local_part, sharded_like
 from raypp.torch_private import reduced_together, take_replica_sum
 
 
@@ -111,7 +111,9 @@ class ReplicaSums(SumsUnderWay):
             for parameter, begin in places:
                 if flat.residual is None:
                     flat.residual = torch.zeros(size, dtype=parameter.dtype, device=parameter.device)
-                parts[names[id(parameter)]] = _like(parameter, flat.residual, begin)
+                local = local_part(parameter)
+                view = flat.residual[begin : begin + local.numel()].view(local.shape)
+                parts[names[id(parameter)]] = sharded_like(parameter, view, parameter.shape)
         group = self._flats[0].group
         stage.replica_residuals = Residuals(group.rank(), group.size(), parts)  # type: ignore[assignment]
 
@@ -184,11 +186,3 @@ def _layout(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[DTensor, int
         places.append((parameter, begin))
         begin += -(-parameter.shape[0] // shards) * prod(parameter.shape[1:])
     return places, begin
-
-
-def _like(parameter: DTensor, flat: Tensor, begin: int) -> DTensor:
-    """Returns a part of a flat tensor `[N]` as a view that is sharded like a parameter."""
-    local = local_part(parameter)
-    view = flat[begin : begin + local.numel()].view(local.shape)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(view, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

@@ -25,8 +25,15 @@ def on_own_device(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor) or tensor.to_local().device.type == tensor.device.type:
         return tensor
-    local, mesh, placements = tensor.to_local().detach().to(tensor.device), tensor.device_mesh, tensor.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return sharded_like(tensor, tensor.to_local().detach().to(tensor.device), tensor.shape)
+
+
+def sharded_like(tensor: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
+    """Returns a tensor of a global shape `[...]` that is sharded like another, given this rank's
+    part."""
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
@@ -111,8 +118,5 @@ def zeros_beside(parameter: Tensor, last: int, dtype: torch.dtype) -> Tensor:
     shape = torch.Size((*parameter.shape[:-1], last))
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-    zeros = torch.zeros(local, dtype=dtype, device=parameter.to_local().device)
-    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
+    local, _ = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return sharded_like(parameter, torch.zeros(local, dtype=dtype, device=parameter.to_local().device), shape)

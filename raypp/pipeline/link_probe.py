@@ -17,30 +17,6 @@ _ROUNDS = 5
 """Messages per channel, one after another. The first is not timed: it may fit into buffers."""
 
 
-def connect(
-    rank: int, rank_of_stage: Sequence[int], up: dist.ProcessGroup, down: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Sends one number over every channel of the pipeline. Collective over its ranks.
-
-    NCCL connects two ranks at their first message and blocks both until they are connected. That
-    takes long, so it should not happen one pair after the other in the first step.
-
-    Args:
-        rank: This pipeline rank.
-        rank_of_stage: Pipeline rank of every stage.
-        up: Group of messages to higher ranks.
-        down: Group of messages to lower ranks.
-        device: The device of the messages.
-    """
-    number = torch.zeros(1, device=device)
-    for source, to in channels_of(rank_of_stage):
-        group = up if to > source else down
-        if rank == source:
-            dist.send(number, group=group, group_dst=to)
-        elif rank == to:
-            dist.recv(number, group=group, group_src=source)
-
-
 @dataclass(frozen=True)
 class Channel:
     """What a message takes on one channel.
@@ -55,48 +31,95 @@ class Channel:
     crowded_s: float
 
 
-def time_channels(
-    rank: int,
-    rank_of_stage: Sequence[int],
-    up: dist.ProcessGroup,
-    down: dist.ProcessGroup,
-    device: torch.device,
-    size: int,
-    together: Callable[[], None],
-) -> dict[tuple[int, int], Channel]:
-    """Measures the seconds of a message on each channel that ends at this rank.
+@dataclass(frozen=True)
+class Channels:
+    """The channels of a pipeline, at one of its ranks. Both methods are collective over its ranks.
 
-    First in a few turns, in each of which no rank has more than one message to send and one to
-    receive at a time: that is what the wire needs. Then with all channels in use, as in the middle
-    of a step: that is the wire and the queue at its cards. Only receivers take times, each the
-    difference between messages that follow one another without a pause, so no clocks are compared
-    and no wait for a sender is counted. Collective over the pipeline's ranks.
-
-    Args:
+    Attributes:
         rank: This pipeline rank.
         rank_of_stage: Pipeline rank of every stage.
         up: Group of messages to higher ranks.
         down: Group of messages to lower ranks.
         device: The device of the messages.
-        size: Bytes of a message, a uint8 tensor `[size]`.
-        together: Waits for all ranks that may use the same cards, in this pipeline and in others.
-
-    Returns:
-        By (source rank, this rank).
     """
-    channels = channels_of(rank_of_stage)
-    wire: dict[tuple[int, int], list[float]] = {}
-    for turn in turns_of(channels):
+
+    rank: int
+    rank_of_stage: Sequence[int]
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
+    device: torch.device
+
+    def connect(self) -> None:
+        """Sends one number over every channel.
+
+        NCCL connects two ranks at their first message and blocks both until they are connected.
+        That takes long, so it should not happen one pair after the other in the first step.
+        """
+        number = torch.zeros(1, device=self.device)
+        for source, to in channels_of(self.rank_of_stage):
+            if self.rank == source:
+                dist.send(number, group=self._group(source, to), group_dst=to)
+            elif self.rank == to:
+                dist.recv(number, group=self._group(source, to), group_src=source)
+
+    def time(self, size: int, together: Callable[[], None]) -> dict[tuple[int, int], Channel]:
+        """Measures the seconds of a message on each channel that ends at this rank.
+
+        First in a few turns, in each of which no rank has more than one message to send and one to
+        receive at a time: that is what the wire needs. Then with all channels in use, as in the
+        middle of a step: that is the wire and the queue at its cards. Only receivers take times,
+        each the difference between messages that follow one another without a pause, so no clocks
+        are compared and no wait for a sender is counted.
+
+        Args:
+            size: Bytes of a message, a uint8 tensor `[size]`.
+            together: Waits for all ranks that may use the same cards, in this pipeline and in
+                others.
+
+        Returns:
+            By (source rank, this rank).
+        """
+        channels = channels_of(self.rank_of_stage)
+        wire: dict[tuple[int, int], list[float]] = {}
+        for turn in turns_of(channels):
+            together()
+            wire |= self._intervals(turn, size)
         together()
-        wire |= _intervals(rank, turn, up, down, device, size)
-    together()
-    crowded = _intervals(rank, channels, up, down, device, size)
-    # Alone, messages arrive evenly, and one that is late has a cause outside. Among others, a card
-    # may serve one channel for a while and then another.
-    return {
-        channel: Channel(statistics.median(wire[channel]), statistics.mean(seconds))
-        for channel, seconds in crowded.items()
-    }
+        crowded = self._intervals(channels, size)
+        # Alone, messages arrive evenly, and one that is late has a cause outside. Among others, a
+        # card may serve one channel for a while and then another.
+        return {
+            channel: Channel(statistics.median(wire[channel]), statistics.mean(seconds))
+            for channel, seconds in crowded.items()
+        }
+
+    def _group(self, source: int, to: int) -> dist.ProcessGroup:
+        return self.up if to > source else self.down
+
+    def _intervals(self, channels: Sequence[tuple[int, int]], size: int) -> dict[tuple[int, int], list[float]]:
+        """Returns the seconds between messages on these channels, all in use at once."""
+        device = self.device
+        incoming = [channel for channel in channels if channel[1] == self.rank]
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        buffers = [torch.empty_like(message) for _ in range(_ROUNDS * len(incoming))]
+        receives: dict[tuple[int, int], list[dist.Work | None]] = {channel: [] for channel in incoming}
+        sends: list[dist.Work | None] = []
+        # All ranks post in one order, so none hangs if it has to wait for what it has posted.
+        for _ in range(_ROUNDS):
+            for source, to in channels:
+                group = self._group(source, to)
+                if to == self.rank:
+                    receives[source, to].append(dist.irecv(buffers.pop(), group=group, group_src=source))
+                elif source == self.rank:
+                    sends.append(dist.isend(message, group=group, group_dst=to))
+        arrived: dict[tuple[int, int], list[float]] = {channel: [] for channel in incoming}
+        for turn in range(_ROUNDS):
+            for channel in incoming:
+                _wait(receives[channel][turn], device)
+                arrived[channel].append(time.perf_counter())
+        for send in sends:
+            _wait(send, device)
+        return {channel: [b - a for a, b in pairwise(times)] for channel, times in arrived.items()}
 
 
 def turns_of(channels: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -109,43 +132,6 @@ def turns_of(channels: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]
             turns.append(turn := [])
         turn.append((source, to))
     return turns
-
-
-def _intervals(
-    rank: int,
-    channels: Sequence[tuple[int, int]],
-    up: dist.ProcessGroup,
-    down: dist.ProcessGroup,
-    device: torch.device,
-    size: int,
-) -> dict[tuple[int, int], list[float]]:
-    """Returns the seconds between messages on these channels, all in use at once.
-
-    By (source rank, this rank).
-    """
-    incoming = [channel for channel in channels if channel[1] == rank]
-    buffers = {
-        channel: [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(_ROUNDS)] for channel in incoming
-    }
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    receives: dict[tuple[int, int], list[dist.Work | None]] = {channel: [] for channel in incoming}
-    sends: list[dist.Work | None] = []
-    # All ranks post in one order, so none hangs if it has to wait for what it has posted so far.
-    for turn in range(_ROUNDS):
-        for source, to in channels:
-            group = up if to > source else down
-            if to == rank:
-                receives[source, to].append(dist.irecv(buffers[source, to][turn], group=group, group_src=source))
-            elif source == rank:
-                sends.append(dist.isend(message, group=group, group_dst=to))
-    arrived: dict[tuple[int, int], list[float]] = {channel: [] for channel in incoming}
-    for turn in range(_ROUNDS):
-        for channel in incoming:
-            _wait(receives[channel][turn], device)
-            arrived[channel].append(time.perf_counter())
-    for send in sends:
-        _wait(send, device)
-    return {channel: [b - a for a, b in pairwise(times)] for channel, times in arrived.items()}
 
 
 def _wait(work: dist.Work | None, device: torch.device) -> None:

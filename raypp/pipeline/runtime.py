@@ -331,7 +331,8 @@ class ProgramRuntime:
         loss = self._losses[microbatch] if stage.is_last else None
         if kind == "B" and isinstance(stage.submod, FSDPModule):
             root = stage.fwd_cache[microbatch][0][0] if loss is None else loss
-            if self._last_whole.get(stage.stage_index) == microbatch and self._sums_within(stage):
+            completes = self._last_whole.get(stage.stage_index) == microbatch
+            if completes and stage.sums_beside and stage.stage_index not in self._sum_start.held:
                 reduce_within_backward(stage.submod, root)
                 if stage.device.type != "cpu":
                     self._reducing.append(stage)
@@ -352,10 +353,6 @@ class ProgramRuntime:
         elif stage.stage_index - 1 in self.planned:
             gradients = stage.get_local_bwd_output(microbatch)  # type: ignore[no-untyped-call]
             self.planned[stage.stage_index - 1].set_local_bwd_input(gradients, microbatch)
-
-    def _sums_within(self, stage: PlannedStage) -> bool:
-        """Whether a stage's sums begin within its last backward."""
-        return stage.sums_beside and stage.stage_index not in self._sum_start.held
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("W", stage), self._moved_back("W", stage, microbatch):

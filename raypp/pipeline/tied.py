@@ -34,14 +34,18 @@ class TiedEmbedding:
 
     def __init__(self, stages: Mapping[int, nn.Module], rank_of_stage: Sequence[int], pp: int) -> None:
         last = len(rank_of_stage) - 1
-        self._first, self._last = stages.get(0), stages.get(last)
+        # Of `models.stage.DecoderStage`.
+        self._first: Any = stages.get(0)
+        self._last: Any = stages.get(last)
         self._group: dist.ProcessGroup | None = None
         ends = rank_of_stage[0], rank_of_stage[last]
         if ends[0] != ends[1]:
-            self._group = _own_group(pp, ends)
+            per_stage = dist.get_world_size() // pp
+            both = [[end * per_stage + column for end in ends] for column in range(per_stage)]
+            self._group, _ = dist.new_subgroups_by_enumeration(both, group_desc="tied_embedding")  # type: ignore[no-untyped-call]
         elif last == 0 and self._first is not None and not isinstance(self._first, FSDPModule):
             # FSDP accumulates a whole stage's gradients; there both are added in every microbatch.
-            _part(self._first).separate_projection()
+            self._first.separate_projection()  # type: ignore[operator]
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -55,16 +59,11 @@ class TiedEmbedding:
             if end is not None:
                 dist.all_reduce(_gradient(end), group=self._group)
         elif self._first is not None and self._first is self._last:
-            _part(self._first).join_projection()
+            self._first.join_projection()
         elif self._first is not None and self._last is not None:
             total = _gradient(self._first)
             total.add_(_gradient(self._last))
             _gradient(self._last).copy_(total)
-
-
-def _part(stage: nn.Module) -> Any:
-    """Returns the stage, typed as having the methods of `models.stage.DecoderStage`."""
-    return stage
 
 
 def _gradient(stage: nn.Module) -> Tensor:
@@ -73,15 +72,3 @@ def _gradient(stage: nn.Module) -> Tensor:
     if parameter.grad is None:
         parameter.grad = zero_gradient(parameter)
     return local_part(parameter.grad)
-
-
-def _own_group(pp: int, ends: tuple[int, int]) -> dist.ProcessGroup | None:
-    """Creates a group of both ends for each place on the data axes, in one order on all ranks."""
-    own = None
-    per_stage = dist.get_world_size() // pp
-    for column in range(per_stage):
-        ranks = [end * per_stage + column for end in ends]
-        group = dist.new_group(ranks, group_desc="tied_embedding")
-        if dist.get_rank() in ranks:
-            own = group
-    return own

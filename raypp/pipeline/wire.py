@@ -20,6 +20,7 @@ Legend: N rows, H hidden size.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,8 +99,7 @@ class Int8:
 
     def buffer(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Allocates uint8 `[N · (H + 4)]`."""
-        rows = _rows(shape)
-        return torch.empty(rows * (shape[-1] + 4), dtype=torch.uint8, device=device)
+        return torch.empty(math.prod(shape[:-1]) * (shape[-1] + 4), dtype=torch.uint8, device=device)
 
     @torch.no_grad()
     def encode(self, tensor: Tensor, seed: int) -> Tensor:
@@ -119,16 +119,8 @@ class Int8:
     @torch.no_grad()
     def decode(self, message: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Dequantizes a uint8 message `[N · (H + 4)]` to `shape`, `[..., H]`."""
-        scales, numbers = scales_and_numbers(message, _rows(shape), shape[-1])
+        scales, numbers = scales_and_numbers(message, math.prod(shape[:-1]), shape[-1])
         return (numbers.float() * scales).to(dtype).view(shape)
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    """Returns N, the number of rows of a `[..., H]` shape."""
-    count = 1
-    for length in shape[:-1]:
-        count *= length
-    return count
 
 
 def wire_format(kind: WireKind) -> WireFormat:

@@ -173,9 +173,6 @@ def _cards_of(index: int, source: int, to: int, cards: Sequence[int | None]) -> 
 
     A channel without a shared card has one to itself.
     """
-    leaves, arrives = cards[source], cards[to]
-    used = [("out", leaves)] if leaves is not None else []
-    used += [("in", arrives)] if arrives is not None else []
-    if leaves is not None and leaves == arrives:
-        used = []
-    return tuple((end, card) for end, card in used if card is not None) or (("own", index),)
+    ends = ("out", cards[source]), ("in", cards[to])
+    used = [(end, card) for end, card in ends if card is not None and cards[source] != cards[to]]
+    return tuple(used) or (("own", index),)

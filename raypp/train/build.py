@@ -15,7 +15,7 @@ from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.shard import write_whole
 from raypp.pipeline.activation_offload import ActivationOffload
-from raypp.pipeline.link_probe import connect
+from raypp.pipeline.link_probe import Channels
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.tied import TiedEmbedding
@@ -109,7 +109,7 @@ def build_stages(
             )
         )
     if job.mesh.pp > 1:
-        connect(place.pp, ranks, groups.forward, groups.backward, device)
+        Channels(place.pp, ranks, groups.forward, groups.backward, device).connect()
     offload = ActivationOffload(device) if job.train.activation_checkpointing == "offload" else None
     runtime = ProgramRuntime(
         stages, pipeline.program, ranks, pipeline.microbatches, token_loss_sum, mark, offload=offload

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from raypp.pipeline.device_clock import ActionClock
-from raypp.pipeline.link_probe import Channel, time_channels
+from raypp.pipeline.link_probe import Channel, Channels
 from raypp.pipeline.wire import wire_format
 from raypp.planning.activations import Kind, stage_activation_bytes
 from raypp.planning.choose_lookahead import Depth, best_depth, cards_and_links, depths, fits_by_plan
@@ -183,7 +183,8 @@ class LookaheadTuner:
         size = max(form.buffer(shape, torch.device("meta")).nbytes for form in formats)
         groups, ranks, device = self._rank.groups, self.pipeline.rank_of_stage, self._rank.device
         barrier = partial(dist.barrier, groups.replica)
-        return time_channels(groups.coordinates.pp, ranks, groups.forward, groups.backward, device, size, barrier)
+        channels = Channels(groups.coordinates.pp, ranks, groups.forward, groups.backward, device)
+        return channels.time(size, barrier)
 
     def _room(self) -> dict[int, int]:
         """Returns how many microbatches fit, per stage, if its stages share free memory equally."""

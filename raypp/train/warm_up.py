@@ -36,7 +36,7 @@ def warm_up(
     Collective over the world. Call it between two steps, while no parameter has a gradient. It
     changes no weight, no optimizer state and no random number that is drawn later.
 
-    The pipeline's channels are not used: `connect` has connected them when the stages were built.
+    The pipeline's channels are not used: they were connected when the stages were built.
 
     Args:
         batch: A microbatch of the next step, `[B, t]`: the kernels depend on its shape.

@@ -9,7 +9,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from raypp.pipeline.link_probe import connect, time_channels
+from raypp.pipeline.link_probe import Channels
 
 HOSTS = 3
 
@@ -21,8 +21,9 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{address}:29611", rank=rank, world_size=HOSTS)
     up, down = dist.new_group(range(HOSTS)), dist.new_group(range(HOSTS))
     stages, device = list(range(HOSTS)), torch.device("cpu")
-    connect(rank, stages, up, down, device)
-    found = time_channels(rank, stages, up, down, device, size, dist.barrier)
+    channels = Channels(rank, stages, up, down, device)
+    channels.connect()
+    found = channels.time(size, dist.barrier)
     print(json.dumps([[*channel, times.wire_s, times.crowded_s] for channel, times in found.items()]))
     dist.barrier()
     dist.destroy_process_group()

@@ -13,7 +13,7 @@ from raypp.measure import group_check
 
 # `doctor --nccl` exchanges with both neighbours at once in processes of its own, beside no compute.
 FILES = sorted({*Path(raypp.__file__).parent.rglob("*.py")} - {Path(group_check.__file__)})
-GROUPS = ("init_process_group", "new_group", "init_device_mesh", "DeviceMesh")
+GROUPS = ("init_process_group", "new_group", "new_subgroups_by_enumeration", "init_device_mesh", "DeviceMesh")
 CALLS = (*GROUPS, "batch_isend_irecv")
 
 
