@@ -116,14 +116,6 @@ class Segments:
 Content = Conversation | Completion | Segments | str
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """What a row holds, and the columns that nothing reads."""
-
-    content: Content
-    unused: frozenset[str]
-
-
 class _Row:
     """A row by our names of columns; knows which were read."""
 
@@ -139,12 +131,11 @@ class _Row:
         self.unread.discard(theirs or "")
         return self.row.get(theirs) if theirs is not None else None
 
-    def called(self, key: str) -> str:
-        return self.names.key(key) or key
 
+def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> tuple[Content, set[str]]:
+    """Returns what a row holds, and the columns that nothing reads.
 
-def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> Parsed:
-    """Returns what a row holds, by the first shape whose columns it has; see `shape_of`.
+    Its shape is the first whose columns it has; see `shape_of`.
 
     Args:
         row: Plain values of JSON.
@@ -157,7 +148,7 @@ def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = Tr
     shape = shape_of(row, names) or shape_of(dict.fromkeys(row, True), names)
     mine = _Row(row, names)
     if shape == ("text",):
-        return Parsed(_text(row, names.columns["text"]), frozenset())
+        return _text(row, names.columns["text"]), set()
     _refuse(mine, shape)
     if shape is None:
         missing = [key for ours, key in names.columns.items() if ours not in TURN_KEYS and key not in row]
@@ -171,7 +162,7 @@ def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = Tr
             "say which columns it has, for example data.columns: {prompt: question, completion: answer}",
         )
     content = _SHAPES[shape](mine, chat)
-    return Parsed(content, frozenset(key for key in mine.unread if row[key] is not None))
+    return content, {key for key in mine.unread if row[key] is not None}
 
 
 def shape_of(row: Mapping[str, Any], names: Names = Names()) -> tuple[str, ...] | None:
@@ -247,7 +238,7 @@ def _completion(row: _Row, chat: bool) -> Content:
         return _complete(row, before + after, marks + more, begin=len(before))
     for key in ("system", "tools"):
         if row.get(key):
-            fault = f"has {_named(row.called(key))} beside a prompt and its completion, which are plain text"
+            fault = f"has {_named(row.names.key(key))} beside a prompt and its completion, which are plain text"
             raise RowFault(fault, "write it into the prompt, or use messages")
     return Completion(_text(row.row, row.called("prompt"), may_be_empty=True), _text(row.row, row.called("completion")))
 
@@ -322,7 +313,7 @@ def _system(row: _Row) -> str:
     for key in _SYSTEM:
         text = row.get(key)
         if text is not None and not isinstance(text, str):
-            raise RowFault(f"{_named(row.called(key))} is {kind_of(text)}, not a text", "write a string")
+            raise RowFault(f"{_named(row.names.key(key))} is {kind_of(text)}, not a text", "write a string")
         if text:
             return text
     return ""
