@@ -131,6 +131,9 @@ class _Row:
         self.unread.discard(theirs or "")
         return self.row.get(theirs) if theirs is not None else None
 
+    def called(self, key: str) -> str:
+        return self.names.key(key) or key
+
 
 def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> tuple[Content, set[str]]:
     """Returns what a row holds, and the columns that nothing reads.
@@ -238,7 +241,7 @@ def _completion(row: _Row, chat: bool) -> Content:
         return _complete(row, before + after, marks + more, begin=len(before))
     for key in ("system", "tools"):
         if row.get(key):
-            fault = f"has {_named(row.names.key(key))} beside a prompt and its completion, which are plain text"
+            fault = f"has {_named(row.called(key))} beside a prompt and its completion, which are plain text"
             raise RowFault(fault, "write it into the prompt, or use messages")
     return Completion(_text(row.row, row.called("prompt"), may_be_empty=True), _text(row.row, row.called("completion")))
 
@@ -313,7 +316,7 @@ def _system(row: _Row) -> str:
     for key in _SYSTEM:
         text = row.get(key)
         if text is not None and not isinstance(text, str):
-            raise RowFault(f"{_named(row.names.key(key))} is {kind_of(text)}, not a text", "write a string")
+            raise RowFault(f"{_named(row.called(key))} is {kind_of(text)}, not a text", "write a string")
         if text:
             return text
     return ""

@@ -193,7 +193,7 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
         shards.append(Shard(number, file, count, np.dtype(plan.dtype), own, request.vocab_size, cache))
         if plan.masks:
             own, at = sums[at : at + mask_blocks[number]], at + mask_blocks[number]
-            loss.append(ShardMask(number, masks[number], count, own, cache))
+            loss.append(ShardMask(f"loss-{number}", masks[number], count, own, cache))
     carries = tuple(loss) if plan.masks else None
     return Corpus(tuple(shards), offsets, manifest.digest, loss=carries, template=plan.template)
 
@@ -362,27 +362,34 @@ class BlockCache:
 
 
 class Blocks:
-    """The bytes of an object of a shard, read by blocks.
+    """What one object of a shard holds of each token, `[tokens]`; slices read blocks.
 
     Args:
         name: Of the blocks in the cache.
         file: Of the bytes.
-        size: Their number.
+        tokens: Their number.
         sums: CRC-32 of each block, uint32 `[blocks]`.
         cache: Of the folder.
     """
 
-    def __init__(self, name: str, file: SourceFile, size: int, sums: NDArray[np.uint32], cache: BlockCache) -> None:
-        self.name, self._file, self._size, self._sums, self._cache = name, file, size, sums, cache
+    def __init__(self, name: str, file: SourceFile, tokens: int, sums: NDArray[np.uint32], cache: BlockCache) -> None:
+        self.name, self._file, self._tokens, self._sums, self._cache = name, file, tokens, sums, cache
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns where the bytes of the tokens `[begin, end)` begin and end."""
+        raise NotImplementedError
 
     def between(self, begin: int, end: int) -> tuple[bytes, int]:
-        """Returns the blocks that hold the bytes `[begin, end)`, and where these begin in them."""
-        data = b"".join(self._cache.block(self, number) for number in _numbers(begin, end))
-        return data, begin % BLOCK
+        """Returns the blocks of the tokens `[begin, end)`, and where their bytes begin in them."""
+        data = b"".join(self._cache.block(self, number) for number in self._numbers(begin, end))
+        return data, self.bytes_of(begin, end)[0] % BLOCK
 
-    def fetch_bytes(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Reads the blocks of some bytes `[begin, end)` at once."""
-        self._cache.fetch(self, sorted({number for span in spans for number in _numbers(*span)}))
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Reads the blocks of some spans `[begin, end)` at once."""
+        self._cache.fetch(self, sorted({number for span in spans for number in self._numbers(*span)}))
 
     def is_whole(self, number: int, data: bytes) -> bool:
         """Whether these bytes are the block."""
@@ -395,7 +402,7 @@ class Blocks:
             DataError: It is damaged, or cannot be used.
         """
         start = number * BLOCK
-        data = self._file.read(start, min(start + BLOCK, self._size))
+        data = self._file.read(start, min(start + BLOCK, self.bytes_of(0, self._tokens)[1]))
         where = f"{self._file.name} at byte {start:,}"
         if not self.is_whole(number, data):
             fix = "write the shards again by `raypp data tokenize`, or copy them again"
@@ -406,18 +413,19 @@ class Blocks:
     def check(self, data: bytes, where: str) -> None:
         """Raises DataError if a block that is whole cannot be used."""
 
+    def _numbers(self, begin: int, end: int) -> range:
+        first, last = self.bytes_of(begin, end)
+        return range(first // BLOCK, -(-last // BLOCK))
+
 
 class Shard(Blocks):
-    """The ids of one shard, `[tokens]`; slices read blocks.
+    """The ids of one shard.
 
     Args:
         number: In its folder.
-        file: Of the ids.
-        tokens: Their number.
+        file, tokens, sums, cache: See `Blocks`.
         dtype: Of the ids.
-        sums: CRC-32 of each block, uint32 `[blocks]`.
         below: All ids must be below it.
-        cache: Of the folder.
     """
 
     def __init__(
@@ -430,22 +438,16 @@ class Shard(Blocks):
         below: int,
         cache: BlockCache,
     ) -> None:
-        super().__init__(str(number), file, tokens * dtype.itemsize, sums, cache)
-        self._tokens, self._dtype, self._below = tokens, dtype, below
+        super().__init__(str(number), file, tokens, sums, cache)
+        self._dtype, self._below = dtype, below
 
-    def __len__(self) -> int:
-        return self._tokens
+    def bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        return begin * self._dtype.itemsize, end * self._dtype.itemsize
 
     def __getitem__(self, span: slice) -> IdArray:
         begin, end, _ = span.indices(self._tokens)
-        width = self._dtype.itemsize
-        data, start = self.between(begin * width, end * width)
+        data, start = self.between(begin, end)
         return np.frombuffer(data, self._dtype, max(0, end - begin), start)
-
-    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Reads the blocks of some spans `[begin, end)` at once."""
-        width = self._dtype.itemsize
-        self.fetch_bytes([(begin * width, end * width) for begin, end in spans])
 
     def check(self, data: bytes, where: str) -> None:
         highest = int(np.frombuffer(data, self._dtype).max())
@@ -455,35 +457,14 @@ class Shard(Blocks):
 
 
 class ShardMask(Blocks):
-    """Which ids of one shard carry loss, bool `[tokens]`; slices read blocks of bits.
+    """Which ids of one shard carry loss, a bit each; see `Blocks`."""
 
-    Args:
-        number: In its folder.
-        file: Of the bits.
-        tokens: Their number.
-        sums: CRC-32 of each block, uint32 `[blocks]`.
-        cache: Of the folder.
-    """
-
-    def __init__(self, number: int, file: SourceFile, tokens: int, sums: NDArray[np.uint32], cache: BlockCache) -> None:
-        super().__init__(f"loss-{number}", file, mask_bytes(tokens), sums, cache)
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return self._tokens
+    def bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        return begin // 8, mask_bytes(end)
 
     def __getitem__(self, span: slice) -> Mask:
         begin, end, _ = span.indices(self._tokens)
-        first, count = begin // 8, max(0, end - begin)
-        data, start = self.between(first, mask_bytes(end))
+        count = max(0, end - begin)
+        data, start = self.between(begin, end)
         packed = np.frombuffer(data, np.uint8, mask_bytes(begin % 8 + count), start)
         return np.unpackbits(packed, bitorder="little")[begin % 8 : begin % 8 + count].view(np.bool_)
-
-    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Reads the blocks of some spans `[begin, end)` at once."""
-        self.fetch_bytes([(begin // 8, mask_bytes(end)) for begin, end in spans])
-
-
-def _numbers(begin: int, end: int) -> range:
-    """Returns the numbers of the blocks with the bytes `[begin, end)`."""
-    return range(begin // BLOCK, -(-end // BLOCK))
