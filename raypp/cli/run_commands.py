@@ -295,7 +295,10 @@ def summary_view(place: RunPlace, records: Records, console: Console) -> Rendera
     pairs: list[tuple[str, RenderableType]] = [
         ("steps", f"{records.step} of {status['steps']}"),
         ("final loss", loss),
-        *_held_out(events),
+        *(
+            ("held-out loss", f"{loss_text(event.number('loss'))}  (step {event.step})")
+            for event in [event for event in events if event.kind == "evaluated"][-1:]
+        ),
         ("tokens/s", quantity(statistics.median(row["tokens_per_s"] for row in rows) if rows else None) + "  (median)"),
         ("wall time", _wall_time(status, events)),
         ("restarts", str(status["restarts"])),
@@ -313,14 +316,6 @@ def summary_view(place: RunPlace, records: Records, console: Console) -> Rendera
     for command, words in commands:
         grid.add_row(Text.assemble("  ", command), Text(words, style="dim"))
     return Group(*parts, Text(""), Text("next", style="dim"), grid)
-
-
-def _held_out(events: Sequence[Event]) -> list[tuple[str, RenderableType]]:
-    """Returns the last evaluation, if there was one."""
-    evaluations = [event for event in events if event.kind == "evaluated"]
-    if not evaluations:
-        return []
-    return [("held-out loss", f"{loss_text(evaluations[-1].number('loss'))}  (step {evaluations[-1].step})")]
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -97,9 +97,10 @@ def _head(records: Records) -> RenderableType:
         f"step {step}/{steps}" if steps else f"step {step}", ProgressBar(total=max(1, steps), completed=step), remaining
     )
     row = rows[-1] if rows else {}
+    evaluations = [event for event in records.events if event.kind == "evaluated"]
     figures = [
         f"loss {loss_text(row.get('loss', status['loss']))}",
-        *(f"held-out loss {loss_text(one.number('loss'))}" for one in _last(records.events, "evaluated")),
+        *(f"held-out loss {loss_text(one.number('loss'))}" for one in evaluations[-1:]),
         f"{quantity(row.get('tokens_per_s', status['tokens_per_s']))} tokens/s",
         *([f"{row['step_s']:.3g} s/step", f"grad norm {row['grad_norm']:.3g}"] if row else []),
         f"attempt {status['attempt']} (restarts: {status['restarts']})",
@@ -109,10 +110,6 @@ def _head(records: Records) -> RenderableType:
     place = Text(f"checkpoint {status['checkpoint'] or 'none yet'}", style="dim", no_wrap=True, overflow="ellipsis")
     error = Text(one_line(status["error"] or ""), style="red", no_wrap=True, overflow="ellipsis")
     return Group(title, grid, Text("  ".join(figures), no_wrap=True, overflow="ellipsis"), place, error)
-
-
-def _last(events: Sequence[Event], kind: str) -> list[Event]:
-    return [event for event in events if event.kind == kind][-1:]
 
 
 def mesh_view(status: Mapping[str, Any], width: int, height: int) -> list[RenderableType]:

@@ -116,14 +116,6 @@ class Segments:
 Content = Conversation | Completion | Segments | str
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """What a row holds, and the columns that nothing reads."""
-
-    content: Content
-    unused: frozenset[str]
-
-
 class _Row:
     """A row by our names of columns; knows which were read."""
 
@@ -143,8 +135,10 @@ class _Row:
         return self.names.key(key) or key
 
 
-def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> Parsed:
-    """Returns what a row holds, by the first shape whose columns it has; see `shape_of`.
+def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = True) -> tuple[Content, set[str]]:
+    """Returns what a row holds, and the columns that nothing reads.
+
+    Its shape is the first whose columns it has; see `shape_of`.
 
     Args:
         row: Plain values of JSON.
@@ -157,7 +151,7 @@ def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = Tr
     shape = shape_of(row, names) or shape_of(dict.fromkeys(row, True), names)
     mine = _Row(row, names)
     if shape == ("text",):
-        return Parsed(_text(row, names.columns["text"]), frozenset())
+        return _text(row, names.columns["text"]), set()
     _refuse(mine, shape)
     if shape is None:
         missing = [key for ours, key in names.columns.items() if ours not in TURN_KEYS and key not in row]
@@ -171,7 +165,7 @@ def parse_row(row: Mapping[str, Any], names: Names = Names(), *, chat: bool = Tr
             "say which columns it has, for example data.columns: {prompt: question, completion: answer}",
         )
     content = _SHAPES[shape](mine, chat)
-    return Parsed(content, frozenset(key for key in mine.unread if row[key] is not None))
+    return content, {key for key in mine.unread if row[key] is not None}
 
 
 def shape_of(row: Mapping[str, Any], names: Names = Names()) -> tuple[str, ...] | None:

@@ -13,8 +13,7 @@ import numpy as np
 
 from raypp.data.corpus import Corpus, Piece
 from raypp.data.mixture import MixtureOrder
-from raypp.data.packing import NO_LABEL, Row, RowPlan, make_row
-from raypp.data.row_order import RowOrder, SingleOrder
+from raypp.data.packing import NO_LABEL, Row, RowOrder, RowPlan, make_row
 from raypp.data.source_files import find_files
 from raypp.data.sources import Documents, open_documents
 from raypp.errors import DataError, JobError, Problem
@@ -22,7 +21,6 @@ from raypp.kinds import SOURCES, keeps_data_elsewhere
 from raypp.spec.job import Job
 from raypp.spec.paths import is_hub_name
 
-C = TypeVar("C")
 T = TypeVar("T")
 
 CHECKED_BYTES = 8 << 20
@@ -57,9 +55,11 @@ class Share:
         """Rows per replica and step."""
         return self.microbatches * self.micro_batch_size
 
-    def of(self, step: Sequence[list[Piece]]) -> Sequence[list[Piece]]:
-        """Returns this replica's share of all rows of a step."""
-        return step[self.replica * self.rows : (self.replica + 1) * self.rows]
+    def read(self, corpus: Corpus, step: Sequence[list[Piece]]) -> list[Row]:
+        """Reads this replica's share of all rows of a step."""
+        mine = step[self.replica * self.rows : (self.replica + 1) * self.rows]
+        corpus.fetch(piece for pieces in mine for piece in pieces)
+        return [make_row(corpus, pieces) for pieces in mine]
 
     def microbatched(self, rows: Sequence[Row]) -> list[Microbatch]:
         """Groups this replica's rows of a step into microbatches."""
@@ -67,14 +67,12 @@ class Share:
         return [Microbatch(tuple(rows[i : i + each])) for i in range(0, self.rows, each)]
 
 
-def steps_from(order: RowOrder[C], share: Share, cursor: C) -> Iterator[tuple[list[Microbatch], C]]:
+def steps_from(order: RowOrder, share: Share, cursor: Any) -> Iterator[tuple[list[Microbatch], Any]]:
     """Yields a replica's microbatches of every step from a cursor on, with the cursor after it."""
     rows = order.rows(cursor)
     while True:
         step = list(islice(rows, share.replicas * share.rows))
-        mine = share.of([pieces for pieces, _ in step])
-        order.corpus.fetch(piece for pieces in mine for piece in pieces)
-        own = [make_row(order.corpus, pieces) for pieces in mine]
+        own = share.read(order.corpus, [pieces for pieces, _ in step])
         yield share.microbatched(own), step[-1][1]
 
 
@@ -92,22 +90,15 @@ class Loader:
         share: This replica's share.
     """
 
-    def __init__(
-        self, documents: Documents, order: RowOrder[Any], share: Share, held_out: RowPlan | None = None
-    ) -> None:
-        self._documents, self._order, self._share, self._held_out = documents, order, share, held_out
+    def __init__(self, documents: Documents, order: RowOrder, share: Share, held_out: RowPlan | None = None) -> None:
+        self.documents, self._order, self._share, self._held_out = documents, order, share, held_out
         self._cursor: Any = order.start
         self._steps: Prefetch[tuple[list[Microbatch], Any]] | None = None
 
     @property
-    def documents(self) -> Documents:
-        """The job's documents."""
-        return self._documents
-
-    @property
     def identity(self) -> str:
-        """A digest of the rows and their order (`data_identity`)."""
-        return self._documents.identity
+        """A digest of the rows and their order."""
+        return self.documents.identity
 
     def next_step(self) -> list[Microbatch]:
         """Returns this replica's microbatches of the next step.
@@ -124,7 +115,7 @@ class Loader:
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
-        template = self._documents.train.template
+        template = self.documents.train.template
         at = {**self._order.document(self._cursor), "data": self.identity, "encoding": _ENCODING}
         return {**at, "template": template} if template else at
 
@@ -152,7 +143,7 @@ class Loader:
         self._cursor = cursor
 
     def _other_data(self, data: str, position: Mapping[str, Any]) -> Problem:
-        own, other = self._documents.train.template, "start a run under another name"
+        own, other = self.documents.train.template, "start a run under another name"
         template = position.get("template", "")
         if own != template:
             fault = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
@@ -189,13 +180,11 @@ class Loader:
         return 0 if plan is None else int(plan.corpus.lengths().sum())
 
     def _steps_once(self, plan: RowPlan) -> Iterator[list[Microbatch]]:
-        share, corpus = self._share, plan.corpus
-        filler = Row(np.array([self._documents.tokenizer.eos_id]), np.array([NO_LABEL]), (1,))
+        share = self._share
+        filler = Row(np.array([self.documents.tokenizer.eos_id]), np.array([NO_LABEL]), (1,))
         rows = (pieces for block in range(plan.blocks) for pieces in plan.block(0, block))
         while step := list(islice(rows, share.replicas * share.rows)):
-            mine = share.of(step)
-            corpus.fetch(piece for pieces in mine for piece in pieces)
-            own = [make_row(corpus, pieces) for pieces in mine]
+            own = share.read(plan.corpus, step)
             yield share.microbatched(own + [filler] * (share.rows - len(own)))
 
     def close(self) -> None:
@@ -226,12 +215,12 @@ def open_loader(job: Job, replica: int, replicas: int) -> Loader:
     return Loader(documents, order, share, held_out)
 
 
-def order_of(documents: Documents, job: Job) -> RowOrder[Any]:
+def order_of(documents: Documents, job: Job) -> RowOrder:
     """Returns the training rows of a job's documents."""
     plan, seed = _planner(job), job.train.seed
     if documents.parts:
         return MixtureOrder(documents.parts, documents.train, plan, seed)
-    return SingleOrder(plan(documents.train, seed))
+    return RowOrder(plan(documents.train, seed))
 
 
 def _planner(job: Job) -> Callable[[Corpus, int], RowPlan]:

@@ -16,8 +16,7 @@ from math import ceil, lcm
 from typing import Any
 
 from raypp.data.corpus import Corpus, Piece, joined
-from raypp.data.packing import RowPlan
-from raypp.data.row_order import Cursor, rows_from
+from raypp.data.packing import Cursor, RowOrder, RowPlan, rows_from
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
@@ -63,7 +62,7 @@ class PartCursor:
 MixtureCursor = tuple[PartCursor, ...]
 
 
-class MixtureOrder:
+class MixtureOrder(RowOrder):
     """The rows of a mixture. A part whose budget is spent gives no more; the others share its rows.
 
     A budget ends with the row in which it is reached.

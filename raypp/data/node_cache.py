@@ -1,4 +1,4 @@
-"""A cache of files that one process of a node creates and all map into memory.
+"""A cache of files that one process of a node creates and all map into memory, after checks.
 
 It is at `$RAYPP_CACHE_DIR`, else `$XDG_CACHE_HOME/raypp`, else `~/.cache/raypp`. An entry is a
 directory named by the digest of everything it was made from; it appears complete or not at all. You

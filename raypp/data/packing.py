@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +130,77 @@ def make_row(corpus: Corpus, pieces: Sequence[Piece]) -> Row:
         labels[at : at + len(ids) - 1][learnt] = ids[1:][learnt]
         at += piece.length
     return Row(tokens, labels, tuple(piece.length for piece in pieces))
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The position of the next row in the global order: epoch, block and row in the block."""
+
+    epoch: int = 0
+    block: int = 0
+    row: int = 0
+
+    def document(self) -> dict[str, Any]:
+        """Returns it as plain JSON data."""
+        return {"epoch": self.epoch, "block": self.block, "row": self.row}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Cursor:
+        """Reads what `document` returns; raises KeyError, TypeError or ValueError."""
+        return cls(int(document["epoch"]), int(document["block"]), int(document["row"]))
+
+
+def rows_from(plan: RowPlan, cursor: Cursor) -> Iterator[tuple[list[Piece], Cursor]]:
+    """Yields all rows from a cursor on, without end, each with the cursor after it."""
+    epoch, block, first = cursor.epoch, cursor.block, cursor.row
+    while True:
+        following = Cursor(epoch, block + 1) if block + 1 < plan.blocks else Cursor(epoch + 1)
+        rows = plan.block(epoch, block)
+        for index in range(first, len(rows)):
+            yield rows[index], Cursor(epoch, block, index + 1) if index + 1 < len(rows) else following
+        epoch, block, first = following.epoch, following.block, 0
+
+
+class RowOrder:
+    """All rows of a run, in order: here those of one source. Positions in it are immutable.
+
+    Attributes:
+        corpus: The documents that the pieces of the rows refer to.
+        start: The position of the first row.
+
+    Args:
+        plan: The rows of an epoch.
+    """
+
+    start: Any
+
+    def __init__(self, plan: RowPlan) -> None:
+        self._epoch, self.corpus, self.start = plan, plan.corpus, Cursor()
+
+    def rows(self, cursor: Any) -> Iterator[tuple[list[Piece], Any]]:
+        """Yields all rows from a position on, each with the position after it."""
+        return rows_from(self._epoch, cursor)
+
+    def once(self) -> RowPlan:
+        """Returns the plan of one epoch of all documents."""
+        return self._epoch
+
+    def document(self, cursor: Any) -> dict[str, Any]:
+        """Returns a position as plain JSON data."""
+        document: dict[str, Any] = cursor.document()
+        return document
+
+    def cursor(self, document: Mapping[str, Any]) -> Any:
+        """Reads what `document` returns; raises KeyError, TypeError or ValueError."""
+        return Cursor.of(document)
+
+    def differences(self, document: Mapping[str, Any]) -> list[str]:
+        """Says in words what a position of other data was made with; empty if that is unknown."""
+        return []
+
+    def used(self, cursor: Any) -> dict[str, float]:
+        """Returns what was used of each part before a position, by the name in the history."""
+        return {}
 
 
 # Random orders that are computed, not stored: a part of an order costs only that part.

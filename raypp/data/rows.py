@@ -122,8 +122,8 @@ class RowEncoder:
         if isinstance(row, RowFault):
             return row
         try:
-            parsed = parse_row(row, self._names, chat=self._template is not None)
-            text = self._parsed(parsed.content)
+            content, unused = parse_row(row, self._names, chat=self._template is not None)
+            text = self._parsed(content)
             text.text.encode()
         except RowFault as fault:
             return fault
@@ -131,7 +131,7 @@ class RowEncoder:
             return RowFault(str(fault), "repair the row, or the template")
         except UnicodeEncodeError as error:
             return RowFault(f"the text is not valid Unicode: {visible(error.reason)}", "repair the row")
-        return replace(text, remarks=text.remarks | {f"column {key} is not used" for key in parsed.unused})
+        return replace(text, remarks=text.remarks | {f"column {key} is not used" for key in unused})
 
     def _parsed(self, content: Content) -> _Text:
         if isinstance(content, str):

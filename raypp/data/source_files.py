@@ -60,7 +60,9 @@ class SourceFile:
                 file.seek(start)
                 return file.read(end - start)
         except (OSError, NotFound) as error:
-            raise unreadable(self.place, self.name, error) from error
+            reason = getattr(error, "strerror", None) or str(error)
+            fault, fix = f"cannot read {self.name}: {reason}", "check that it exists and that you may read it"
+            raise DataError(Problem(self.place, fault, fix)) from error
 
     def chunks(self) -> Iterator[bytes]:
         """Yields the content, at most 16 MiB at a time. Reports to `watching`.
@@ -69,20 +71,10 @@ class SourceFile:
             DataError: It is missing or cannot be read.
             StoreError: The store does not answer.
         """
-        try:
-            if self.store is None:
-                with open_file(Path(self.key), place=self.place) as file:
-                    while chunk := file.read(_CHUNK):
-                        _watch.get()(len(chunk))
-                        yield chunk
-            else:
-                for start in range(0, self.size, _CHUNK):
-                    with _named(self.place):
-                        chunk = self.store.get(self.key, start, min(self.size, start + _CHUNK))
-                    _watch.get()(len(chunk))
-                    yield chunk
-        except (OSError, NotFound) as error:
-            raise unreadable(self.place, self.name, error) from error
+        for start in range(0, self.size, _CHUNK):
+            chunk = self.read(start, min(self.size, start + _CHUNK))
+            watched(len(chunk))
+            yield chunk
 
     def contents(self) -> Iterator[bytes]:
         """Yields the content like `chunks`, decompressed if the name ends in .gz or .zst.
@@ -236,12 +228,6 @@ def too_long(place: str, where: str, noun: str) -> DataError:
     """Returns the error for a line or a document, beginning at `file:line`, that is too long."""
     fault = f"{where}: the {noun} has more than {MOST_TEXT_BYTES:,} bytes"
     return DataError(Problem(place, fault, f"split it into several {noun}s"))
-
-
-def unreadable(place: str, name: str, error: Exception) -> DataError:
-    """Returns the error for a file that exists but cannot be read."""
-    reason = getattr(error, "strerror", None) or str(error)
-    return DataError(Problem(place, f"cannot read {name}: {reason}", "check that it exists and that you may read it"))
 
 
 ENDINGS = (".gz", ".zst")

@@ -39,7 +39,7 @@ class Documents:
         held_out: The held-out documents; None without `data.eval`.
         tokenizer: The job's tokenizer.
         identity: Digest of the training rows: documents, tokenizer, and every setting that affects
-            their order.
+            their order; the same on every mesh and machine.
         parts: The parts of a mixture, whose documents `train` has in order; else empty.
         total: Documents of the source, before any is dropped or held out.
         too_long: Those of them with more than data.seq_len tokens.
@@ -171,14 +171,6 @@ def split(whole: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
     held_out = np.zeros(len(whole), dtype=bool)
     held_out[drawn] = True
     return whole.select(np.flatnonzero(~held_out)), whole.select(np.flatnonzero(held_out))
-
-
-def data_identity(job: Job) -> str:
-    """Returns a digest of the training rows in their order, the same on every mesh and machine.
-
-    Reads the data and raises errors as `open_documents` does.
-    """
-    return open_documents(job).identity
 
 
 def check_data(job: Job, *, stores: bool = False) -> list[Problem]:

@@ -1,23 +1,33 @@
 """Token ids: shards of `raypp data tokenize`, or one-dimensional `.npy` files made elsewhere.
 
 In the latter, the end id separates documents. The arrays are memory-mapped and never loaded whole.
-One pass finds the start of each document; for large files the node's cache keeps the result.
+One pass finds the start of each document; for large files the node's cache keeps the result. Shards
+are read a block at a time, and each block is checked by its CRC-32.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import secrets
+import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.data.corpus import Corpus, IdArray
+from raypp.crc32 import crc32
+from raypp.data.corpus import Corpus, IdArray, Mask
 from raypp.data.node_cache import cache_directory, made_once, map_array, read_meta, read_offsets
 from raypp.data.shard_format import (
+    BLOCK,
     MANIFEST,
     MANIFEST_BOUNDS,
     Manifest,
@@ -27,7 +37,6 @@ from raypp.data.shard_format import (
     shard_name,
 )
 from raypp.data.source_files import SourceFile, find_files
-from raypp.data.token_blocks import BlockCache, Shard, ShardMask
 from raypp.data.tokenised import IN_MEMORY_BYTES, Request, entry_name
 from raypp.errors import DataError, Problem
 from raypp.kinds import SourceKind
@@ -184,7 +193,7 @@ def open_shards(request: Request, files: Sequence[SourceFile], manifest_file: So
         shards.append(Shard(number, file, count, np.dtype(plan.dtype), own, request.vocab_size, cache))
         if plan.masks:
             own, at = sums[at : at + mask_blocks[number]], at + mask_blocks[number]
-            loss.append(ShardMask(number, masks[number], count, own, cache))
+            loss.append(ShardMask(f"loss-{number}", masks[number], count, own, cache))
     carries = tuple(loss) if plan.masks else None
     return Corpus(tuple(shards), offsets, manifest.digest, loss=carries, template=plan.template)
 
@@ -261,3 +270,201 @@ def manifest_of(path: str, files: Sequence[SourceFile], place: str) -> SourceFil
         fault = f"{folder} has no {MANIFEST}: the shards are not finished"
         raise DataError(Problem(place, fault, "run `raypp data tokenize` again: it continues")) from None
     return manifest
+
+
+DISK_BYTES = 1 << 30
+"""Most bytes of one folder's blocks that a node keeps on disk."""
+_IN_MEMORY = 256  # blocks
+_THREADS = 16
+_PRUNE_EVERY = 64 << 20
+
+
+class BlockCache:
+    """Blocks of all shards of one folder: the last used in memory, those of a store also on disk.
+
+    The processes of a node share the files. A file that is damaged is read again from the store.
+
+    Args:
+        folder: Of the files; None for shards that are files themselves.
+        most_bytes: Of the files; the oldest are removed.
+    """
+
+    def __init__(self, folder: Path | None, most_bytes: int = DISK_BYTES) -> None:
+        self._folder, self._most = folder, most_bytes
+        self._lock = threading.Lock()
+        self._memory: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._room, self._written = _IN_MEMORY, 0
+        self._pool: ThreadPoolExecutor | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._pool = ThreadPoolExecutor(_THREADS, "raypp-blocks")
+
+    def block(self, blocks: Blocks, number: int) -> bytes:
+        """Returns a block; raises DataError if it is damaged or cannot be read."""
+        key = (blocks.name, number)
+        with self._lock:
+            if key in self._memory:
+                self._memory.move_to_end(key)
+                return self._memory[key]
+        data = self._from_disk(blocks, number)
+        if data is None:
+            data = blocks.read(number)
+            if self._folder is not None:
+                self._to_disk(self._folder, key, data)
+        with self._lock:
+            self._memory[key] = data
+            while len(self._memory) > self._room:
+                self._memory.popitem(last=False)
+        return data
+
+    def fetch(self, blocks: Blocks, numbers: Sequence[int]) -> None:
+        """Reads blocks of a store at once. Keeps all of them in memory."""
+        if self._pool is not None:
+            self._room = max(self._room, 2 * len(numbers))
+            list(self._pool.map(lambda number: self.block(blocks, number), numbers))
+
+    def _from_disk(self, blocks: Blocks, number: int) -> bytes | None:
+        if self._folder is None:
+            return None
+        try:
+            data = (self._folder / f"{blocks.name}-{number}").read_bytes()
+        except OSError:
+            return None
+        return data if blocks.is_whole(number, data) else None
+
+    def _to_disk(self, folder: Path, key: tuple[str, int], data: bytes) -> None:
+        name = folder / f"{key[0]}-{key[1]}"
+        unfinished = folder / f".{name.name}-{secrets.token_hex(4)}"
+        try:
+            unfinished.write_bytes(data)
+            unfinished.rename(name)
+        except OSError:  # a full disk only makes it slower
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+        self._written += len(data)
+        if self._written >= min(_PRUNE_EVERY, self._most // 4):
+            self._written = 0
+            self._prune(folder)
+
+    def _prune(self, folder: Path) -> None:
+        files = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    files.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
+        left = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if left <= self._most * 3 // 4:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
+            left -= size
+
+
+class Blocks:
+    """What one object of a shard holds of each token, `[tokens]`; slices read blocks.
+
+    Args:
+        name: Of the blocks in the cache.
+        file: Of the bytes.
+        tokens: Their number.
+        sums: CRC-32 of each block, uint32 `[blocks]`.
+        cache: Of the folder.
+    """
+
+    def __init__(self, name: str, file: SourceFile, tokens: int, sums: NDArray[np.uint32], cache: BlockCache) -> None:
+        self.name, self._file, self._tokens, self._sums, self._cache = name, file, tokens, sums, cache
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns where the bytes of the tokens `[begin, end)` begin and end."""
+        raise NotImplementedError
+
+    def between(self, begin: int, end: int) -> tuple[bytes, int]:
+        """Returns the blocks of the tokens `[begin, end)`, and where their bytes begin in them."""
+        data = b"".join(self._cache.block(self, number) for number in self._numbers(begin, end))
+        return data, self.bytes_of(begin, end)[0] % BLOCK
+
+    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Reads the blocks of some spans `[begin, end)` at once."""
+        self._cache.fetch(self, sorted({number for span in spans for number in self._numbers(*span)}))
+
+    def is_whole(self, number: int, data: bytes) -> bool:
+        """Whether these bytes are the block."""
+        return crc32(data) == int(self._sums[number])
+
+    def read(self, number: int) -> bytes:
+        """Reads a block from the file or the store.
+
+        Raises:
+            DataError: It is damaged, or cannot be used.
+        """
+        start = number * BLOCK
+        data = self._file.read(start, min(start + BLOCK, self.bytes_of(0, self._tokens)[1]))
+        where = f"{self._file.name} at byte {start:,}"
+        if not self.is_whole(number, data):
+            fix = "write the shards again by `raypp data tokenize`, or copy them again"
+            raise DataError(Problem(self._file.place, f"{where} is damaged (its CRC-32 differs)", fix))
+        self.check(data, where)
+        return data
+
+    def check(self, data: bytes, where: str) -> None:
+        """Raises DataError if a block that is whole cannot be used."""
+
+    def _numbers(self, begin: int, end: int) -> range:
+        first, last = self.bytes_of(begin, end)
+        return range(first // BLOCK, -(-last // BLOCK))
+
+
+class Shard(Blocks):
+    """The ids of one shard.
+
+    Args:
+        number: In its folder.
+        file, tokens, sums, cache: See `Blocks`.
+        dtype: Of the ids.
+        below: All ids must be below it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        file: SourceFile,
+        tokens: int,
+        dtype: np.dtype[Any],
+        sums: NDArray[np.uint32],
+        below: int,
+        cache: BlockCache,
+    ) -> None:
+        super().__init__(str(number), file, tokens, sums, cache)
+        self._dtype, self._below = dtype, below
+
+    def bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        return begin * self._dtype.itemsize, end * self._dtype.itemsize
+
+    def __getitem__(self, span: slice) -> IdArray:
+        begin, end, _ = span.indices(self._tokens)
+        data, start = self.between(begin, end)
+        return np.frombuffer(data, self._dtype, max(0, end - begin), start)
+
+    def check(self, data: bytes, where: str) -> None:
+        highest = int(np.frombuffer(data, self._dtype).max())
+        if highest >= self._below:
+            fault = f"{where} has the id {highest}, but model.vocab_size is {self._below}"
+            raise DataError(Problem(self._file.place, fault, "set model.vocab_size to more than the highest id"))
+
+
+class ShardMask(Blocks):
+    """Which ids of one shard carry loss, a bit each; see `Blocks`."""
+
+    def bytes_of(self, begin: int, end: int) -> tuple[int, int]:
+        return begin // 8, mask_bytes(end)
+
+    def __getitem__(self, span: slice) -> Mask:
+        begin, end, _ = span.indices(self._tokens)
+        count = max(0, end - begin)
+        data, start = self.between(begin, end)
+        packed = np.frombuffer(data, np.uint8, mask_bytes(begin % 8 + count), start)
+        return np.unpackbits(packed, bitorder="little")[begin % 8 : begin % 8 + count].view(np.bool_)

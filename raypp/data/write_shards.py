@@ -1,4 +1,4 @@
-"""Writes token shards: tokenises a source once, in several processes, and resumes after a kill."""
+"""Writes token shards: tokenises the sources of a job once, in processes; resumes after a kill."""
 
 from __future__ import annotations
 
@@ -371,10 +371,11 @@ def outputs_of(job: Job) -> list[Output]:
     """
     data = job.data
     if data.parts and SOURCES.get(data.kind).mixes:
+        names = part_names(data.parts)
         texts = [index for index, part in enumerate(data.parts) if _has_text(part.kind)]
         if not texts:
             raise DataError(Problem("data.parts", "no part has text to tokenise", "train on the mixture as it is"))
-        return [_output(job, f"data.parts[{index}]", names_of(job)[index], data.part(index)) for index in texts]
+        return [_output(job, f"data.parts[{index}]", names[index], data.part(index)) for index in texts]
     if data.eval is None or data.eval.path is None:
         return [_output(job, "data", "", data)]
     held_out = data.model_copy(update={"path": data.eval.path})
@@ -395,17 +396,12 @@ def section_of_shards(job: Job, urls: Mapping[str, str]) -> dict[str, Any]:
         section["eval"] = {"path": urls["data.eval"]}
     if job.data.parts and "data" not in urls:
         section["parts"] = []
-        for index, (part, name) in enumerate(zip(job.data.parts, names_of(job), strict=True)):
+        for index, (part, name) in enumerate(zip(job.data.parts, part_names(job.data.parts), strict=True)):
             given = {**_given(part), "name": name}
             if (url := urls.get(f"data.parts[{index}]")) is not None:
                 given = {"kind": "tokens", "path": url, **_without_source(given)}
             section["parts"].append(given)
     return section
-
-
-def names_of(job: Job) -> list[str]:
-    """Returns the names of the parts of a mixture."""
-    return part_names(job.data.parts or [])
 
 
 def _output(job: Job, key: str, name: str, data: Any) -> Output:

@@ -587,8 +587,8 @@ FAULTS = [
     # The loader.
     Fault(
         "loader-everyone-reads-the-first-share", _LOADER,
-        "return step[self.replica * self.rows : (self.replica + 1) * self.rows]",
-        "return step[: self.rows]",
+        "mine = step[self.replica * self.rows : (self.replica + 1) * self.rows]",
+        "mine = step[: self.rows]",
         "all replicas train on the same rows",
     ),
     Fault(
@@ -618,7 +618,7 @@ FAULTS = [
     Fault(
         "loader-filler-counts", _LOADER,
         "np.array([NO_LABEL]), (1,))",
-        "np.array([self._documents.tokenizer.eos_id]), (1,))",
+        "np.array([self.documents.tokenizer.eos_id]), (1,))",
         "the loss of an evaluation depends on the mesh",
     ),
     Fault(

@@ -17,7 +17,7 @@ import yaml
 from programs import run_python
 
 from raypp.data.loader import open_loader
-from raypp.data.sources import data_identity
+from raypp.data.sources import open_documents
 from raypp.spec.job import Job
 from raypp.spec.job_file import load_job
 
@@ -95,7 +95,10 @@ data:
     section = yaml.safe_load(said.partition("with this section:\n")[2])["data"]
     assert [part["kind"] for part in section["parts"]] == ["tokens", "tokens", "synthetic"]
     source = load_job(room / "job.yaml").job
-    assert data_identity(Job.model_validate({**source.model_dump(), "data": section})) == data_identity(source)
+    assert (
+        open_documents(Job.model_validate({**source.model_dump(), "data": section})).identity
+        == open_documents(source).identity
+    )
     (room / "chat.jsonl").write_text('{"messages": 3}\n' * 1999 + "no JSON\n")
     running = command(room, "--out", "other")
     _, told = running.communicate(timeout=240)

@@ -11,6 +11,7 @@ import numpy as np
 from raypp.data.corpus import Corpus
 from raypp.data.loader import Loader, open_loader
 from raypp.data.packing import Row
+from raypp.data.sources import open_documents
 from raypp.spec.job import Job
 
 END = 256
@@ -33,6 +34,10 @@ def job(
             "train": {"micro_batch_size": micro_batch_size, "seed": seed},
         }
     )
+
+
+def data_identity(job: Job) -> str:
+    return open_documents(job).identity
 
 
 @contextmanager

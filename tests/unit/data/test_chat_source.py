@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import zstandard
 from chat_samples import CHATML, CHATML_MARKED, turns, write_tokenizer
-from data_jobs import as_lists, job, loading, rows_of
+from data_jobs import as_lists, data_identity, job, loading, rows_of
 
 from raypp.data.packing import NO_LABEL
-from raypp.data.sources import check_data, data_identity, open_documents
+from raypp.data.sources import check_data, open_documents
 from raypp.data.tokenizer import FileTokenizer
 from raypp.errors import DataError, JobError, RayppError
 from raypp.spec.job import Job

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_jobs import as_lists, job, loading, rows_of
+from data_jobs import as_lists, data_identity, job, loading, rows_of
 
-from raypp.data.sources import check_data, data_identity, open_documents
+from raypp.data.sources import check_data, open_documents
 from raypp.errors import RayppError
 from raypp.kinds import SOURCES
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_jobs import job, loading
+from data_jobs import data_identity, job, loading
 from family_tokenizers import FAMILIES, write_family
 from hf_folder import write_hf_folder
 from lazily import Lazily
@@ -17,7 +17,7 @@ from raypp.api.checked_job import load_checked_job
 from raypp.checkpoint.compatibility import check_resume
 from raypp.data.conversations import Names
 from raypp.data.rows import Encoded, RowEncoder
-from raypp.data.sources import data_identity, open_documents, source_request
+from raypp.data.sources import open_documents, source_request
 from raypp.data.tokenizer import FileTokenizer, document_of, framed, open_tokenizer
 from raypp.data.write_shards import Options, write_shards
 from raypp.errors import DataError, JobError

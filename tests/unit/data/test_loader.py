@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from counted_calls import counted_calls
-from data_jobs import as_lists, corpus_of, job, loading, rows_of
+from data_jobs import as_lists, corpus_of, data_identity, job, loading, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.data.loader import Loader, Prefetch, Share, open_loader
-from raypp.data.packing import NO_LABEL, RowPlan, make_row
-from raypp.data.row_order import Cursor, SingleOrder, rows_from
-from raypp.data.sources import Documents, data_identity
+from raypp.data.packing import NO_LABEL, Cursor, RowOrder, RowPlan, make_row, rows_from
+from raypp.data.sources import Documents
 from raypp.data.tokenizer import ByteTokenizer
 from raypp.errors import DataError, JobError
 
@@ -28,7 +27,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=50)
 def made(lengths: list[int], share: Share, *, packing: bool = True, shuffle: bool = True, block: int = 11) -> Loader:
     corpus = corpus_of(lengths)
     plan = RowPlan(corpus, 16, packing, shuffle, 1, block=block)
-    return Loader(Documents(corpus, None, ByteTokenizer(), "id"), SingleOrder(plan), share)
+    return Loader(Documents(corpus, None, ByteTokenizer(), "id"), RowOrder(plan), share)
 
 
 @settings(max_examples=25, deadline=None)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_jobs import as_lists, job, loading, rows_of
+from data_jobs import as_lists, data_identity, job, loading, rows_of
 
 from raypp.checkpoint.commit import read_extra
 from raypp.data.loader import check_budgets, open_loader, order_of
-from raypp.data.sources import check_data, data_identity, open_documents
+from raypp.data.sources import check_data, open_documents
 from raypp.errors import DataError, JobError
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job

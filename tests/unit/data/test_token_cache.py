@@ -35,7 +35,7 @@ def test_big_text_gives_the_rows_and_the_identity_of_small_text(
         with loading(request) as loader:
             assert as_lists(rows_of([loader.next_step()])) == rows
             assert loader.identity == identity
-            assert isinstance(loader._documents.train.shards[0], np.memmap)
+            assert isinstance(loader.documents.train.shards[0], np.memmap)
 
 
 @pytest.mark.usefixtures("everything_is_big")

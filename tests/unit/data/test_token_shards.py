@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_jobs import as_lists, job, loading, rows_of, texts_of
+from data_jobs import as_lists, data_identity, job, loading, rows_of, texts_of
 
 from raypp.data.look import look_at
 from raypp.data.shard_format import MANIFEST, PLAN, Manifest
-from raypp.data.sources import data_identity, open_documents, source_request
-from raypp.data.token_blocks import BlockCache, Shard
+from raypp.data.sources import open_documents, source_request
+from raypp.data.tokens import BlockCache, Shard
 from raypp.data.write_shards import Options, outputs_of, section_of_shards, write_shards
 from raypp.errors import DataError
 from raypp.storage import ObjectStore, open_store

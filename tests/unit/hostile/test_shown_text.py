@@ -15,7 +15,7 @@ import nasty_world as nasty
 import pytest
 from rich.cells import cell_len
 
-from raypp.cli import doctor_command, live, parity_command
+from raypp.cli import doctor_command, parity_command, run_commands
 from raypp.cli.console import Console
 from raypp.cli.main import run
 from raypp.clusters.dashboard import Dashboard, DashboardError
@@ -122,9 +122,9 @@ def test_the_live_view_shows_text_of_others(text: str, world: tuple[str, Path], 
     screen = Console(file=io.StringIO(), force_terminal=terminal, width=WIDTH)
     place = RunPlace("s", "a", None)
     reader = RunReader(open_store("s"), "a")
-    view = live.LiveView(screen, poll_s=0.01)
+    view = run_commands.LiveView(screen, poll_s=0.01)
     records = view.follow(place, reader)
-    screen.print(live.summary_view(RunPlace("s", text, None), records, screen))
+    screen.print(run_commands.summary_view(RunPlace("s", text, None), records, screen))
     screen.print(view._waiting_text())
     assert isinstance(screen.file, io.StringIO)
     shown = screen.file.getvalue()
@@ -229,7 +229,7 @@ def test_error_messages_of_s3_are_shown(
 def test_commands_to_paste_are_words(text: str) -> None:
     for status in ("FAILED", "RUNNING", "SUCCEEDED", "STOPPED"):
         facts = {"state": status, "checkpoint": text}
-        for command, _ in live.next_commands(RunPlace("s", text, None), facts):
+        for command, _ in run_commands.next_commands(RunPlace("s", text, None), facts):
             words = shlex.split(command)
             assert words[0] == "raypp"
             assert sum("zqx" in word for word in words) == 1
