@@ -22,7 +22,6 @@ END_S = 200
 
 @pytest.mark.slow
 @pytest.mark.gate
-@pytest.mark.ranks
 def test_the_process_fails_with_the_cause_and_a_second_start_saves(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()

@@ -45,7 +45,6 @@ def torchrun(tmp_path: Path):
     return run
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("more", [(), pytest.param(("--standalone",), marks=pytest.mark.slow)])
 def test_a_wait_of_ten_minutes_becomes_a_sentence(more: tuple[str, ...], torchrun) -> None:
     done = torchrun(*more, "--nproc-per-node", "2", "-m", "raypp.train", "--job", "any.yaml")
@@ -54,7 +53,6 @@ def test_a_wait_of_ten_minutes_becomes_a_sentence(more: tuple[str, ...], torchru
     assert "fix: torchrun --local-addr 127.0.0.1" in done.stderr
 
 
-@pytest.mark.ranks
 def test_the_line_of_the_readme_works(torchrun) -> None:
     (line,) = [one for one in (ROOT / "README.md").read_text().splitlines() if one.startswith("torchrun ")]
     options = line.split(" -m raypp.train")[0].replace("--nproc-per-node 4", "--nproc-per-node 1").split()[1:]
@@ -63,7 +61,6 @@ def test_the_line_of_the_readme_works(torchrun) -> None:
     assert "Run one rank of a job without Ray" in done.stdout
 
 
-@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.gate
 def test_other_programs_are_left_alone(torchrun, tmp_path: Path) -> None:

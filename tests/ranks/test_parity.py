@@ -18,8 +18,6 @@ from raypp.measure.parity import run_parity
 from raypp.spec.load import load_job, parse_job
 from raypp.spec.precision import FP32
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(autouse=True)
 def fork_server() -> None:

@@ -16,8 +16,6 @@ from raypp.torch_private import Computation
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
 
-pytestmark = pytest.mark.ranks
-
 UPPER = {"rank": 2, "base": "fp32", "targets": ["layers.6.self_attn.q_proj", "layers.7.self_attn.q_proj"]}
 """Adapters of the two uppermost layers: the stages below have no backward."""
 
