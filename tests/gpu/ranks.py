@@ -4,12 +4,10 @@ NCCL refuses two ranks on one GPU of one host. With an `NCCL_HOSTID` of its own,
 as a host, and the ranks exchange their messages through sockets of the loopback interface. This is
 real NCCL, but slow: it shows what works, not how fast.
 
-A test that uses this runs in both places. Mark it `ranks`, not `gpu`, so that it is known to work
-before it meets a GPU:
+A test that uses this runs in both places, so that it is known to work before it meets a GPU. Do not
+mark it `gpu`:
 
-    from ranks import DEVICE, run_on_one_device, train
-
-    pytestmark = pytest.mark.ranks
+    from ranks import train
 
     def test_zbv_gives_the_losses_of_one_rank() -> None:
         one, two = train({**JOB, "mesh": {"pp": 1}}, 3), train({**JOB, "mesh": {"pp": 2}}, 3)

@@ -24,7 +24,7 @@ from raypp.train.fault_injection import VARIABLE
 from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 STEPS = 4
 HANGS_S = 80.0

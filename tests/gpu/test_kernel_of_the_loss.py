@@ -19,8 +19,6 @@ from torch import Tensor
 from raypp.models import fused
 from raypp.models.loss import IGNORED, LossesAndErrors, for_chunks, losses_and_errors
 
-pytestmark = pytest.mark.ranks
-
 
 def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns logits `[s, V]` and labels `[s]`; V is no multiple of any block."""

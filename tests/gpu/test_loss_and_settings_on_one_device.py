@@ -23,7 +23,6 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """On the relative error. Measured on CPUs: 3e-7 and 3e-3."""
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("dtype", "backward_next"),
     [

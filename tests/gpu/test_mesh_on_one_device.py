@@ -22,8 +22,6 @@ from raypp.pipeline.runtime import ProgramRuntime
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.load import parse_job
 
-pytestmark = pytest.mark.ranks
-
 FP32 = 1e-4
 """Bound on the relative error of a loss and, by the 2-norm, of a gradient. A GPU's kernels add in
 another order; on the CPU the same comparison is at 1e-6."""

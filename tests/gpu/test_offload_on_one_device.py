@@ -23,7 +23,6 @@ from raypp.spec.load import parse_job
 from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 
-pytestmark = pytest.mark.ranks
 STATE, INPUTS = {"optimizer": {"offload": True}}, {"activation_checkpointing": "offload"}
 KEPT = {"activation_checkpointing": "full"}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -45,7 +45,7 @@ MEETS = {
         ["tests/unit/recovery"],
         ["tests/processes/test_failure_recipes.py", "tests/ray/test_failures_told_apart.py"],
     ),
-    "raypp/mesh/shapes.py": (["tests/unit/mesh/test_shapes.py"], ["tests/ranks/test_elastic_shapes.py"]),
+    "raypp/mesh/shapes.py": (["tests/unit/mesh/test_shapes.py"], ["tests/ranks/test_recut_of_runs.py"]),
     "raypp/parallel/apply.py": (
         ["tests/unit/parallel/test_prepared_stages.py"],
         [

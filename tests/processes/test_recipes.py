@@ -10,14 +10,14 @@ import json
 from pathlib import Path
 
 import pytest
-from recipes import SCHEDULE, job_text, python_in, tree_with_recipes
+from recipes import SCHEDULE, job_text, python_in, tree_with
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tree_with_recipes(tmp_path_factory.mktemp("recipes"))
+    return tree_with(tmp_path_factory.mktemp("recipes"))
 
 
 def test_new_kinds_are_listed_explained_and_planned_with(tree: Path) -> None:

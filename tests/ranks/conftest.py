@@ -1,9 +1,14 @@
 """Sets the order in which workers of pytest-xdist take the files of this tier
-(`--dist loadfile --no-loadscope-reorder`)."""
+(`--dist loadfile --no-loadscope-reorder`), and has what files share."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 FIRST = (
     "test_pairs_of_features.py",
@@ -40,3 +45,17 @@ FIRST = (
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """Returns losses and final state of an undisturbed run of the job of `test_memory_tier.py`,
+    without the memory tier."""
+    from lives import Lives
+    from test_memory_tier import STEPS, document
+
+    root = tmp_path_factory.mktemp("undisturbed")
+    lives = Lives(document(memory_tier=False), root, [root, root], [0, 0])
+    attempt = lives.attempt_once()
+    assert sorted(attempt.losses) == list(range(1, STEPS + 1)), attempt
+    return attempt.losses, lives.final_state()

@@ -198,18 +198,12 @@ def _copies_keep_up() -> None:
 
 def _left_over() -> list[str]:
     """Returns the threads that outlive a rank's life, and the locks of the memory tier it holds."""
-    held = [str(path) for folder in [Path(os.environ[DIRECTORY_VARIABLE])] for path in _held_here(folder)]
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "FLOCK" in line]
+    own = {inode.rpartition(":")[2] for _, _, _, _, pid, inode, *_ in locks if pid == str(os.getpid())}
+    slots = list_slots(Path(os.environ[DIRECTORY_VARIABLE]))
+    held = [str(path) for _, path in slots if str(path.stat().st_ino) in own]
     names = (thread.name for thread in threading.enumerate())
     return held + [name for name in names if name in ("raypp-seal", "raypp-copy", "raypp-copies", "raypp-outer")]
-
-
-def _held_here(folder: Path) -> list[Path]:
-    inodes = {line.split()[5].rpartition(":")[2] for line in Path("/proc/locks").read_text().splitlines() if _own(line)}
-    return [path for _, path in list_slots(folder) if str(path.stat().st_ino) in inodes]
-
-
-def _own(line: str) -> bool:
-    return "FLOCK" in line and line.split()[4] == str(os.getpid())
 
 
 class Lives:

@@ -22,7 +22,6 @@ from raypp.train import optimizer_offload
 from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 
-pytestmark = pytest.mark.ranks
 STEPS = 2
 
 

@@ -11,8 +11,6 @@ from test_lora import document as adapters
 from test_recompute_and_compile import COMPILED, needs_compiler
 from training import numbers, thinned, train_steps, trained
 
-pytestmark = pytest.mark.ranks
-
 DENSE = ["q_proj", "k_proj", "v_proj", "o_proj"]
 """Targets that are no matrices of experts."""
 

@@ -16,8 +16,6 @@ from raypp.data.write_shards import Options, outputs_of, section_of_shards, writ
 from raypp.spec.job import Job
 from raypp.storage import open_store
 
-pytestmark = pytest.mark.ranks
-
 TEMPLATE = str(Path(__file__).parents[2] / "jobs/data/chatml.jinja")
 
 

@@ -23,7 +23,6 @@ from raypp.checkpoint.state import gather_state
 from raypp.records import Coordinates, Seat
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = pytest.mark.ranks
 RUN = "recut"
 LAYERS = 4
 # Odd sizes: 2, 3 and 4 ranks get uneven shards, and a norm of 2 elements leaves some without any.

@@ -1,20 +1,23 @@
-"""The comparison of sums fails for a wrong sum and passes for a sum in another order.
+"""The comparison of sums fails for a wrong sum and passes for a sum in another order; ranks come
+from a process that has imported what they need, and keep the environment of the tests.
 
-The tests compose a step's gradient from those of its microbatches, each trained alone.
+The tests of the comparison compose a step's gradient from those of its microbatches, each trained
+alone.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from comparison import FIRST_STEP, WIDE, assert_close, assert_same_sums
-from harness import run_in_turn
+from harness import OWN_PATH, run_in_turn, run_ranks
 from training import Numbers, document, train_steps
 
-pytestmark = pytest.mark.ranks
 MICROBATCHES = 4
 WEIGHT = "model.layers.0.self_attn.k_proj.weight"
 
@@ -104,3 +107,12 @@ def test_a_weight_that_was_updated_otherwise_is_found() -> None:
     wrong = Numbers({**right.wide, "weights": weights | {WEIGHT: weights[WEIGHT] * (1 + 1e-9)}}, right.first)
     with pytest.raises(AssertionError, match="k_proj"):
         assert_same_sums(wrong, right)
+
+
+def seen(rank: int, world: int, port: int) -> tuple[bool, dict[str, str]]:
+    return "forked" in sys.modules, {name: os.environ[name] for name in ("PYTHONPATH", OWN_PATH) if name in os.environ}
+
+
+def test_ranks_are_forked_from_a_prepared_process_and_keep_the_path_of_the_tests() -> None:
+    own = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+    assert run_ranks(2, seen) == [(True, own)] * 2

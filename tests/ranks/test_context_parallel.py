@@ -28,8 +28,6 @@ from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.load import parse_job
 from raypp.train.assemble import assemble
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 2
 
 

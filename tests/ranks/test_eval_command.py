@@ -31,7 +31,6 @@ from raypp.spec.load import job_document, parse_job
 from raypp.storage import open_store
 from raypp.train.own_seat import local_seat
 
-pytestmark = pytest.mark.ranks
 transformers: Any = Lazily("transformers")
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "jobs/data/kjv-new-testament.txt").read_text().split("\n\n")

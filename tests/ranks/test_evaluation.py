@@ -31,7 +31,6 @@ from raypp.storage.directory import DirectoryStore
 from raypp.train.lost_peer import LostPeerError
 from raypp.train.rank import run_rank
 
-pytestmark = pytest.mark.ranks
 STEPS = 3
 
 

@@ -26,8 +26,6 @@ from raypp.parallel.expert import ExpertExchange
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = pytest.mark.ranks
-
 BLANK = (1,)
 """Microbatches without labels."""
 

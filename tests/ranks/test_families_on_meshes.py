@@ -15,7 +15,6 @@ from training import document, numbers, thinned, trained
 
 from raypp.spec.families import FAMILIES
 
-pytestmark = pytest.mark.ranks
 STEPS = 2
 LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from local_tasks import TASKS, continued, drawn_rows, loss_of_texts, phrase, wri
 from their_models import keys_of, their_config, their_instance
 from training import thinned
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 transformers: Any = Lazily("transformers")
 ROOT = Path(__file__).parents[2]
 KINDS = {

@@ -12,8 +12,6 @@ from training import document
 
 from raypp.checkpoint.commit import list_checkpoints
 
-pytestmark = pytest.mark.ranks
-
 
 def _document(steps: int, mesh: dict[str, int], **recovery: Any) -> dict[str, Any]:
     microbatches = 2 * mesh.get("dp_replicate", 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from harness import run_ranks
 from training import document, seat_of
@@ -16,8 +15,6 @@ from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.load import parse_job
 from raypp.train.build import build_stages, draw_weights
 from raypp.train.process_group import joined, pick_device
-
-pytestmark = pytest.mark.ranks
 
 
 def drawn_at_once_and_later(rank: int, world: int, port: int, source: dict[str, Any]) -> list[tuple[bool, bool]]:

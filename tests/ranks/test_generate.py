@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.rank import run_rank
 from raypp.untrusted.text import visible_lines
-
-pytestmark = pytest.mark.ranks
 
 TEXT = Path(__file__).parents[2] / "jobs" / "data" / "kjv-new-testament.txt"
 TINY = Path(__file__).parents[2] / "jobs" / "data" / "tiny-qwen3"
@@ -177,9 +175,3 @@ def test_an_error_of_any_rank_ends_all_and_is_shown(place: Path, tmp_path: Path)
     with pytest.raises(GenerationError, match="was removed before it was read") as raised:
         generated(damaged, 2)
     assert raised.value.exit_code == CheckpointError.exit_code
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield

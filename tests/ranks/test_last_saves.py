@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness import run_ranks
 from lives import Lives
-from test_memory_tier import STEPS, assert_ends_as, document, undisturbed  # noqa: F401 - a fixture
+from test_memory_tier import STEPS, assert_ends_as, document
 from told import Told
 from training import thinned
 
@@ -25,9 +25,6 @@ from raypp.storage.directory import DirectoryStore
 from raypp.train.fault_injection import VARIABLE
 from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
-
-pytestmark = pytest.mark.ranks
-
 
 SLOW = "slow@forward:seconds=0.05"
 """Gives each snapshot the time to be complete before the next step begins."""
@@ -44,10 +41,7 @@ FAULTS = ["disk_full@upload:rank=1", "disk_full@commit:rank=0"]
 
 @pytest.mark.parametrize("fault", thinned(FAULTS, FAULTS[:1], FAULTS[1:]))
 def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_is_in_memory(
-    fault: str,
-    tmp_path: Path,
-    shared_memory: Any,
-    undisturbed: Any,  # noqa: F811
+    fault: str, tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
     folder = shared_memory()
     lives = Lives(document(), tmp_path, [folder] * 2, [0, 0], environment={VARIABLE: f"{SLOW}; {fault}"})
@@ -68,8 +62,7 @@ def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_
 @pytest.mark.slow
 @pytest.mark.gate
 def test_without_snapshots_the_next_attempt_trains_again_from_the_newest_checkpoint(
-    tmp_path: Path,
-    undisturbed: Any,  # noqa: F811
+    tmp_path: Path, undisturbed: Any
 ) -> None:
     environment = {VARIABLE: f"disk_full@upload:rank=0,step={STEPS}"}
     lives = Lives(document(memory_tier=False, every_steps=3), tmp_path, [tmp_path] * 2, [0, 0], environment)

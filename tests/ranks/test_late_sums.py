@@ -17,7 +17,6 @@ from torch.distributed.pipelining import PipelineStage
 from raypp.parallel.late_sums import reduce_within_backward, sum_by_parts
 from raypp.parallel.shard import local_part
 
-pytestmark = pytest.mark.ranks
 BLOCKS, WIDTH, MICROBATCHES = 3, 4, 2
 
 

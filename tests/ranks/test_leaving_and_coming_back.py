@@ -25,7 +25,7 @@ from raypp.train.lost_peer import LostPeerError
 from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 STEPS, EVERY = 12, 2
 
 

@@ -15,8 +15,6 @@ from raypp.train import process_group
 from raypp.train.own_seat import local_seat
 from raypp.train.process_group import allow_long_steps, joined
 
-pytestmark = pytest.mark.ranks
-
 
 def waits(rank: int, world: int, port: int) -> list[str]:
     """Returns what each of this rank's groups says of a peer that does not come."""

@@ -19,8 +19,6 @@ from training import document, merged, thinned, train_steps
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.train.step import StepRunner
 
-pytestmark = pytest.mark.ranks
-
 
 def steps_of(
     rank: int, world: int, port: int, job: dict[str, Any], steps: int, depths: dict[int, int] | None = None

@@ -24,8 +24,6 @@ from raypp.hf.from_hf import hf_options
 from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = pytest.mark.ranks
-
 LAYERS = 4
 
 

@@ -13,8 +13,6 @@ from test_optimizer_offload import in_small_blocks
 from test_quantised_base import document as quantised
 from training import thinned, trained
 
-pytestmark = pytest.mark.ranks
-
 PURE, IN_8_BITS = {"precision": "bf16_pure"}, {"optimizer": {"kind": "adamw", "lr": 1e-2, "state": "8bit"}}
 BF16 = {"lora": {"rank": 4, "alpha": 64, "base": "bf16"}}
 UPPER_BF16 = {"lora": {**BF16["lora"], "targets": UPPER}}

@@ -12,8 +12,6 @@ from training import document, numbers, thinned, train_steps, trained
 from raypp.planning import loss_memory
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 2
 CHUNK = 32
 """Tokens; a microbatch has up to 128."""

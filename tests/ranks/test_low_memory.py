@@ -20,7 +20,6 @@ from raypp.kinds import OPTIMIZERS
 from raypp.spec.job import OptimizerOptions
 from raypp.train.optimizer import begin_update, build_optimizer
 
-pytestmark = pytest.mark.ranks
 PURE = {"precision": "bf16_pure"}
 IN_8_BITS = {"optimizer": {"kind": "adamw", "lr": 3e-3, "state": "8bit"}}
 WAYS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.planning.plan import make_plan
 from raypp.spec.job_file import load_job
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 JOBS = Path(__file__).parents[2] / "jobs"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lives import Fate, Lives, Told, same
 from safetensors.torch import load_file
 from training import document as small
@@ -26,8 +25,6 @@ from raypp.planning.plan import make_plan
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 8
 RUN = "remembers"
 
@@ -37,16 +34,6 @@ def document(**checkpoint: Any) -> dict[str, Any]:
         name=RUN, pp=2, microbatches=4, model={"tie_embeddings": True}, pipeline={"lookahead": 0},
         train={"steps": STEPS}, checkpoint={"memory_every_steps": 1, **checkpoint},
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
-    """Returns losses and final state of an undisturbed run without the memory tier."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    lives = Lives(document(memory_tier=False), root, [root, root], [0, 0])
-    attempt = lives.attempt_once()
-    assert sorted(attempt.losses) == list(range(1, STEPS + 1)), attempt
-    return attempt.losses, lives.final_state()
 
 
 def assert_ends_as(undisturbed: Any, told: Told, lives: Lives) -> None:

@@ -17,8 +17,6 @@ from raypp.measure.parity import train_some_steps
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.load import parse_job
 
-pytestmark = pytest.mark.ranks
-
 
 def one_process(layers: int = 4, **sections: Any) -> dict[str, Any]:
     """Returns the reference. With a single stage, all schedules run forwards and backwards in

@@ -8,7 +8,6 @@ import pytest
 import torch
 from training import document, on_ranks
 
-pytestmark = pytest.mark.ranks
 STEPS = 4
 PARTS = [
     {"kind": "synthetic", "num_documents": 60, "document_len": [3, 20], "weight": 2, "epochs": 1, "name": "short"},

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import recipes
 
-pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 
 PAGE = (ROOT / "docs/tasks/add_a_family.md").read_text(encoding="utf-8")
@@ -58,13 +56,12 @@ def python_in(place: Path, *arguments: str) -> str:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the two files of the page."""
     place = tmp_path_factory.mktemp("family")
-    for folder in ("raypp", "tests"):
-        shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", place)
-    (place / "raypp/families/seed_oss.py").write_text(FAMILY, encoding="utf-8")
-    (place / "tests/unit/families/cases/seed_oss.yaml").write_text(CASES, encoding="utf-8")
-    (place / "job.yaml").write_text(JOB.format(kind="seed_oss", place=place), encoding="utf-8")
-    return place
+    files = {
+        "raypp/families/seed_oss.py": FAMILY,
+        "tests/unit/families/cases/seed_oss.yaml": CASES,
+        "job.yaml": JOB.format(kind="seed_oss", place=place),
+    }
+    return recipes.tree_with(place, files)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from harness import run_in_living
 from small_models import small_options
 from torch import Tensor
+from training import document as small
 from training import thinned
 
 from benchmarks.torch_private import copy_to
@@ -30,8 +31,6 @@ from raypp.torch_private import DispatchMode, read_scalar
 from raypp.train.evaluate import ForwardRunner
 from raypp.train.step import ReadStep, StepRunner
 
-pytestmark = pytest.mark.ranks
-
 RECOMPUTE = ("none", "full")
 PP_FSDP = {"pp": 2, "fsdp": 2}
 
@@ -45,17 +44,10 @@ def document(
     lora: dict[str, Any] | None = None,
     **train: Any,
 ) -> dict[str, Any]:
-    return {
-        "name": "no-host-sync",
-        "model": {
-            "kind": "llama", "num_layers": layers, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2,
-            "head_dim": 16, "ffn_size": 128, "vocab_size": 320, "tie_embeddings": tied, "lora": lora,
-        },
-        "data": {"kind": "synthetic", "num_documents": 200, "document_len": [3, 40], "seq_len": 64},
-        "mesh": mesh,
-        "pipeline": {"microbatches": 2, **pipeline},
-        "train": {"steps": 1, **train},
+    model = {
+        "hidden_size": 64, "head_dim": 16, "ffn_size": 128, "vocab_size": 320, "tie_embeddings": tied, "lora": lora,
     }  # fmt: skip
+    return small(layers=layers, model=model, pipeline={"microbatches": 2, **pipeline}, train=train, **mesh)
 
 
 def sharded(**settings: Any) -> dict[str, Any]:

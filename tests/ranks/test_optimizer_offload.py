@@ -23,7 +23,6 @@ from raypp.train import optimizer_offload
 from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 
-pytestmark = pytest.mark.ranks
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "one process": ("fp32", {}),
     "fsdp": ("fp32", {"fsdp": 2}),

@@ -24,7 +24,6 @@ from raypp.storage.directory import DirectoryStore
 from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 
-pytestmark = pytest.mark.ranks
 SETTINGS: dict[str, dict[str, Any]] = {"sgd": {"lr": 0.1}, "muon": {"momentum": 0.95}}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     kind.name: {"kind": kind.name, "lr": 3e-3, **SETTINGS.get(kind.name, {})} for kind in OPTIMIZER_KINDS.usable()

@@ -36,7 +36,6 @@ from raypp.train.fault_injection import VARIABLE
 from raypp.train.reduce import GradientReducer
 from raypp.train.step import StepRunner
 
-pytestmark = pytest.mark.ranks
 Weights = dict[str, torch.Tensor]
 EVERY = 2
 

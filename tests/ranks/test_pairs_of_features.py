@@ -23,8 +23,6 @@ from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.families import FAMILIES
 from raypp.train import optimizer_offload
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 2
 MICROBATCHES = 4
 """Of each replica: the fewest that every schedule takes."""

@@ -19,8 +19,6 @@ from raypp.spec.job_file import load_job
 from raypp.spec.load import parse_job
 from raypp.spec.precision import FP32
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(autouse=True)
 def fork_server() -> None:

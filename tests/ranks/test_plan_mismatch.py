@@ -15,7 +15,6 @@ from raypp.pipeline.planned_stage import PlanMismatch, PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.schedules.catalogue import build_program
 
-pytestmark = pytest.mark.ranks
 WIDTH, ROWS, LENGTHS = 4, 2, [8, 16]
 
 

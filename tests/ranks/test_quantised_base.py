@@ -15,8 +15,6 @@ from training import document as small
 
 from raypp.models.quantised_rows import quantise_rows
 
-pytestmark = pytest.mark.ranks
-
 
 def document(
     base: str = "nf4", kind: str = "llama", *, mesh: dict[str, Any] | None = None, **sections: Any

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from recipes import SCHEDULE, job_text, python_in, tree_with_recipes
+from recipes import SCHEDULE, job_text, python_in, tree_with
 
-pytestmark = pytest.mark.ranks
 CONTRACTS = (
     "tests/unit/schedules",
     "tests/unit/planning/test_make_plan.py",
@@ -21,7 +20,7 @@ CONTRACTS = (
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tree_with_recipes(tmp_path_factory.mktemp("recipes"))
+    return tree_with(tmp_path_factory.mktemp("recipes"))
 
 
 def train(place: Path, *settings: str) -> str:

@@ -14,7 +14,6 @@ from training import document, thinned, trained
 
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 
-pytestmark = pytest.mark.ranks
 # Inductor fuses norms, rotary encoding and SiLU, and sums in another order. Measured: 1.1e-5 on the
 # worst gradient.
 COMPILED = 1e-4

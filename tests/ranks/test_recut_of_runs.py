@@ -1,8 +1,7 @@
 """A run that resumes on another mesh continues with the same numbers.
 
 Every chain is a run of three steps on three meshes. The reference is one process that takes the
-steps without interruption. Chains share processes: all jobs that need the same number of ranks at
-that point run one after another.
+steps without interruption.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_in_turn
+from harness import run_in_living
 from hf_folder import write_hf_folder
 from safetensors.numpy import load_file
 from test_experts import document as expert_document
@@ -26,16 +25,16 @@ from raypp.checkpoint.compatibility import check_resume
 from raypp.checkpoint.diff import diff_checkpoints
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.saved_tensors import SavedTensors
+from raypp.control.reshape import best_for, reshaped
 from raypp.errors import CheckpointError
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles
 from raypp.hf.names import hf_parts
 from raypp.models.stage import build_stage
-from raypp.spec.load import parse_job
+from raypp.spec.load import job_document, parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.rank import run_rank
 
-pytestmark = pytest.mark.ranks
 Sections = dict[str, Any]
 ONE: Sections = {}
 VIRTUAL = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
@@ -108,50 +107,8 @@ def live(rank: int, world: int, port: int, source: Sections, attempt: int) -> Se
 
 
 def run_all(jobs: list[tuple[Sections, int]]) -> list[list[Sections]]:
-    """Runs jobs, those with the same number of ranks in the same processes. Returns results in the
-    order of the jobs."""
-    worlds = [parse_job(job).mesh.world for job, _ in jobs]
-    results: dict[int, list[Sections]] = {}
-    for world in sorted(set(worlds)):
-        chosen = [index for index, other in enumerate(worlds) if other == world]
-        found = run_in_turn(world, live, [jobs[index] for index in chosen])
-        results |= dict(zip(chosen, found, strict=True))
-    return [results[index] for index in range(len(jobs))]
-
-
-@pytest.fixture(scope="module")
-def runs(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[Path, dict[str, dict[int, tuple]]]:
-    """Returns where the runs are (each chain's, and each model's reference), and the reports of
-    their first ranks for each step.
-
-    Runs only the chains of the selected tests.
-    """
-    root = tmp_path_factory.mktemp("recut")
-    mine = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
-    asked = {item.callspec.params.get("name", TIED) for item in mine if hasattr(item, "callspec")} | {TIED}
-    chains = {name: chain for name, chain in CHAINS.items() if name in asked}
-    references = {reference_of(chain): chain for chain in chains.values()}
-    numbers: dict[str, dict[int, tuple]] = {name: {} for name in (*chains, *references)}
-    for step in (1, 2, 3):
-        jobs = {
-            name: (job_of(chain, root / name, step, chain.meshes[step - 1]), step) for name, chain in chains.items()
-        }
-        if step == 2:  # most chains are on one process at this step, so the references run with them
-            jobs |= {name: (job_of(chain, root / name, 3, ONE), 1) for name, chain in references.items()}
-        for name, results in zip(jobs, run_all(list(jobs.values())), strict=True):
-            assert all(result["committed"] == (3 if name in references else step) for result in results)
-            assert ("resumed" in results[0]["kinds"]) == (step > 1 and name not in references)
-            # A resumed run reports its last steps again. Their values must not have changed.
-            for number, *rest in results[0]["numbers"]:
-                assert numbers[name].setdefault(number, tuple(rest)) == tuple(rest)
-    return root, numbers
-
-
-def reference_of(chain: Chain) -> str:
-    """Returns the name of the one-process run of the chain's model."""
-    return f"one process {chain.model}"
+    """Runs jobs, each an attempt; those with the same number of ranks in the same processes."""
+    return [run_in_living(parse_job(job).mesh.world, live, live, job, attempt) for job, attempt in jobs]
 
 
 def tensors(root: Path, job: str = "numbers") -> SavedTensors:
@@ -160,13 +117,22 @@ def tensors(root: Path, job: str = "numbers") -> SavedTensors:
 
 
 @pytest.mark.parametrize("name", thinned(CHAINS, QUICK, GATE))
-def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, runs: Any) -> None:
-    root, numbers = runs
-    chain, reference = CHAINS[name], reference_of(CHAINS[name])
-    found, expected = numbers[name], numbers[reference]
+def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
+    chain, changed, whole = CHAINS[name], tmp_path / "changed", tmp_path / "whole"
+    found: dict[int, tuple] = {}
+    lives = [(job_of(chain, changed, step, sections), step) for step, sections in enumerate(chain.meshes, 1)]
+    for step, results in enumerate(run_all(lives), 1):
+        assert all(result["committed"] == step for result in results)
+        assert ("resumed" in results[0]["kinds"]) == (step > 1)
+        # A resumed run reports its last steps again. Their values must not have changed.
+        for number, *rest in results[0]["numbers"]:
+            assert found.setdefault(number, tuple(rest)) == tuple(rest)
+    ((reference,),) = run_all([(job_of(chain, whole, 3, ONE), 1)])
+    expected = {number: tuple(rest) for number, *rest in reference["numbers"]}
+    assert reference["committed"] == 3 and "resumed" not in reference["kinds"]
     assert list(found) == list(expected) == [1, 2, 3]
     run = "experts" if chain.model.get("kind") == "qwen3_moe" else "numbers"
-    comparison = diff_checkpoints(tensors(root / name, run), tensors(root / reference, run))
+    comparison = diff_checkpoints(tensors(changed, run), tensors(whole, run))
     assert not (comparison.only_a or comparison.only_b or comparison.other_form)
     if chain.exact:
         assert found == expected
@@ -179,17 +145,42 @@ def test_a_run_goes_on_with_another_mesh_as_if_nothing_had_happened(name: str, r
     assert max(one.max_abs for one in comparison.different if not one.name.startswith("optim/")) < 1e-4
 
 
-def test_a_tied_checkpoint_is_not_taken_for_an_untied_model(runs: Any) -> None:
-    root, _ = runs
-    name = TIED
-    untied = job_of(Chain({"tie_embeddings": False}, (), True), root / name, 4, ONE)
-    commit = read_commit(DirectoryStore(root / name), "numbers", 3)
-    problems = check_resume(commit.job, parse_job(untied))
+def elastic_job(root: Path, steps: int, room: int) -> Sections:
+    """Returns the job of 4 ranks up to a step, as it runs with room for `room` ranks."""
+    sections = job_of(CHAINS["fsdp 2, 1, 4"], root, steps, mesh(pp=2, dp_replicate=2))
+    job = parse_job(sections | {"recovery": {"elastic": True}})
+    shape = best_for(job, room)
+    assert shape is not None
+    return job_document(reshaped(job, shape))
+
+
+@pytest.mark.parametrize(("room", "world"), thinned([(3, 2), (1, 1)], [], [(3, 2)]))
+def test_shrinking_and_growing_changes_neither_losses_nor_weights(tmp_path: Path, room: int, world: int) -> None:
+    """A run that loses half of its ranks and regains them takes the steps of an undisturbed run."""
+    changed, undisturbed = tmp_path / "changed", tmp_path / "undisturbed"
+    lives = [(elastic_job(changed, step, there), step) for step, there in ((1, 4), (2, room), (3, 4))]
+    first, second, third, reference = run_all([*lives, (elastic_job(undisturbed, 3, 4), 1)])
+    assert len(second) == world
+    assert "resumed" in second[0]["kinds"] and "resumed" in third[0]["kinds"]
+    told = {step: numbers for part in (first, second, third) for step, *numbers in part[0]["numbers"]}
+    assert list(told) == [1, 2, 3]
+    for step, loss, norm, tokens in reference[0]["numbers"]:
+        assert told[step] == [pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-5), tokens]
+    comparison = diff_checkpoints(tensors(changed), tensors(undisturbed))
+    assert not (comparison.only_a or comparison.only_b or comparison.other_form)
+    assert max((one.max_abs for one in comparison.different), default=0.0) < 1e-5
+
+
+def test_a_tied_checkpoint_is_not_taken_for_an_untied_model(tmp_path: Path) -> None:
+    tied, untied = (job_of(Chain({"tie_embeddings": ties}, (), True), tmp_path, 1, ONE) for ties in (True, False))
+    run_all([(tied, 1)])
+    store = DirectoryStore(tmp_path)
+    problems = check_resume(read_commit(store, "numbers", 1).job, parse_job(untied))
     assert [problem.key for problem in problems] == ["model.tie_embeddings"]
     options = parse_job(untied).model
     whole = build_stage(options, range(options.num_layers), first=True, last=True).to_empty(device="cpu")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: is not in the checkpoint"):
-        load_checkpoint(DirectoryStore(root / name), "numbers", 3, [whole], None)
+        load_checkpoint(store, "numbers", 1, [whole], None)
 
 
 HF_MESHES = {

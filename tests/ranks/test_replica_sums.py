@@ -29,7 +29,6 @@ from raypp.train.assemble import assemble
 from raypp.train.fault_injection import VARIABLE
 from raypp.train.step import StepRunner
 
-pytestmark = pytest.mark.ranks
 INT8 = {"sync": {"kind": "int8"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "pp 2, dp 2": {"pp": 2},

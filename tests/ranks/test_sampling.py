@@ -17,7 +17,6 @@ from raypp.inference.source import find_source
 from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt
 from raypp.spec.load import parse_job
 
-pytestmark = pytest.mark.ranks
 TEXT = str(Path(__file__).parents[2] / "jobs" / "data" / "kjv-new-testament.txt")
 SAMPLE = {"prompts": ["In the beginning", "God"], "every_steps": 2, "max_new_tokens": 12}
 MESHES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,6 @@ from raypp.storage.directory import DirectoryStore
 from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
 
-pytestmark = pytest.mark.ranks
 STEPS = 8
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 from harness import run_in_turn
 
@@ -15,8 +14,6 @@ from raypp.spec.load import job_document, parse_job
 from raypp.storage import open_store
 from raypp.train.own_seat import local_seat
 from raypp.train.resume import check_shared
-
-pytestmark = pytest.mark.ranks
 
 
 def check(rank: int, world: int, port: int, folders: list[str]) -> str:

@@ -40,8 +40,6 @@ from raypp.train import replicas
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.step import ReadStep
 
-pytestmark = pytest.mark.ranks
-
 MIDDLE = ({"pp": 4}, {"microbatches": 6, "lookahead": 2})
 # Each case is a job and the rank that is run.
 CASES: dict[str, tuple[dict[str, Any], int]] = {

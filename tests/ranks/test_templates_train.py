@@ -14,7 +14,6 @@ from raypp.api.checked_job import load_checked_job
 from raypp.cli.job_commands import TEMPLATES
 from raypp.spec.load import job_document
 
-pytestmark = pytest.mark.ranks
 STEPS = 8
 QUICK = ["own-model", "finetune-hf"]
 GATE = ["qlora-30b"]

@@ -16,7 +16,6 @@ from raypp.checkpoint.commit import read_commit
 from raypp.checkpoint.ranged_reads import open_files
 from raypp.storage.directory import DirectoryStore
 
-pytestmark = pytest.mark.ranks
 MATRIX = "model.embed_tokens.weight"
 
 

@@ -25,8 +25,6 @@ from raypp.storage import open_store
 from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
 
-pytestmark = pytest.mark.ranks
-
 STEPS, FIRST, TRACED, MICROBATCHES = 6, 3, 2, 8
 
 

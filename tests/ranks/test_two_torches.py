@@ -28,7 +28,7 @@ from training import document, merged, train_steps
 from raypp.schedules.catalogue import SCHEDULES
 
 # The first test waits for the numbers of all jobs with both torches.
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), needs_other_torch]
+pytestmark = [pytest.mark.timeout(900), needs_other_torch]
 STEPS = 3
 LIST = Path(__file__).parents[1] / "lint/names_since_torch_2_11.txt"
 LOSS = 1e-6

@@ -35,8 +35,6 @@ from raypp.train.assemble import assemble
 from raypp.train.step import StepRunner, Stopwatch
 from raypp.train.warm_up import warm_up
 
-pytestmark = pytest.mark.ranks
-
 MESSAGES = ("isend", "irecv")
 COLLECTIVES = tuple(
     name

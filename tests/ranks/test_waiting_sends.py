@@ -15,8 +15,6 @@ from raypp.spec.load import parse_job
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
 
-pytestmark = pytest.mark.ranks
-
 UPPER = {"rank": 2, "base": "fp32", "targets": ["layers.6.self_attn.q_proj", "layers.7.self_attn.q_proj"]}
 """Adapters of the two uppermost layers: the stages below have no backward."""
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -109,12 +110,12 @@ FILES = {
 test reads."""
 
 
-def tree_with_recipes(place: Path) -> Path:
-    """Creates a copy of the project with the example kinds."""
+def tree_with(place: Path, files: Mapping[str, str] = FILES) -> Path:
+    """Creates a copy of the project with more files: by default, the example kinds."""
     for folder in ("raypp", "tests", "jobs"):
         shutil.copytree(ROOT / folder, place / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", place)
-    for name, text in FILES.items():
+    for name, text in files.items():
         assert not (place / name).exists()
         (place / name).write_text(text, encoding="utf-8")
     return place
