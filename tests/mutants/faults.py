@@ -635,8 +635,8 @@ FAULTS = [
     ),
     Fault(
         "loader-budget-that-just-lasts", _LOADER,
-        "if rows < needed else None",
-        "if rows <= needed else None",
+        "if rows >= needed:",
+        "if rows > needed:",
         "a mixture whose budget is exactly enough is refused",
     ),
 ]  # fmt: skip
