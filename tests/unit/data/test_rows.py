@@ -85,7 +85,7 @@ def test_a_document_of_a_huge_length_is_spread_over_blocks_of_bounded_size() -> 
 @pytest.mark.parametrize("seq_len", [256, 512])
 def test_real_verses_fill_their_rows(seq_len: int) -> None:
     with loading(job(kind="text", path="jobs/data/kjv-new-testament.txt", seq_len=seq_len)) as loader:
-        plan = loader._order.plan
+        plan = loader._order.once()
     blocks = [plan.block(epoch, i) for epoch in (0, 1) for i in range(plan.blocks)]
     filled = [sum(piece.length for row in rows for piece in row) / (len(rows) * seq_len) for rows in blocks]
     assert min(filled) > 0.98
