@@ -389,7 +389,7 @@ def section_of_shards(job: Job, urls: Mapping[str, str]) -> dict[str, Any]:
         job: The job.
         urls: The folder of shards for each `Output.key`.
     """
-    section = _keys_given(job.data, ["loss"])
+    section = _without_defaults(job.data, ["loss"])
     if "data" in urls:
         section = {"kind": "tokens", "path": urls["data"], **_without_source(section)}
     if "data.eval" in urls:
@@ -397,7 +397,7 @@ def section_of_shards(job: Job, urls: Mapping[str, str]) -> dict[str, Any]:
     if job.data.parts and "data" not in urls:
         section["parts"] = []
         for index, (part, name) in enumerate(zip(job.data.parts, part_names(job.data.parts), strict=True)):
-            given = {**_keys_given(part), "name": name}
+            given = {**_without_defaults(part), "name": name}
             if (url := urls.get(f"data.parts[{index}]")) is not None:
                 given = {"kind": "tokens", "path": url, **_without_source(given)}
             section["parts"].append(given)
@@ -413,7 +413,7 @@ def _has_text(kind: str) -> bool:
     return source.ids == "text" and not source.mixes
 
 
-def _keys_given(options: SourceOptions, but: Sequence[str] = ()) -> dict[str, Any]:
+def _without_defaults(options: SourceOptions, but: Sequence[str] = ()) -> dict[str, Any]:
     """Returns what the job file says, without defaults."""
     return options.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude=set(but))
 
