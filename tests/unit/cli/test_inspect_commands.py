@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypp.api import following
+from raypp.api import find_run
 from raypp.cli import inspect_commands
 from raypp.cli.main import run
 from raypp.clusters.known_runs import RunPlace, remember_run
@@ -180,7 +180,7 @@ def between_looks(monkeypatch):
         ahead = iter(steps)
         clock = SimpleNamespace(sleep=lambda seconds: next(ahead)(), monotonic=time.monotonic)
         monkeypatch.setattr(inspect_commands, "time", clock)
-        monkeypatch.setattr(following, "time", clock)
+        monkeypatch.setattr(find_run, "time", clock)
 
     return happens
 

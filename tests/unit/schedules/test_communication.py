@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -238,7 +237,7 @@ def test_a_receive_out_of_order_is_found() -> None:
 
 def test_a_receive_that_is_never_posted_is_found() -> None:
     lines, ranks = lines_of("1f1b", 3, 1, 4, 1)
-    lost = Receive(dataclasses.replace(Message("B", 2, 0), microbatch=3))
+    lost = Receive(Message("B", 2, 3))
     lines[1] = [item for item in lines[1] if item != lost]
     assert "rank 1 hangs at 1B3" in find_hangs(lines, ranks, "gloo")
 
