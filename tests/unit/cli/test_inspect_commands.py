@@ -178,7 +178,7 @@ def between_looks(monkeypatch):
 
     def happens(*steps):
         ahead = iter(steps)
-        clock = SimpleNamespace(sleep=lambda seconds: next(ahead)(), monotonic=time.monotonic)
+        clock = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: next(ahead)()})
         monkeypatch.setattr(inspect_commands, "time", clock)
         monkeypatch.setattr(find_run, "time", clock)
 
