@@ -27,8 +27,8 @@ from raypp.checkpoint.state import OF_REPLICA, OUTER_MOMENTUM, OWN_WEIGHT, RESID
 from raypp.data.loader import Loader, Microbatch, open_loader
 from raypp.data.packing import Row
 from raypp.measure.parity import train_some_steps, whole
-from raypp.parallel import replica_sums
 from raypp.parallel.outer_sync import OuterSync, fragments_of
+from raypp.parallel.replica_sums import ReplicaSums
 from raypp.records import AXES, Coordinates
 from raypp.spec.load import parse_job
 from raypp.train import resume
@@ -197,7 +197,7 @@ def all_cropped(step: list[Microbatch]) -> list[Microbatch]:
 
 def on_a_grid(rank: int, world: int, port: int, job: dict[str, Any], steps: int) -> list[Weights]:
     """Trains with weights and each replica's gradient rounded so coarsely that sums are exact."""
-    gradients, start = GradientReducer.gradients, replica_sums._exact
+    gradients, start_of = GradientReducer.gradients, ReplicaSums._start_of
 
     def rounded(self: GradientReducer) -> list[torch.Tensor]:
         found = gradients(self)
@@ -205,19 +205,20 @@ def on_a_grid(rank: int, world: int, port: int, job: dict[str, Any], steps: int)
             gradient.mul_(2**8).round_().div_(2**8)
         return found
 
-    def before_the_sum(flat: Any, gradient: torch.Tensor) -> Any:
-        return start(flat, gradient.mul_(2**8).round_().div_(2**8))
+    def before_the_sum(self: ReplicaSums, flat: Any) -> Callable[[torch.Tensor], None]:
+        start = start_of(self, flat)
+        return lambda gradient: start(gradient.mul_(2**8).round_().div_(2**8))
 
     def coarse(step: int, runner: StepRunner) -> None:
         for module in runner.built.modules if step == 1 else ():
             for parameter in module.parameters():
                 parameter.data.mul_(2**14).round_().div_(2**14)
 
-    GradientReducer.gradients, replica_sums._exact = rounded, before_the_sum  # type: ignore[assignment]
+    GradientReducer.gradients, ReplicaSums._start_of = rounded, before_the_sum  # type: ignore[method-assign]
     try:
         return train(rank, world, port, job, steps, lambda loader, _: Changed(loader, all_cropped), coarse)
     finally:
-        GradientReducer.gradients, replica_sums._exact = gradients, start  # type: ignore[method-assign]
+        GradientReducer.gradients, ReplicaSums._start_of = gradients, start_of  # type: ignore[method-assign]
 
 
 SGD = {"optimizer": {"kind": "sgd", "lr": 0.125, "momentum": 0.0, "weight_decay": 0.0}, "clip_norm": None,
