@@ -12,7 +12,6 @@ import pytest
 from lives import Fate, Lives, same
 from ranks import DEVICE, run_on_one_device, share_the_device
 from told import Told
-from training import document as small
 
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.ranged_reads import verify_checkpoint
@@ -27,19 +26,25 @@ ROUNDING = 1e-4
 
 
 def document(name: str, root: Path, **sections: Any) -> dict[str, Any]:
-    data = {
-        "kind": "synthetic",
-        "num_documents": 120,
-        "document_len": [3, 40],
-        "seq_len": 64,
-        "eval": {"fraction": 0.2},
-    }
-    train = {"steps": STEPS, "precision": "fp32", "tf32": False, "compile": False, "eval_every_steps": 3}
-    checkpoint = {"url": str(root), "every_steps": 2, "keep": 9, "memory_tier": False}
-    return small(
-        name=name, pp=2, microbatches=4, model={"tie_embeddings": True}, data=data, pipeline={"lookahead": 0},
-        train=train | sections.get("train", {}), checkpoint=checkpoint | sections.get("checkpoint", {}),
-    )  # fmt: skip
+    found: dict[str, Any] = {
+        "name": name,
+        "model": {
+            "kind": "llama", "num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 96,
+            "vocab_size": 128, "tie_embeddings": True,
+        },
+        "data": {
+            "kind": "synthetic", "num_documents": 120, "document_len": [3, 40], "seq_len": 64,
+            "eval": {"fraction": 0.2},
+        },
+        "mesh": {"pp": 2},
+        "pipeline": {"microbatches": 4, "lookahead": 0},
+        "train": {
+            "steps": STEPS, "micro_batch_size": 2, "seed": 3, "precision": "fp32", "tf32": False, "compile": False,
+            "eval_every_steps": 3,
+        },
+        "checkpoint": {"url": str(root), "every_steps": 2, "keep": 9, "memory_tier": False},
+    }  # fmt: skip
+    return found | {key: found[key] | value for key, value in sections.items()}
 
 
 def life(rank: int, world: int, port: int, job: dict[str, Any], device: str, attempt: int = 1) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from comparison import assert_close
 from ranks import DEVICE, run_in_turn_on_one_device, train
-from training import document as small
 from training import merged, thinned, train_steps
 
 from raypp.mesh.geometry import Mesh
@@ -22,6 +21,7 @@ from raypp.pipeline.runtime import ProgramRuntime
 from raypp.schedules.catalogue import SCHEDULES, schedule_named
 from raypp.spec.load import parse_job
 
+MICROBATCHES = 8
 FP32 = 1e-4
 """Bound on the relative error of a loss and, by the 2-norm, of a gradient. A GPU's kernels add in
 another order; on the CPU the same comparison is at 1e-6."""
@@ -42,11 +42,20 @@ def document(
     model: dict[str, Any] = LLAMA,
     *,
     mesh: dict[str, Any] | None = None,
+    pipeline: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
-    **sections: Any,
 ) -> dict[str, Any]:
-    train = {"precision": "fp32", "compile": False, **(train or {})}
-    return small(model=model, train=train, **(mesh or {}), **sections)
+    mesh = mesh or {}
+    base = {"steps": 1, "micro_batch_size": 2, "seed": 3, "precision": "fp32", "compile": False, "clip_norm": 0.05}
+    replicas = mesh.get("fsdp", 1) * mesh.get("dp_replicate", 1)
+    return {
+        "name": "one-device",
+        "model": model,
+        "data": {"kind": "synthetic", "num_documents": 200, "document_len": [3, 40], "seq_len": 64},
+        "mesh": mesh,
+        "pipeline": {"microbatches": MICROBATCHES // replicas, **(pipeline or {})},
+        "train": base | (train or {}),
+    }
 
 
 def pipelines() -> dict[str, dict[str, Any]]:

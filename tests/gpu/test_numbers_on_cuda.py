@@ -6,29 +6,45 @@ pipelines and FSDP across them.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
-from training import document, merged, train_steps
+from training import merged, train_steps
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
 
 
-def run(device: str, precision: str = "fp32", **mesh: int) -> dict[str, Any]:
-    model = {"hidden_size": 128, "head_dim": 32, "ffn_size": 256, "vocab_size": 320}
-    data = {"kind": "synthetic", "num_documents": 400, "document_len": [3, 90], "seq_len": 128}
-    train = {"precision": precision, "compile": False}
-    job = document(model=model, data=data, train=train, **mesh)
-    return merged(run_ranks(prod(mesh.values()), train_steps, job, STEPS, device))
+def document(*, pp: int = 1, fsdp: int = 1, precision: str = "fp32", head_dim: int = 32) -> dict[str, Any]:
+    return {
+        "name": "numbers-on-cuda",
+        "model": {
+            "kind": "llama", "num_layers": 4, "hidden_size": 128, "num_heads": 4, "num_kv_heads": 2,
+            "head_dim": head_dim, "ffn_size": 256, "vocab_size": 320,
+        },
+        "data": {"kind": "synthetic", "num_documents": 400, "document_len": [3, 90], "seq_len": 128},
+        "mesh": {"pp": pp, "fsdp": fsdp},
+        "pipeline": {"microbatches": 8 // fsdp},
+        "train": {"steps": STEPS, "seed": 3, "clip_norm": 0.05, "precision": precision, "compile": False},
+    }  # fmt: skip
+
+
+def run(device: str, **mesh: Any) -> dict[str, Any]:
+    job = document(**mesh)
+    world = job["mesh"]["pp"] * job["mesh"]["fsdp"]
+    return merged(run_ranks(world, train_steps, job, STEPS, device))
 
 
 def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
     return float((found - reference).norm() / reference.norm())
+
+
+def needs(devices: int) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} CUDA devices, this machine has {torch.cuda.device_count()}")
 
 
 def test_fp32_on_one_device_gives_the_numbers_of_the_cpu() -> None:
@@ -42,7 +58,7 @@ def test_fp32_on_one_device_gives_the_numbers_of_the_cpu() -> None:
 
 
 def test_bf16_uses_the_variable_length_kernel_and_stays_near_fp32() -> None:
-    fp32, bf16 = run("cuda"), run("cuda", "bf16")
+    fp32, bf16 = run("cuda"), run("cuda", precision="bf16")
     # bf16 has 8 bits: each activation is off by 2^-9, the loss by far less.
     assert bf16["loss"] == pytest.approx(fp32["loss"], rel=1e-2)
 
@@ -56,20 +72,22 @@ def assert_same_losses(found: list[float], reference: list[float]) -> None:
 
 
 def test_two_runs_on_one_device_give_the_same_losses() -> None:
-    assert_same_losses(run("cuda", "bf16")["loss"], run("cuda", "bf16")["loss"])
+    assert_same_losses(run("cuda", precision="bf16")["loss"], run("cuda", precision="bf16")["loss"])
 
 
-@pytest.mark.parametrize(
-    ("mesh", "precision"),
-    [({"pp": 2}, "fp32"), ({"pp": 2}, "bf16"), ({"fsdp": 2}, "fp32"), ({"pp": 2, "fsdp": 2}, "fp32")],
-    ids=str,
-)
-def test_a_mesh_over_nccl_gives_the_losses_of_one_device(mesh: dict[str, int], precision: str) -> None:
-    if torch.cuda.device_count() < prod(mesh.values()):
-        pytest.skip(f"needs {prod(mesh.values())} CUDA devices, this machine has {torch.cuda.device_count()}")
-    one, several = run("cuda", precision), run("cuda", precision, **mesh)
-    if "fsdp" in mesh:
-        assert several["loss"] == pytest.approx(one["loss"], rel=1e-5)
-    else:
-        assert_same_losses(several["loss"], one["loss"])
-        assert several["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 if precision == "fp32" else 1e-3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_pipeline_over_nccl_gives_the_losses_of_one_device(precision: str) -> None:
+    needs(2)
+    one, two = run("cuda", precision=precision), run("cuda", pp=2, precision=precision)
+    assert_same_losses(two["loss"], one["loss"])
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5 if precision == "fp32" else 1e-3)
+
+
+def test_fsdp_over_nccl_gives_the_losses_of_one_device() -> None:
+    needs(2)
+    assert run("cuda", fsdp=2)["loss"] == pytest.approx(run("cuda")["loss"], rel=1e-5)
+
+
+def test_pipeline_and_fsdp_over_four_devices_give_the_losses_of_one() -> None:
+    needs(4)
+    assert run("cuda", pp=2, fsdp=2)["loss"] == pytest.approx(run("cuda")["loss"], rel=1e-5)
