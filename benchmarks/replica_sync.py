@@ -9,7 +9,7 @@ takes 0.5 and 1.0 times a forward. The programs:
 - beside, at once: sums start in the last backward of every stage, also of one that has its last
   gradient still to send.
 - beside: those of a stage that still sends start when its last gradient has left
-  (`pipeline.sum_start`). This is what raypp does.
+  (`pipeline.wire`). This is what raypp does.
 - int8: beside, in int8 with error feedback (`train.sync`).
 
 All run at the same time and train in turns of a few steps, round after round, every second round in

@@ -262,7 +262,7 @@ class ProgramRuntime:
                 self._reshard(stage, -1)
 
     def _start_held_sums(self) -> None:
-        """Starts the sums that waited for the rank's last message (`pipeline.sum_start`)."""
+        """Starts the sums that waited for the rank's last message (`pipeline.wire`)."""
         for stage in self._held:
             stage.perform_reduce_grad(1)
         self._held.clear()

@@ -1,7 +1,7 @@
 """What replicas send each other: sums of gradients, and how much of them a step hides.
 
 The runtime starts the sum of a block when the block's gradients are done
-(`pipeline.sum_start`). Pipeline ranks that finish early sum while others still compute. What is
+(`pipeline.wire`). Pipeline ranks that finish early sum while others still compute. What is
 left after the last backward makes the step longer. Replicas that train apart send their weights
 once in `train.sync.every_steps` steps, and wait for what `overlap_steps` do not hide.
 """

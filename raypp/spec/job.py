@@ -284,7 +284,7 @@ class SyncOptions(Section):
     feedback) and is part of checkpoints. Needs gradients that are summed in fp32 | outer: replicas
     train apart, each with its own optimizer state and clipping, and every every_steps steps the
     mean of their weights moves the common ones (DiLoCo, docs/design/0061)."""
-    every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=limits.COUNT)] = 50
+    every_steps: Literal["auto"] | Annotated[int, Field(ge=1, le=limits.OUTER_STEPS)] = 50
     """outer: steps between two outer steps, which also follow the last step. Checkpoints,
     evaluations and samples are taken at outer steps only. auto: as few, from 10 on, as make steps 5
     % longer at most on the link between replicas; submission prints the choice, a resume keeps

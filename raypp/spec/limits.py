@@ -34,6 +34,8 @@ WIDTH = 10**9
 """Sizes of a model's parts, and lengths of sequences."""
 COUNT = 10**12
 """Steps, documents, and other counts."""
+OUTER_STEPS = 2000
+"""Steps between two outer steps. A snapshot holds a report of each."""
 SEED = 2**63 - 1
 SECONDS = 10**9
 RATE = 10**9

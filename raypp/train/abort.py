@@ -2,7 +2,7 @@
 
 `abort()` does not end a gloo operation that waits for a frozen or unreachable peer. Closing the
 connection under it does. NCCL's abort ends its kernels; what they should have received is then
-undefined (`parallel.failed_groups`).
+undefined (`parallel.rank_groups`).
 """
 
 from __future__ import annotations
