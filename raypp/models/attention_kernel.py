@@ -84,8 +84,8 @@ class AttentionKernel:
         name: As `train.attention` has it.
         attend: Computes it for whole rows: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`,
             under the layer's rule, with the scores `[H]` of its sinks if it has them.
-        blocks: The same kernel by parts, for ring attention. None: ring attention uses the blocks
-            of `parallel.attention_blocks`.
+        blocks: The same kernel by parts, for ring attention. None: ring attention uses
+            `parallel.ring_hops.BlockHops`.
     """
 
     name: str

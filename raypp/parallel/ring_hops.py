@@ -78,7 +78,7 @@ class RingHops(Protocol):
 
 @dataclass(frozen=True)
 class BlockHops:
-    """Each block of the plan by itself, with `attention_blocks`.
+    """Each block of the plan by itself, with `attend_block`.
 
     Attributes:
         plan: The blocks, made with the rule's window.
