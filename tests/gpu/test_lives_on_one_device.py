@@ -58,7 +58,6 @@ def life(rank: int, world: int, port: int, job: dict[str, Any], device: str, att
     }
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_saves_evaluates_and_resumes_as_on_the_cpu(tmp_path: Path) -> None:
     on_cpu = run_on_one_device(2, life, document("whole", tmp_path / "cpu"), "cpu")[0]

@@ -236,7 +236,6 @@ def test_a_microbatch_without_any_label_among_packed_documents_of_different_leng
     assert_same_sums(numbers(job, STEPS), numbers(reference, STEPS))
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations() -> None:
     # Measured: 0.8 % of a gradient's norm. bf16 itself differs from fp32 by 1.1 % here. AdamW's

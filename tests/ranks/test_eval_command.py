@@ -109,7 +109,6 @@ def own(folder: Path, name: str) -> dict[int, tuple[float, int]]:
     return {one["step"]: (one["loss"], one["tokens"]) for one in found}
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_the_loss_of_each_checkpoint_is_that_of_the_run_bit_for_bit(folder: Path, run: str) -> None:
     expected = own(folder, "small")
@@ -212,7 +211,6 @@ def score_for_nobody(rank: int, port: int, source: dict[str, Any], document: dic
     ask_on_seat(trained, job, local_seat(rank, 2, port, job), [256], lambda model: model.score(rows), broken_pipe)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_error_between_two_steps_of_a_request_ends_all_ranks(folder: Path, run: str) -> None:
     source = find_source(run)

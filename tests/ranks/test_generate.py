@@ -105,7 +105,6 @@ def test_every_pipeline_generates_the_same_tokens(place: Path, alone: Any, pp: i
     assert generated(find_source(f"{place}/plain"), pp, **choice) == alone[temperature]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_texts_end_where_they_should(alone: Any) -> None:
     drawn = alone[1.5]
@@ -167,7 +166,6 @@ def test_a_conversation_is_what_the_template_makes_of_it(place: Path) -> None:
     assert too_long.returncode == 2 and "--chat: the conversation has" in too_long.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_error_of_any_rank_ends_all_and_is_shown(place: Path, tmp_path: Path) -> None:
     source = find_source(f"{place}/plain")

@@ -59,7 +59,6 @@ def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_
     assert_ends_as(undisturbed, second, lives)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_without_snapshots_the_next_attempt_trains_again_from_the_newest_checkpoint(
     tmp_path: Path, undisturbed: Any
@@ -109,7 +108,6 @@ def life(tmp_path: Path, shared_memory: Any) -> Iterator[Any]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(life: Any, tmp_path: Path) -> None:
     ends, newest, _ = life(1, 5, True, "disk_full@upload:rank=1")

@@ -80,7 +80,6 @@ def test_compressed_messages_give_the_same_bits_again_and_nearly_the_exact_loss(
         assert found["wire_bytes"] == [round(share * count) for count in exact["wire_bytes"]]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_with_int8_that_was_restarted_ends_with_the_same_bytes(tmp_path: Path) -> None:
     def job(folder: str, steps: int) -> dict[str, Any]:

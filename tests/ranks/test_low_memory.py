@@ -189,7 +189,6 @@ def test_another_mesh_loads_codes_scales_and_weights_bit_for_bit(
         )
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_experts_over_ranks_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
     """Two ranks share each expert, and two hold different ones: their state is cut in two dims."""

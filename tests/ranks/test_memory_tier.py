@@ -110,7 +110,6 @@ def test_a_node_that_loses_its_memory_gets_its_snapshot_back_from_its_partner(
     assert_ends_as(undisturbed, second, lives)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_does_without_when_memory_is_short_and_says_so(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
@@ -167,7 +166,6 @@ def deaf_node(rank: int, world: int, port: int) -> None:
     tier.MemoryTier.start, tier.MemoryTier.signals = started, signalled  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_with_memory_for_five_snapshots_a_deaf_partner_does_not_stop_them(
     tmp_path: Path, shared_memory: Any, undisturbed: Any
@@ -183,7 +181,6 @@ def test_with_memory_for_five_snapshots_a_deaf_partner_does_not_stop_them(
     assert_ends_as(undisturbed, second, lives)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_node_lost_under_fsdp_on_two_nodes_costs_no_bit(tmp_path: Path, shared_memory: Any) -> None:
     """Four ranks, pp across the nodes and fsdp within them. Then both copies of one node are lost
@@ -269,7 +266,6 @@ def test_another_mesh_resumes_from_memory_as_from_a_commit_of_that_step(
     assert same_end(memory, store)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 @pytest.mark.parametrize("shape", ["copies", "replicas"])
 def test_half_of_the_nodes_is_lost_and_the_other_half_resumes_from_memory(

@@ -64,7 +64,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recipes.tree_with(place, files)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_plan_counts_a_new_family(tree: Path) -> None:
     plan = json.loads(python_in(tree, "-m", "raypp", "plan", "job.yaml", "--json"))
@@ -108,7 +107,6 @@ def test_the_contract_tests_take_up_a_new_family_the_day_it_appears(tree: Path) 
         assert f"{test}\n" in done, done[-5000:]
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_model_of_ones_own_is_counted_as_it_is_built_and_trains_like_one_process(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text(OWN, encoding="utf-8")

@@ -264,7 +264,6 @@ def run_experts(rank: int, world: int, port: int, recompute: str, lora: dict[str
     return run_step(rank, world, port, job, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_experts_never_wait_for_the_device_unless_they_are_spread_over_ranks() -> None:
     cases = [*((recompute, None) for recompute in RECOMPUTE), ("full", {"rank": 8, "base": "int8"})]

@@ -227,7 +227,7 @@ SGD = {"optimizer": {"kind": "sgd", "lr": 0.125, "momentum": 0.0, "weight_decay"
 LONG = {"kind": "synthetic", "num_documents": 400, "document_len": [20, 50], "seq_len": 64}
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.gate])])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.gate)])
 def test_an_outer_step_after_every_step_is_synchronous_sgd_where_nothing_is_rounded(replicas: int) -> None:
     jobs = [
         document(dp_replicate=replicas, microbatches=2 * replicas, data=LONG, train={**SGD, **sync})

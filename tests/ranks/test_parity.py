@@ -44,7 +44,6 @@ def test_a_pipeline_is_found_to_be_the_same_bit_for_bit(
     assert max(map(len, printed.splitlines())) <= 80
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_replicas_are_within_the_tolerance_and_beyond_a_stricter_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

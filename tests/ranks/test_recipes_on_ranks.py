@@ -31,7 +31,6 @@ def train(place: Path, *settings: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_two_ranks_train_with_a_new_schedule_source_store_and_optimizer(tree: Path) -> None:
     (tree / "job.yaml").write_text(job_text(tree))

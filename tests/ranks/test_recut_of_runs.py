@@ -204,7 +204,6 @@ def tuned(url: Path, folder: Path, steps: int, sections: Sections) -> Sections:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_weights_of_a_named_and_grown_model_are_the_same_bits_on_any_mesh_and_read_once(tmp_path: Path) -> None:
     sizes = {**expert_document()["model"], "num_layers": 2}
@@ -232,7 +231,6 @@ def test_weights_of_a_named_and_grown_model_are_the_same_bits_on_any_mesh_and_re
     assert not _same(load_file(tmp_path / "hf" / "model.safetensors"), before)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_grown_tied_embedding_is_the_same_bits_on_any_mesh_and_trains_as_in_one_process(tmp_path: Path) -> None:
     sizes = {key: value for key, value in document()["model"].items() if key != "kind"} | {"tie_embeddings": True}

@@ -228,7 +228,6 @@ def life(root: Path, faults: str = "", job: dict[str, Any] | None = None) -> Liv
     return Lives(made, root / "store", [root / "memory"] * 4, [0] * 4, {VARIABLE: faults})
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_run_whose_save_is_killed_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight = life(tmp_path / "straight")
@@ -263,7 +262,6 @@ def test_a_run_that_is_killed_resumes_from_memory_bit_for_bit(tmp_path: Path, sh
     assert same(killed.final_state(), straight.final_state())
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_residuals_are_cut_anew_for_another_mesh_and_their_sum_stays(tmp_path: Path) -> None:
     job = case("dp 4", **INT8, steps=2)

@@ -61,7 +61,6 @@ def test_skipped_saves_are_skipped_by_all_ranks_alike_and_the_last_one_never(tmp
             assert {"upload_mb_per_s", "stall_s", "upload_s"} <= details.keys()
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_by_default_training_waits_and_says_so(tmp_path: Path) -> None:
     results = run_ranks(2, life, slow_saves(tmp_path, "wait", mbps=3), 3)
@@ -72,7 +71,6 @@ def test_by_default_training_waits_and_says_so(tmp_path: Path) -> None:
     assert steps_of(events, "save_skipped") == []
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_the_save_before_a_stop_is_not_skipped(tmp_path: Path) -> None:
     results = run_ranks(2, life, slow_saves(tmp_path, "skip"), 4)

@@ -117,7 +117,6 @@ def documented(*opened: str) -> dict[str, str]:
     return {name: process for name, when, process, *_ in rows if when in opened}
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_every_port_of_a_run_is_documented_and_strangers_change_no_bit(
     tmp_path: Path,

@@ -63,7 +63,6 @@ def test_sharded_ends_add_up_what_one_process_does(mesh: dict[str, int]) -> None
     assert_same_sums(numbers(job), numbers(tied()))
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_in_bf16_too_the_ends_of_a_pipeline_have_the_bits_of_one_process() -> None:
     bf16 = {"precision": "bf16"}

@@ -97,7 +97,6 @@ def test_a_trace_of_two_pipeline_ranks(tmp_path: Path, capsys: pytest.CaptureFix
     assert chrome_faults(json.loads(out.read_text()), trace[1].clock_error_s) == []
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_trace_shows_gathers_and_sums_and_ends_with_the_run(tmp_path: Path) -> None:
     ranks = run_ranks(4, live, job_in(tmp_path, fsdp=2), 50, [0, 0, 1, 1])

@@ -200,7 +200,7 @@ def test_limits_refuse_no_real_job() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("mesh.fsdp=100000",), marks=[pytest.mark.slow, pytest.mark.gate]),
+        pytest.param(("mesh.fsdp=100000",), marks=pytest.mark.gate),
         ("model.num_layers=4096", "mesh.pp=100", "mesh.fsdp=8", "pipeline.microbatches=4", "pipeline.schedule=gpipe"),
     ],
 )

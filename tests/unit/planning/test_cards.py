@@ -97,7 +97,6 @@ def test_a_links_use_is_that_of_the_busier_card_at_its_ends() -> None:
     assert all(use.message_s == pytest.approx(2.0) for use in found.links)
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_very_long_program_says_that_cards_are_left_out() -> None:
     def told(microbatches: int) -> bool:

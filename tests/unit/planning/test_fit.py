@@ -52,7 +52,6 @@ def test_a_job_that_cannot_fit_is_refused_per_rank_with_changes_that_fit() -> No
         assert max(needs(typed(job, words))) <= capacity
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_measured_excess_makes_changes_need_more() -> None:
     job = large()
@@ -63,7 +62,6 @@ def test_a_measured_excess_makes_changes_need_more() -> None:
         assert 1.5 * max(needs(typed(job, words))) <= capacity + 1
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_a_model_that_nothing_makes_fit_is_told_as_that() -> None:
     (problem,) = memory_problems(large(), 1 << 20)

@@ -174,7 +174,6 @@ def test_an_8b_in_full_on_four_rtx4090_takes_less_state_on_the_card() -> None:
     assert_all_hold(job, found, "rtx4090")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_an_8b_in_full_on_two_rtx4090_needs_more_devices() -> None:
     job = eight_b(pp=2)
@@ -186,7 +185,6 @@ def test_an_8b_in_full_on_two_rtx4090_needs_more_devices() -> None:
     assert_all_hold(job, found, "rtx4090")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_offloading_is_not_proposed_beyond_the_memory_of_the_nodes() -> None:
     job = job_with(model=LARGE, data={"seq_len": 1024}, train={"micro_batch_size": 1, "precision": "bf16"})
@@ -212,7 +210,6 @@ def test_an_optimizer_without_8_bit_state_is_not_offered_one(kind: str) -> None:
     assert all(check_training(one.job) == [] for one in (*found.same, *found.apart))
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_on_a_cpu_nothing_is_offloaded() -> None:
     job = job_with(model=LARGE, data={"seq_len": 1024}, train={"micro_batch_size": 2})
@@ -247,7 +244,6 @@ def test_something_that_can_never_fit() -> None:
     assert found.nearest is not None and found.nearest.peak > GIB
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_shorter_sequences_are_offered_apart() -> None:
     job = job_with(model=LARGE, data={"seq_len": 16384}, mesh={"pp": 2}, train={"micro_batch_size": 1})
@@ -262,7 +258,6 @@ def test_shorter_sequences_are_offered_apart() -> None:
     assert_all_hold(job, found, "rtx4090")
 
 
-@pytest.mark.slow
 @pytest.mark.gate
 def test_adapters_are_offered_apart_and_never_with_full_training() -> None:
     job = eight_b(pp=2, microbatches=4)

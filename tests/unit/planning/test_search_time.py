@@ -36,7 +36,7 @@ LARGE = {
 
 every_case = pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow, pytest.mark.gate] if case == "many-rows" else ()) for case in LARGE],
+    [pytest.param(case, marks=pytest.mark.gate if case == "many-rows" else ()) for case in LARGE],
 )
 
 
