@@ -141,7 +141,10 @@ def _predicted(ranks: Sequence[RankTrace], analysis: Analysis, process: int, zer
         for span in one.spans:
             if span.kind == "pipeline":
                 begins[span.step] = min(begins.get(span.step, span.begin), span.begin)
+    took, ended = max((slot.end for line in slots.values() for slot in line), default=0.0), zero
     for step, begin in sorted(begins.items()):
+        begin = max(begin, ended)  # a row shows one step at a time
+        ended = begin + took
         for pp, line in slots.items():
             for slot in line:
                 action = slot.action

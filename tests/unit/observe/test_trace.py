@@ -118,6 +118,12 @@ def test_the_chrome_trace_is_valid_and_has_both_groups() -> None:
     assert sum(e["ph"] == "s" for e in document["traceEvents"]) == 16
 
 
+def test_predicted_steps_follow_each_other_where_a_replica_begins_one_before_another_ends_the_last() -> None:
+    ranks = two_ranks()
+    early = replace(ranks[0], spans=tuple(Span("pipeline", 0.1 * number, 0.05, 4 + number) for number in range(3)))
+    assert chrome_faults(chrome_trace([early], analyse(ranks, [0.005])), 1e-4) == []
+
+
 def test_the_check_of_chrome_traces_finds_faults() -> None:
     ranks = two_ranks()
     good = chrome_trace(ranks, analyse(ranks))
