@@ -68,11 +68,7 @@ class Format:
         return cast(Tensor, _product(x, stored, ends, self.base, self.width, self.transposed))
 
 
-QUANTISED_PRODUCT = "raypp::quantised_product"
-"""The operator whose result selective recomputation keeps."""
-
-
-@torch.library.custom_op(QUANTISED_PRODUCT, mutates_args=())
+@torch.library.custom_op("raypp::quantised_product", mutates_args=())
 def _product(x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: int, transposed: bool) -> Tensor:
     """Returns x · Wᵀ, `[..., O]`, of x `[..., C]`; with ends `[E]`, of rows sorted by expert.
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from raypp.errors import RayppError
 from raypp.models.once import forward_and_recomputation
-from raypp.models.quantised import QUANTISED_PRODUCT, store_rest, stored_formats, torch_dtype
+from raypp.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.parallel.compute_copies import ComputeCopies, sum_in_fp32
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.late_sums import LateSums, sum_by_parts
@@ -198,9 +198,7 @@ def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaS
 
 # Activation checkpointing: which intermediate results of a block are kept for the backward.
 
-_MATRIX_PRODUCTS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED_MM_OPERATOR, QUANTISED_PRODUCT}
-)
+_MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED_MM_OPERATOR})
 _ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 from torch import nn
 
 from raypp.errors import RayppError
-from raypp.models import quantised
 from raypp.models.documents import PackedDocuments
-from raypp.models.quantised import QuantisedLinear
 from raypp.models.stage import build_stage
-from raypp.parallel.apply import recompute_blocks, recompute_within_compiled_blocks
+from raypp.parallel.apply import recompute_within_compiled_blocks
 from raypp.spec.models import DecoderOptions, MoeOptions
 
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "ffn_size": 64, "vocab_size": 31}
@@ -54,33 +50,6 @@ def test_what_a_compiler_would_be_given_recomputes_the_feed_forward_to_the_same_
     kept, gradients = run(stage)
     assert kept < everything
     assert all(torch.equal(one, two) for one, two in zip(gradients, reference, strict=True))
-
-
-class QuantisedBlock(nn.Module):
-    """A product with a quantised matrix between two that are cheap to recompute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = QuantisedLinear(128, 96, "nf4", bias=False).to_empty(device="cpu")
-        with torch.no_grad():
-            self.linear.weight.copy_(self.linear.format.quantise(torch.ones(96, 128)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.tanh()).tanh()
-
-
-@pytest.mark.parametrize(("extent", "times"), [("selective", 2), ("full", 3)])
-def test_selective_keeps_the_product_with_a_quantised_matrix(
-    extent: Literal["selective", "full"], times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage = nn.Module()
-    stage.model = nn.Module()
-    stage.model.layers = nn.ModuleList([QuantisedBlock()])
-    recompute_blocks(stage, extent)
-    dequantised, dequantise = [], quantised._dequantised
-    monkeypatch.setattr(quantised, "_dequantised", lambda *given: (dequantised.append(1), dequantise(*given))[1])
-    stage.model.layers[0](torch.ones(3, 128, requires_grad=True)).sum().backward()
-    assert len(dequantised) == times
 
 
 def test_a_block_of_an_own_model_without_a_feed_forward_is_refused_by_name() -> None:
