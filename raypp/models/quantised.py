@@ -6,7 +6,7 @@ the global name of the matrix; so FSDP shards and gathers them like any weight, 
 parallelism cuts them like any stack.
 
 Both products are operators of torch: the compiler does not look inside, so their bits do not depend
-on `train.compile`, and selective recomputation keeps their results.
+on `train.compile`. Selective recomputation does not keep their results, and plans count on that.
 
 Legend: N rows of activations, C width of the input, O width of the output, E experts, F inner width
 of an expert, R bytes of a quantised row.
