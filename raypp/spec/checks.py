@@ -18,7 +18,7 @@ from raypp.registry import is_module
 from raypp.spec.availability import Choice, named_kinds
 from raypp.spec.families import FAMILIES, family_of, layer_rotary
 from raypp.spec.job import Job, SourceOptions
-from raypp.spec.load import shown
+from raypp.spec.load import one_of, shown
 from raypp.spec.lora import adapted_stacks, check_targets, width_problems
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
@@ -73,10 +73,10 @@ def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
         return
     known, usable = choice.words(), choice.available()
     if value in known or choice.is_own(value):
-        yield Problem(key, f"{value} is not available yet; available: {', '.join(usable)}", f"use {_one_of(usable)}")
+        yield Problem(key, f"{value} is not available yet; available: {', '.join(usable)}", f"use {one_of(usable)}")
     else:
         close = difflib.get_close_matches(value.lower(), known, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"use {_one_of(usable)}"
+        fix = f"did you mean {close[0]}?" if close else f"use {one_of(usable)}"
         yield Problem(key, f"there is no {shown(value)}; there are: {', '.join(known)}", fix)
 
 
@@ -211,11 +211,11 @@ def _optimizer(job: Job) -> Iterator[Problem]:
     """Checks that the optimizer can keep its state, and the weights, as the job asks."""
     name, kind = job.train.optimizer.kind, OPTIMIZERS.get(job.train.optimizer.kind)
     if job.train.optimizer.state == "8bit" and not kind.states_in_8bit:
-        fix = f"use state: fp32, or kind: {_one_of([one.name for one in OPTIMIZERS.usable() if one.states_in_8bit])}"
+        fix = f"use state: fp32, or kind: {one_of([one.name for one in OPTIMIZERS.usable() if one.states_in_8bit])}"
         yield Problem("train.optimizer.state", f"{name} cannot keep its state in 8 bits", fix)
     if job.train.dtypes.narrow_weights and not kind.bf16_weights:
         fault = f"{name} does not say that it updates weights that exist in bf16 only (OptimizerKind.bf16_weights)"
-        usable = _one_of([one.name for one in OPTIMIZERS.usable() if one.bf16_weights])
+        usable = one_of([one.name for one in OPTIMIZERS.usable() if one.bf16_weights])
         yield Problem("train.precision", fault, f"use bf16, or train.optimizer.kind {usable}")
 
 
@@ -241,7 +241,7 @@ def _model(job: Job) -> Iterator[Problem]:
         yield Problem(
             "model.num_kv_heads",
             f"{model.num_heads} query heads cannot be split evenly over {model.kv_heads} key/value heads",
-            f"use a divisor of model.num_heads: {_one_of([str(n) for n in divisors])}",
+            f"use a divisor of model.num_heads: {one_of([str(n) for n in divisors])}",
         )
     source = known_source(job.data.kind)
     bytes_used = job.data.tokenizer == "bytes" and source is not None and source.ids == "text"
@@ -259,7 +259,7 @@ def _lora(job: Job) -> Iterator[Problem]:
     elif ":" in job.model.kind:
         fault = f"{job.model.kind} is your own code: raypp does not know which of its matrices get adapters"
         fix = "add adapters in your factory and freeze the rest (requires_grad_(False)), or use a family"
-        yield Problem("model.lora", fault, f"{fix}: {_one_of(list(FAMILIES))}")
+        yield Problem("model.lora", fault, f"{fix}: {one_of(list(FAMILIES))}")
     if lora.dropout and (stacks := sorted(adapted_stacks(job.model))):
         fault = f"{lora.dropout} is not available for matrices of experts; targets match {', '.join(stacks)}"
         yield Problem("model.lora.dropout", fault, "use 0, or targets without them, as [q_proj, v_proj]")
@@ -458,7 +458,3 @@ def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
         vocabulary(read_tokenizer(Path(path)), Path(path))
     except DataError as error:
         yield from error.problems
-
-
-def _one_of(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

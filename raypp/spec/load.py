@@ -219,10 +219,10 @@ def words_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return "a section of keys"
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return _or([str(value) for value in arguments])
+        return one_of([str(value) for value in arguments])
     if origin in (Union, types.UnionType):
         members = sorted(arguments, key=lambda member: member is type(None))
-        return _or([words_of(member, metadata if member is not type(None) else ()) for member in members])
+        return one_of([words_of(member, metadata if member is not type(None) else ()) for member in members])
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"a list, each {words_of(arguments[0])}"
     if origin is tuple:
@@ -311,7 +311,8 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
-def _or(words: list[str]) -> str:
+def one_of(words: list[str]) -> str:
+    """Returns words as a choice: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
