@@ -9,6 +9,7 @@ from typing import Any
 from raypp.api.submission import Say
 from raypp.checkpoint.commit import Commit, list_checkpoints
 from raypp.checkpoint.layout import split_location
+from raypp.checkpoint.run_files import with_run_files
 from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.clusters import known_runs
@@ -118,7 +119,7 @@ def export(
     with open_for_others(target) as there:
         _check_empty(there)
         try:
-            job = read_spec(store, commit.run)
+            job = with_run_files(store, commit.run, read_spec(store, commit.run))
         except CheckpointError:
             job = None
         if adapter:

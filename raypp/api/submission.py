@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from raypp.checkpoint.compatibility import (
     recorded_every_steps,
     recorded_precision,
 )
+from raypp.checkpoint.run_files import travelling_files, write_run_files
 from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
@@ -58,6 +59,7 @@ class Prepared:
         resume: Whether it resumes the run of its name.
         device: What its ranks compute on: cpu or cuda.
         versions: The cluster's versions of Ray and Python.
+        files: What `travelling_files` returned.
     """
 
     file: JobFile
@@ -66,6 +68,7 @@ class Prepared:
     resume: bool
     device: str
     versions: dict[str, str]
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepared:
@@ -111,7 +114,8 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
         # What was checked may have been the job on another device.
         if problems := [*check_training(job), *check_plan(job)]:
             raise JobError(map(file.locate, problems))
-    return Prepared(replace(file, job=job), store, cluster, resume, device, versions)
+    files = travelling_files(job, store, resume, say)
+    return Prepared(replace(file, job=job), store, cluster, resume, device, versions, files)
 
 
 def start(prepared: Prepared, say: Say) -> RunPlace:
@@ -136,9 +140,12 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
         except AlreadyExists as error:  # another submission was quicker
             raise JobError(map(prepared.file.locate, error.problems)) from None
         asked = True
+        write_run_files(store, job.name, prepared.files)
 
     try:
-        submission_id = client.submit_run(job, prepared.cluster, store.url, number=number, before=write)
+        submission_id = client.submit_run(
+            job, prepared.cluster, store.url, number=number, before=write, files=prepared.files
+        )
     except NoAnswerError as error:
         if not asked:
             raise

@@ -88,7 +88,7 @@ def eval_command(
     job = task_job(source, pp, overrides)
     request: dict[str, Any] = {"tasks": [_absolute(name) for name in names], "limit": limit}
     if cluster is not None:
-        note_paths(cluster, source, files=[source.tokenizer or "", *filter(_is_file, request["tasks"])])
+        note_paths(cluster, source, files=[*filter(_is_file, request["tasks"])])
         request |= {"ends": list(end_ids(source, source.open_tokenizer())), "folder": str(Path.cwd())}
     answer = _asked(cluster, source, job, request, as_json)
     if as_json:

@@ -13,7 +13,9 @@ from raypp.cli.output import echo
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
 from raypp.errors import JobError, Problem
 from raypp.spec.job import Job
+from raypp.spec.load import job_document
 from raypp.spec.paths import is_remote
+from raypp.spec.small_files import small_files
 
 if TYPE_CHECKING:
     from raypp.inference.source import Source  # NumPy, which the quick commands do not need
@@ -57,10 +59,9 @@ def note_paths(cluster: Cluster, source: Source, job: Job | None = None, files: 
     """
     if cluster.embedded is not None:
         return
-    named = [source.store, source.model.get("from_hf")]
-    if job is not None:
-        named += [job.data.path, job.data.tokenizer if job.data.tokenizer != "bytes" else None]
-    named += [file for file in files if file != "bytes"]
+    named = [source.store, source.model.get("from_hf"), job.data.path if job is not None else None, *files]
+    travel = [{"data": {"tokenizer": source.tokenizer}}, *([job_document(job)] if job is not None else [])]
+    named += [str(path) for (_, path), files in small_files(*travel).items() if not files]
     paths = [str(path).removeprefix("file://") for path in named if path]
     here = [path for path in paths if not is_remote(path)]
     if here:

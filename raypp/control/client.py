@@ -8,8 +8,9 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from raypp.checkpoint.run_spec import read_end
@@ -35,6 +36,7 @@ from raypp.spec.availability import own_files
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.secret import secrets_of, without_secrets
+from raypp.spec.small_files import FOLDER
 from raypp.spec.trackers import missing_for_trackers, tracker_variables
 from raypp.storage import ObjectStore
 from raypp.untrusted.text import shell_word
@@ -193,6 +195,7 @@ def submit_run(
     *,
     number: int = 0,
     before: Callable[[], None] = lambda: None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
     rank_function: str | None = None,
     relays_from_ranks: int = RELAYS_FROM_RANKS,
 ) -> str:
@@ -203,6 +206,7 @@ def submit_run(
         url: The store's absolute URL, in the store's own form.
         number: Of its spec; 0: the newest.
         before: Called when only the submission itself is left to do.
+        files: The job's small files, by `stored_name`.
         rank_function, relays_from_ranks: For tests, see `RunRequest`.
 
     Raises:
@@ -224,7 +228,9 @@ def submit_run(
     tracking, tracking_secrets = tracker_variables(job, os.environ)
     settings |= tracking
     private = collect_secrets(here=cluster.embedded is not None) | tracking_secrets | secrets_of(job)
-    name, content = build_package(request, private, own_files(job))
+    name, content = build_package(
+        request, private, [*own_files(job), *((f"{FOLDER}/{one}", data) for one, data in files.items())]
+    )
     environment = {
         **settings,
         "PYTHONUNBUFFERED": "1",

@@ -25,6 +25,7 @@ from raypp.inference.processes import first_error
 from raypp.inference.source import Source
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.spec.small_files import FOLDER, contents
 from raypp.untrusted.documents import Bounds, Count, parse_as
 
 _FREED_S = 15.0
@@ -80,12 +81,16 @@ def use_on_cluster(
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     name = f"{command}-{source.run or 'model'}-{stamp}"
     whole = {"name": name, "device": device, "source": asdict(source), "job": job_document(job), **request}
+    small = contents(source.document or {}, {"data": {"tokenizer": source.tokenizer}}, job_document(job))
     call = Call(
         f"{command} {source.place}",
         "raypp.control.inference_driver",
         secrets=collect_secrets(here=cluster.embedded is not None),
         settings=collect_settings(cluster),
-        files=[(INFERENCE_FILE, json.dumps(whole).encode())],
+        files=[
+            (INFERENCE_FILE, json.dumps(whole).encode()),
+            *((f"{FOLDER}/{one}", data) for one, data in small.items()),
+        ],
         timeout_s=math.inf,
         always_job=True,
     )

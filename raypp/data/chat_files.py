@@ -15,11 +15,12 @@ from raypp.data.template_limits import MOST_SOURCE
 from raypp.data.tokenised import Request
 from raypp.errors import DataError, Problem
 from raypp.spec.job import DataSection
-from raypp.spec.tokenizer_file import read_config, special_tokens
+from raypp.spec.small_files import TEMPLATES, here
+from raypp.spec.tokenizer_file import read_config, special_tokens, tokenizer_path
 from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible
 
-_CONFIG, _ALONE, _OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+_CONFIG, _ALONE = "tokenizer_config.json", "chat_template.jinja"
 _MOST_OTHERS = 100
 _GIVE = "set data.chat_template to a file with a Jinja template"
 
@@ -51,10 +52,10 @@ def open_template(data: DataSection) -> ChatTemplate | None:
     Raises:
         DataError: A file cannot be read, or the template cannot be compiled.
     """
-    folder = None if data.tokenizer == "bytes" else expand_home(data.tokenizer).parent
+    folder = None if data.tokenizer == "bytes" else tokenizer_path(data.tokenizer).parent
     config = read_config(folder) if folder is not None else {}
     if data.chat_template is not None:
-        source: Any = _read(expand_home(data.chat_template))
+        source: Any = _read(here(expand_home(data.chat_template)))
     else:
         source = _sources(config.get("chat_template"), folder)
         if folder is not None and (files := _template_files(folder)):
@@ -70,7 +71,7 @@ def open_template(data: DataSection) -> ChatTemplate | None:
 def _template_files(folder: Path) -> dict[str, Path]:
     """Returns a folder's files of templates by name; `default` is the one beside the tokenizer."""
     files = {"default": folder / _ALONE} if (folder / _ALONE).exists() else {}
-    others = folder / _OTHERS
+    others = folder / TEMPLATES
     if others.is_dir():
         named = sorted(islice(others.glob("*.jinja"), _MOST_OTHERS))
         files |= {path.name.removesuffix(".jinja"): path for path in named}

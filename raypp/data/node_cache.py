@@ -74,7 +74,7 @@ def _make(entry: Path, make: Callable[[Path], None]) -> None:
     room = Path(tempfile.mkdtemp(prefix=unfinished, dir=entry.parent))
     try:
         make(room)
-        for file in room.iterdir():
+        for file in filter(Path.is_file, room.rglob("*")):
             with file.open("rb+") as written:
                 os.fsync(written.fileno())
         room.chmod(0o755)

@@ -25,6 +25,7 @@ from raypp.hf.original import (
     trained_length,
 )
 from raypp.spec.models import DecoderOptions
+from raypp.spec.small_files import SAVED_BESIDE, TEMPLATES
 from raypp.spec.tokenizer_file import BOUNDS, TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.untrusted.documents import Bounds, parse_object
 from raypp.untrusted.files import read_file
@@ -33,12 +34,6 @@ from raypp.untrusted.text import visible
 OPTION = "--tokenizer"
 CONFIG = "tokenizer_config.json"
 _TEMPLATE, _TEMPLATE_BYTES = "chat_template.jinja", 1 << 20
-_BESIDE = (
-    CONFIG, "special_tokens_map.json", "added_tokens.json", _TEMPLATE, "vocab.json", "merges.txt",
-    "vocab.txt", "tokenizer.model",
-)  # fmt: skip
-"""The files that belong to a file named tokenizer.json in the same folder."""
-_TEMPLATES = "additional_chat_templates"
 _MOST_TEMPLATES = 100
 _GENERATION_BOUNDS = Bounds(size=1 << 20)
 _END = END_NAMES[0]
@@ -201,11 +196,11 @@ def _beside(folder: Path) -> dict[str, bytes]:
     Raises:
         DataError: One of them is not a regular file, or is too large.
     """
-    names = [name for name in _BESIDE if (folder / name).is_file()]
-    templates = sorted(path.name for path in (folder / _TEMPLATES).glob("*.jinja"))
+    names = [name for name in SAVED_BESIDE if (folder / name).is_file()]
+    templates = sorted(path.name for path in (folder / TEMPLATES).glob("*.jinja"))
     if len(templates) > _MOST_TEMPLATES:
-        raise DataError(Problem(str(folder / _TEMPLATES), f"has more than {_MOST_TEMPLATES} templates"))
-    names += [f"{_TEMPLATES}/{name}" for name in templates]
+        raise DataError(Problem(str(folder / TEMPLATES), f"has more than {_MOST_TEMPLATES} templates"))
+    names += [f"{TEMPLATES}/{name}" for name in templates]
     return {name: read_file(folder / name, BOUNDS.size) for name in names}
 
 

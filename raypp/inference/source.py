@@ -13,6 +13,7 @@ from typing import Any
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.layout import split_location
+from raypp.checkpoint.run_files import with_run_files
 from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.clusters.find import lend_store_settings
@@ -237,7 +238,7 @@ def _neither(argument: str, folder: Path) -> JobError:
 def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Source:
     place = f"{store.url}/{commit.run}/step-{commit.step:08d}"
     try:
-        document = read_spec(store, commit.run)
+        document = with_run_files(store, commit.run, read_spec(store, commit.run))
     except CheckpointError:
         document = dict(commit.job)
     options = saved_options(store, commit)

@@ -12,6 +12,7 @@ from raypp.kinds import SCHEDULES, ScheduleKind
 from raypp.schedules.action import Action, Program, parse_actions, with_whole_backwards
 from raypp.schedules.validity import check_program
 from raypp.spec.limits import ACTIONS, STAGES
+from raypp.spec.small_files import here
 from raypp.untrusted.files import read_file
 
 __all__ = ["SCHEDULES", "build_program", "schedule_named", "size_problems"]
@@ -159,7 +160,7 @@ def from_csv(path: str) -> ScheduleKind:
         JobError: The file cannot be read, or a cell is not an action.
     """
     try:
-        lines = read_file(Path(path), _FILE_BYTES, JobError, _KEY).decode().splitlines()
+        lines = read_file(here(Path(path)), _FILE_BYTES, JobError, _KEY).decode().splitlines()
     except UnicodeDecodeError as error:
         raise JobError(Problem(_KEY, f"cannot read {path}: {error}", "name a file that every node can read")) from error
     rows: dict[int, list[Action]] = {}

@@ -12,6 +12,7 @@ from annotated_types import Ge, Lt
 from typing_extensions import TypedDict
 
 from raypp.errors import DataError, Problem
+from raypp.spec.small_files import here
 from raypp.untrusted.documents import Bounds, parse_as, parse_object
 from raypp.untrusted.files import expand_home, read_file
 from raypp.untrusted.text import visible
@@ -49,7 +50,7 @@ class _File(TypedDict):
 def tokenizer_path(name: str) -> Path:
     """Returns the file that `data.tokenizer` names: it, or the tokenizer.json of a folder."""
     path = expand_home(name)
-    return path / TOKENIZER if os.path.isdir(path) else path  # noqa: PTH112 - raises for no name
+    return here(path / TOKENIZER if os.path.isdir(path) else path)  # noqa: PTH112 - raises for no name
 
 
 def read_tokenizer(path: Path) -> bytes:

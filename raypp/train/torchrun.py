@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps, recorded_precision
 from raypp.checkpoint.layout import step_folder
+from raypp.checkpoint.run_files import write_run_files
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_end, write_spec
 from raypp.environment import NCCL_OF_TORCH
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
@@ -33,6 +34,7 @@ from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.job_file import load_job
 from raypp.spec.load import job_document
+from raypp.spec.small_files import contents
 from raypp.spec.trackers import missing_for_trackers
 from raypp.storage import AlreadyExists, ObjectStore, open_store
 from raypp.train.device_check import has_bf16
@@ -158,6 +160,7 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
         if problems:
             raise JobError(problems) from None
         write_spec(store, job.name, job_document(job), newest_number(store, job.name) + 1)
+    write_run_files(store, job.name, contents(job_document(job)))
     return claim_next_attempt(store, job.name), job
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from raypp.api.find_run import present_status
 from raypp.checkpoint.commit import Checkpoint, list_checkpoints
+from raypp.checkpoint.run_files import with_run_files
 from raypp.checkpoint.run_spec import read_spec
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
@@ -73,7 +74,7 @@ def collect(place: RunPlace, reader: RunReader) -> RunData:
         notes.append(f"{reader.damaged} damaged lines of the records were left out")
     job, pipeline = None, None
     try:
-        job = read_spec(store, place.name)
+        job = with_run_files(store, place.name, read_spec(store, place.name))
         pipeline = resolve_pipeline(parse_job(job))
     except RayppError as error:
         notes.append(f"the job cannot be shown in full: {error}")

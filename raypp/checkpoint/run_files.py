@@ -1,0 +1,78 @@
+"""What travels with a job besides raypp's code: the user's own code, and small files, which the
+store has, too, for whoever uses the run on another machine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raypp.data.node_cache import cache_directory, made_once
+from raypp.planning.stored_bytes import size_text
+from raypp.spec.availability import own_files
+from raypp.spec.job import Job
+from raypp.spec.load import job_document
+from raypp.spec.small_files import KEYS, MOST_BYTES, small_files, stored_name
+from raypp.storage import ObjectStore
+from raypp.untrusted.text import visible
+
+_NAME = re.compile(r"[0-9a-f]{16}/(?:additional_chat_templates/)?[^/\0]{1,255}")
+
+
+def travelling_files(job: Job, store: ObjectStore, resume: bool, say: Callable[[str], None]) -> dict[str, bytes]:
+    """Returns the small files of a job, by `stored_name`. Says what travels with the job, what is
+    too large, and what has changed since the submission that is resumed."""
+    small, code = small_files(job_document(job)), dict(own_files(job))
+    before = read_run_files(store, job.name) if resume else {}
+    groups = [(f"{key} {visible(path)}", files) for (key, path), files in small.items() if files]
+    groups += [(f"your code {', '.join(code)}", code)] if code else []
+    if travel := [f"{words} ({size_text(sum(map(len, files.values())))})" for words, files in groups]:
+        say(f"with the job travel: {'; '.join(travel)}")
+    for (key, path), files in small.items():
+        if not files:
+            most = f"with what travels already, more than {MOST_BYTES >> 20} MiB"
+            say(f"note: {key} {visible(path)} does not travel ({most}): every node must have it")
+        elif any(before.get(name, content) != content for name, content in files.items()):
+            say(f"note: {key} {visible(path)} has changed since the run was submitted: it resumes with the new content")
+    return {name: content for files in small.values() for name, content in files.items()}
+
+
+def write_run_files(store: ObjectStore, run: str, files: Mapping[str, bytes]) -> None:
+    """Stores the files of a submission, in place of those of the submission before."""
+    there = read_run_files(store, run)
+    store.delete([f"{run}/files/{name}" for name in there.keys() - files.keys()])
+    for name, content in files.items():
+        if there.get(name) != content:
+            store.put(f"{run}/files/{name}", content)
+
+
+def read_run_files(store: ObjectStore, run: str) -> dict[str, bytes]:
+    """Returns the files of a run's last submission, by the name that `stored_name` gives them."""
+    prefix, found, left = f"{run}/files/", dict[str, bytes](), MOST_BYTES
+    for info in store.list(prefix):
+        name = info.key.removeprefix(prefix)
+        if _NAME.fullmatch(name) and not name.endswith(("/.", "/..")) and info.size <= left:
+            found[name] = store.get(info.key, 0, info.size)
+            left -= info.size + 1024
+    return found
+
+
+def with_run_files(store: ObjectStore, run: str, document: dict[str, Any]) -> dict[str, Any]:
+    """Returns a run's job, which names copies here of the files that it was submitted with."""
+    values = {(section, key): (document.get(section) or {}).get(key) for section, key in KEYS}
+    names = {at: stored_name(Path(value)) for at, value in values.items() if isinstance(value, str) and "/" in value}
+    files = read_run_files(store, run) if names else {}
+    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:32]
+
+    def fill(folder: Path) -> None:
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+    for (section, key), name in names.items():
+        if name in files:
+            copy = made_once(cache_directory() / "files" / digest, fill) / name
+            document = document | {section: document[section] | {key: str(copy)}}
+    return document
