@@ -7,8 +7,12 @@ process borders; exceptions with a custom constructor must define `__reduce__` f
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 from raypp.failure_kinds import FailureKind
@@ -19,6 +23,8 @@ EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_RESOURCES = 4
 EXIT_INTERRUPTED = 130
+_RAYPP = Path(__file__).resolve().parent
+_LONGEST_WORDS, _LONGEST_LINE, _LONGEST_CHAIN = 1000, 200, 20
 
 
 def in_words(error: BaseException) -> str:
@@ -138,3 +144,76 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
+
+
+def origin_in_words(error: BaseException) -> str:
+    """Returns the root of an error's causes, with its place in the user's own code and that line;
+    then where raypp was, and what the root became.
+
+    A `RayppError` explains itself.
+    """
+    if isinstance(error, RayppError):
+        return str(error)
+    *outer, root = chain = _chain(error)
+    text = f"SyntaxError: {root.msg}" if isinstance(root, SyntaxError) else in_words(root)
+    text = text if len(text) <= _LONGEST_WORDS else f"{text[:_LONGEST_WORDS]} …"
+    notes = [f"at {place}"] if (place := place_in_user_code(error)) else []
+    ours = [frame for one in chain for frame in _frames(one) if _is_below(frame.filename, (str(_RAYPP),))]
+    if ours:
+        notes.append(f"raypp was in {Path(ours[-1].filename).resolve().relative_to(_RAYPP.parent)}:{ours[-1].lineno}")
+    for one in reversed(outer):  # of those between, only the user's own say more
+        if one is error or _user_frame(one) is not None:
+            line = next(iter(str(one).strip().splitlines()), "").rstrip(":")[:_LONGEST_LINE]
+            notes.append(f"then {type(one).__name__}: {line}".removesuffix(": "))
+    return f"{text}{chr(10) if chr(10) in text else ' '}({'; '.join(notes)})" if notes else text
+
+
+def place_in_user_code(error: BaseException) -> str | None:
+    """Returns `file:line in function: code` of the innermost place that is neither raypp's nor a
+    library's, that is, of the user's own model or data code; None when there is none."""
+    for one in reversed(_chain(error)):
+        if isinstance(one, SyntaxError) and one.filename and _is_users(one.filename):
+            return f"{_shown(one.filename)}:{one.lineno}: {(one.text or '').strip()[:_LONGEST_LINE]}"
+        if (frame := _user_frame(one)) is not None:
+            code = f": {frame.line[:_LONGEST_LINE]}" if frame.line else ""
+            return f"{_shown(frame.filename)}:{frame.lineno} in {frame.name}{code}"
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns the error and its causes, the root last.
+
+    An error that the user's code raised while it handled another has no cause but a stated one.
+    """
+    chain = [error]
+    for _ in range(_LONGEST_CHAIN):
+        last = chain[-1]
+        implicit = None if last.__suppress_context__ or _user_frame(last) else last.__context__
+        inner = last.exceptions[0] if isinstance(last, BaseExceptionGroup) else last.__cause__ or implicit
+        chain += [inner] if inner is not None else []
+    return chain[: chain.index(chain[-1]) + 1]
+
+
+def _frames(error: BaseException) -> traceback.StackSummary:
+    return traceback.extract_tb(error.__traceback__)
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    return next((frame for frame in reversed(_frames(error)) if _is_users(frame.filename)), None)
+
+
+def _is_users(file: str) -> bool:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return Path(file).is_absolute() and not _is_below(
+        file, (str(_RAYPP), *(sysconfig.get_paths()[name] for name in names))
+    )
+
+
+def _is_below(file: str, folders: Iterable[str]) -> bool:
+    return str(Path(file).resolve()).startswith(tuple(f"{Path(folder).resolve()}{os.sep}" for folder in folders))
+
+
+def _shown(file: str) -> str:
+    """Returns the path; of a file that travelled with the job, as it is named there."""
+    travelled = _RAYPP.parent.name.startswith("_ray_pkg_") and _is_below(file, (str(_RAYPP.parent),))
+    return str(Path(file).resolve().relative_to(_RAYPP.parent)) if travelled else file

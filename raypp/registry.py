@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, origin_in_words, place_in_user_code
 
 DECLARATION = "KIND"
 """The module attribute that declares a kind."""
@@ -170,8 +170,12 @@ class Registry(Generic[K]):
         builder = f"{module}:{function or self._function}"
         file = spec.origin if spec is not None and spec.has_location else None
         try:
+            if file and file.endswith(".py"):
+                ast.parse(Path(file).read_bytes(), file)
             declared = self._declared(Path(file), builder) if file and function in ("", self._function) else None
-        except (ValueError, TypeError, SyntaxError) as error:
+        except SyntaxError as error:
+            raise _not_imported(value, error) from error
+        except (ValueError, TypeError) as error:
             fault = f"cannot read {DECLARATION} of {value!r}: {error}"
             fix = f"write {DECLARATION} = {self._entry.__name__}(name, summary, …) with its arguments as literals"
             raise JobError(Problem(key, fault, fix)) from error
@@ -197,6 +201,15 @@ def _spec(module: str) -> ModuleSpec | None:
         return importlib.util.find_spec(module)
     except (ImportError, ValueError, TypeError):  # the last two: of names that no module can have
         return None
+    except Exception as error:  # of a package that contains it
+        raise _not_imported(module, error) from error
+
+
+def _not_imported(path: str, error: BaseException) -> JobError:
+    here = not isinstance(error, ImportError) and place_in_user_code(error)
+    fix = "correct that line" if here else "install it on every node, or put it on PYTHONPATH"
+    fault = f"cannot import {path.partition(':')[0]!r} (from {path!r}): {origin_in_words(error)}"
+    return JobError(Problem("", fault, fix))
 
 
 def _declaration(file: Path, class_name: str) -> tuple[list[Any], dict[str, Any]] | None:
@@ -233,14 +246,14 @@ def load_object(path: str) -> Any:
     """Imports `package.module:attribute`.
 
     Raises:
-        JobError: The module or the attribute does not exist. The message says which.
+        JobError: The module or the attribute does not exist, or the module raises an error. The
+            message says which.
     """
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError) as error:  # the last two: of names that no module can have
-        fault = f"cannot import {module_name!r} (from {path!r}): {error}"
-        raise JobError(Problem("", fault, "install it on every node, or put it on PYTHONPATH")) from error
+    except Exception as error:  # ValueError, TypeError: of names that no module can have; the user's raises any
+        raise _not_imported(path, error) from error
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -14,7 +14,7 @@ from raypp.planning.check import check_plan
 from raypp.planning.costs import device_named, read_costs
 from raypp.planning.machines import read_machines
 from raypp.planning.plan import Grounds, Plan, make_plan
-from raypp.planning.sizes import count, not_counted, sizes_remark
+from raypp.planning.sizes import count, not_counted, own_model_fault, sizes_remark
 from raypp.recovery.policy import check_policy
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
@@ -184,6 +184,14 @@ def grounds_of(
         link_gbps=link_gbps,
         per_node=per_node,
     )
+
+
+def own_model_problems(job: Job) -> list[Problem]:
+    """Returns why the user's own model cannot be built by this Python; empty if it can, or if it is
+    a family's."""
+    count_own_model(job)
+    why = own_model_fault(job.model)
+    return [Problem("model.kind", f"{job.model.kind} cannot be built: {why}", "correct it")] if why else []
 
 
 def count_own_model(job: Job) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from raypp.api.checked_job import checked, load_checked_job
+from raypp.api.checked_job import checked, load_checked_job, own_model_problems
 from raypp.api.find_run import ended_status, runs_below
 from raypp.api.run import Run
 from raypp.checkpoint.commit import list_checkpoints
@@ -95,6 +96,9 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
         client.check_trackers(file.job, cluster)
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from None
+    embedded = cluster.embedded
+    if embedded is not None and embedded.python == sys.executable and (wrong := own_model_problems(file.job)):
+        raise JobError(map(file.locate, wrong))
     lent = lend_store_settings(cluster.embedded)
     if lent and store_kind(file.job.checkpoint.url).embedded:
         say(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)")

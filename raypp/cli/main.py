@@ -14,7 +14,7 @@ import click
 
 import raypp
 from raypp.cli.output import echo, echo_lines, show_error
-from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, causes, in_words
+from raypp.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, EXIT_USAGE, RayppError, causes, origin_in_words
 from raypp.registry import load_object
 from raypp.storage.store_retry import bounded_command
 from raypp.untrusted.text import VisibleFormatter
@@ -153,9 +153,10 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, OSError) and error.errno in _FULL:
             echo(f"no space is left to write {error.filename or 'the output'}", err=True)
             return EXIT_RUN_FAILED
-        words = " ".join(in_words(error).split())
+        words = " ".join(origin_in_words(error).split())
         hint = "" if debug else " (run again with --debug for the traceback)"
-        echo(f"internal error: {words}{hint}", err=True)
+        kind = "your own code failed" if raypp.errors.place_in_user_code(error) else "internal error"
+        echo(f"{kind}: {words}{hint}", err=True)
         return EXIT_RUN_FAILED
 
 

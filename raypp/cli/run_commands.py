@@ -32,7 +32,7 @@ from raypp.clusters.known_runs import RunPlace
 from raypp.errors import EXIT_INTERRUPTED
 from raypp.observe.reader import RunReader
 from raypp.observe.status import date_and_clock, duration, is_final, loss_text, quantity
-from raypp.records import Event, RunState
+from raypp.records import END_EVENTS, Event, RunState
 from raypp.storage import StoreError
 from raypp.untrusted.text import shell_word
 
@@ -187,7 +187,7 @@ class LiveView:
         self._shown_events: set[EventKey] = set()
         self._shown_state: str | None = None
         self._shown_step = 0
-        self._trouble_shown = False
+        self._trouble_shown = self._ended = False
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
 
@@ -226,9 +226,15 @@ class LiveView:
             if _key(event) not in self._shown_events:
                 self._shown_events.add(_key(event))
                 show_event(self.console, event)
+                self._ended |= event.kind in END_EVENTS.values()
         if status["state"] != self._shown_state:
-            # The first and the last state need no line: the following output shows them.
-            if not is_final(status) and (self._shown_state is not None or status["state"] != "PENDING"):
+            # The first and the last state need no line: the following output shows them. Nor does
+            # one that was read before the event of the run's end.
+            if (
+                not self._ended
+                and not is_final(status)
+                and (self._shown_state is not None or status["state"] != "PENDING")
+            ):
                 self._print(Text.assemble((time.strftime("%H:%M:%S"), "dim"), "  ", state_text(status["state"])))
             self._shown_state = status["state"]
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import sysconfig
 import traceback
-from pathlib import Path
 
-import raypp
 from raypp.control.credentials import scrubbed
-from raypp.errors import RayppError, causes, in_words
+from raypp.errors import RayppError, causes, origin_in_words
 from raypp.failure_kinds import FailureKind
 from raypp.records import RankFailure, Seat
 
@@ -34,7 +31,7 @@ def failure_of(error: BaseException, seat: Seat, step: int) -> RankFailure:
         kind=kind,
         cause=scrubbed(cause.strip()[:_LONGEST_CAUSE]),
         step=step,
-        details=scrubbed("".join(traceback.format_exception(error))[-_LONGEST_DETAILS:]),
+        details=scrubbed(_shortened("".join(traceback.format_exception(error)))),
     )
 
 
@@ -52,7 +49,7 @@ def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
     it declares none, the exceptions that caused it count, too.
     """
     declared = error.failure_kind if isinstance(error, RayppError) else None
-    text = in_words(error)
+    text = origin_in_words(error)
     if declared is not None and not declared.traits.symptom:
         return declared, text
     for inner in causes(error):
@@ -65,24 +62,13 @@ def kind_and_cause(error: BaseException) -> tuple[FailureKind, str]:
             return FailureKind.OUT_OF_MEMORY, f"the host is out of memory: {text}"
     if declared is not None:
         return declared, f"{declared.traits.words}: {text}" if declared is FailureKind.STORE_DOWN else text
-    place = None if isinstance(error, RayppError) else place_in_user_code(error)
-    return FailureKind.RAISED, f"{text} (in {place})" if place else text
+    return FailureKind.RAISED, text
 
 
-def place_in_user_code(error: BaseException) -> str | None:
-    """Returns `file:line (function)` of the innermost frame that is neither raypp's nor a
-    library's, that is, of the user's own model or data code; None when there is none."""
-    own = tuple(f"{Path(path).resolve()}{os.sep}" for path in _library_paths())
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_absolute() and not str(path.resolve()).startswith(own):
-            return f"{frame.filename}:{frame.lineno} ({frame.name})"
-    return None
-
-
-def _library_paths() -> list[str]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return [str(Path(raypp.__file__).parent), *(sysconfig.get_paths()[name] for name in names)]
+def _shortened(details: str) -> str:
+    """Cuts a traceback in the middle: the root of the causes comes first, the last error last."""
+    half = _LONGEST_DETAILS // 2
+    return details if len(details) <= _LONGEST_DETAILS else f"{details[:half]}\n…\n{details[-half:]}"
 
 
 def _full_place(error: OSError) -> str:

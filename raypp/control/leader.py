@@ -29,7 +29,7 @@ from raypp.control.report.reports import Reports
 from raypp.control.run_record import RunRecord
 from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
-from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
+from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, origin_in_words
 from raypp.memory.files import life_of
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event, Requests, RunState
@@ -99,7 +99,7 @@ class Leader:
             self._refuse(error)
         except Exception as error:
             log.exception("the controller failed")
-            reason = f"the controller failed: {in_words(error)}"
+            reason = f"the controller failed: {origin_in_words(error)}"
             code = error.exit_code if isinstance(error, RayppError) else EXIT_RUN_FAILED
             finish = m.Finish(RunState.FAILED, reason, code)
             self.machine = m.finished(self.machine, finish)

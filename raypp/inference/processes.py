@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from raypp.environment import need
-from raypp.errors import EXIT_RUN_FAILED, Problem, RayppError, RunFailedError
+from raypp.errors import EXIT_RUN_FAILED, Problem, RayppError, RunFailedError, origin_in_words, place_in_user_code
 from raypp.inference.prompts import Encoded
 from raypp.inference.source import Source
 from raypp.ports import free_port
@@ -160,7 +160,8 @@ def error_document(error: BaseException, *, peer: bool) -> dict[str, Any]:
     if isinstance(error, RayppError):
         peer = False
     else:
-        error = RunFailedError("".join(traceback.format_exception(error)))
+        frames = "" if place_in_user_code(error) else "\n" + "".join(traceback.format_exception(error))
+        error = RunFailedError(f"{origin_in_words(error)}{frames}")
     problems = [[problem.key, problem.fault, problem.fix] for problem in error.problems]
     return {"problems": problems, "exit_code": error.exit_code, "peer": peer}
 

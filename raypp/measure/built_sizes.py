@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from raypp.errors import RayppError, RunFailedError, in_words
+from raypp.errors import RayppError, RunFailedError, origin_in_words
 from raypp.models.stage import build_stage
 from raypp.spec.load import parse_job
 from raypp.spec.models import DecoderOptions
@@ -31,7 +31,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     except RayppError as error:
         raise RunFailedError(error.problems) from error
     except Exception as error:  # the user's own code may raise anything
-        raise RunFailedError(in_words(error)) from error
+        raise RunFailedError(origin_in_words(error)) from error
     return {
         "layers": layers,
         "first": _parameters(first_stage) - _parameters(layers[0]),

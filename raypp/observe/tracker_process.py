@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from raypp.errors import RayppError, in_words
+from raypp.errors import RayppError, origin_in_words
 from raypp.kinds import TRACKERS, store_kind
 from raypp.observe.json_lines import read_event, read_step
 from raypp.observe.tracked import TrackedRun, Tracker, text_of_event, values_of, values_of_event
@@ -201,7 +201,7 @@ def main() -> int:
         setup = json.loads(sys.stdin.buffer.readline()[1:])
         TrackerProcess(setup, answer).run(sys.stdin.buffer)
     except BaseException as error:  # noqa: BLE001  a library may raise SystemExit
-        answer({"error": in_words(error)})
+        answer({"error": origin_in_words(error)})
         return 1
     return 0
 

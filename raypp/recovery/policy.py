@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from raypp.errors import JobError, Problem, in_words
+from raypp.errors import JobError, Problem, origin_in_words
 from raypp.kinds import POLICIES
 from raypp.records import RankFailure
 from raypp.spec.job import RecoverySection
@@ -85,7 +85,7 @@ def policy_of(recovery: RecoverySection) -> Policy:
     try:
         made = build(recovery)
     except Exception as error:  # it may be the user's code
-        fault = f"{recovery.policy} raised {in_words(error)}"
+        fault = f"{recovery.policy} raised {origin_in_words(error)}"
         raise JobError(Problem(_KEY, fault, fix)) from error
     if not callable(getattr(made, "decide", None)):
         raise JobError(Problem(_KEY, f"{recovery.policy} returned {type(made).__name__}, which is not a policy", fix))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from raypp.errors import JobError, Problem, in_words
+from raypp.errors import JobError, Problem, origin_in_words
 from raypp.kinds import SCHEDULES, ScheduleKind
 from raypp.schedules.action import Action, Program, parse_actions, with_whole_backwards
 from raypp.schedules.validity import check_program
@@ -137,7 +137,7 @@ def own_schedule(kind: ScheduleKind) -> ScheduleKind:
             raise
         except Exception as error:  # user code may raise anything; report it as a problem of the job
             asked = f"pp {pp}, stages_per_rank {stages_per_rank}, microbatches {microbatches}, lookahead {lookahead}"
-            fault = f"{name} raised {in_words(error)} (called with {asked})"
+            fault = f"{name}, called with {asked}, raised {origin_in_words(error)}"
             fix = "name a function of pp, stages_per_rank, microbatches and lookahead"
             raise JobError(Problem(_KEY, fault, fix)) from error
         try:

@@ -10,6 +10,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from raypp.errors import DataError, JobError, Problem
@@ -81,18 +82,20 @@ def _kind(key: str, choice: Choice, value: str) -> Iterator[Problem]:
 
 
 def _own(value: str, key: str, choice: Choice) -> Iterator[Problem]:
-    """Checks that a user's own module can be found, and its declaration read.
+    """Checks that a user's own module can be found, its source parsed, and its declaration read.
 
     Does not import it, which may take seconds.
     """
     module = value.partition(":")[0]
-    if not is_module(module):
-        yield Problem(key, f"cannot import {module!r} (from {value!r})", "install it, or put its folder on PYTHONPATH")
-        return
     try:
+        if not is_module(module):
+            yield Problem(
+                key, f"cannot import {module!r} (from {value!r})", "install it, or put its folder on PYTHONPATH"
+            )
+            return
         choice.registry.get(value, key=key)
     except JobError as error:
-        yield from error.problems
+        yield from (replace(problem, key=key) for problem in error.problems)
 
 
 def _stores(job: Job) -> Iterator[Problem]:

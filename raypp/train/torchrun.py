@@ -23,7 +23,7 @@ from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_files import write_run_files
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_end, write_spec
 from raypp.environment import NCCL_OF_TORCH
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError, in_words
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError, origin_in_words
 from raypp.hf.from_hf import with_hf_sizes
 from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
@@ -217,7 +217,7 @@ def _run(job: Job, seat: Seat) -> int:
     try:
         result = run_rank(job, seat, reporter, rendezvous)
     except BaseException as error:
-        cause = in_words(error).strip().splitlines()[0]
+        cause = origin_in_words(error).strip().splitlines()[0]
         message = f"rank {seat.rank} failed: {cause}"
         reporter.end(Event("failed", message, attempt=seat.attempt, rank=seat.rank), RunState.FAILED, message)
         raise

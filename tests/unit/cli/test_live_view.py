@@ -123,6 +123,14 @@ def test_following_ends_when_the_caller_says_so(store):
     assert view.follow(place_of(store), RunReader(store, "r"), lambda: next(looks)).status["state"] == "RUNNING"
 
 
+def test_after_the_event_of_the_end_no_state_that_was_read_before_it_is_told(store):
+    view = LiveView(screen := console(), poll_s=0.01)
+    recovering = dataclasses.replace(STATUS, state=RunState.RECOVERING).as_dict()
+    view.update(Records(STATUS.as_dict(), [], []))
+    view.update(Records(recovering, [], [Event("failed", "rank 0: my bug")]))
+    assert "failed" in screen.file.getvalue() and "RECOVERING" not in screen.file.getvalue()
+
+
 def test_following_ends_when_the_run_has_been_silent_for_long(store):
     store.put("r/status.json", document({**STATUS.as_dict(), "updated_at": time.time() - 3600}))
     view = LiveView(console(), poll_s=0.01)

@@ -50,7 +50,7 @@ def test_a_run_whose_processes_cannot_be_ended_ends_all_the_same(tmp_path: Path)
     assert leader.ended == 1
     outcome = leader.outcome
     assert outcome is not None and (outcome.state, outcome.exit_code) == ("FAILED", 1)
-    assert outcome.reason == "the controller failed: KeyError: 0"
+    assert outcome.reason.startswith("the controller failed: KeyError: 0 (at ")
 
 
 _REFUSED = 5

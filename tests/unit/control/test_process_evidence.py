@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raypp.control import process_evidence
-from raypp.control.classify import kind_and_cause
-from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError
+from raypp.control.classify import failure_of, kind_and_cause
+from raypp.errors import CheckpointError, DataError, JobError, RayppError, UnreachableError, origin_in_words
 from raypp.failure_kinds import FailureKind
+from raypp.records import Coordinates, Seat
 from raypp.storage import StoreError
 from raypp.storage.store import AccessRefused
 from raypp.train.device_memory import DeviceMemoryError
@@ -78,11 +81,43 @@ def test_what_a_symptom_came_from_is_told_and_an_error_of_the_job_stays_one() ->
 def test_an_error_in_the_users_own_code_names_its_line(tmp_path: Path) -> None:
     source = tmp_path / "my_model.py"
     source.write_text("def forward():\n    raise KeyError('layer')\n")
-    space: dict[str, object] = {}
+    space: dict[str, Any] = {}
     exec(compile(source.read_text(), str(source), "exec"), space)
-    with pytest.raises(KeyError) as raised:
-        space["forward"]()  # type: ignore[operator]
-    assert f"(in {source}:2 (forward))" in kind_and_cause(raised.value)[1]
+    numbers = f"\n   [Stage 0] failed to run forward:\n   args: (Tensor({'0.1, ' * 9000})"
+
+    def in_a_stage() -> None:
+        try:
+            space["forward"]()
+        except Exception as error:
+            raise RuntimeError(numbers) from error
+
+    failure = failure_of(raised_by(in_a_stage), Seat("run", 1, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1)), 5)
+    assert failure.cause.startswith(f"KeyError: 'layer' (at {source}:2 in forward: raise KeyError('layer'); ")
+    assert failure.cause.endswith("then RuntimeError: [Stage 0] failed to run forward)")
+    assert "KeyError: 'layer'" in failure.details and len(failure.details) < 9000
+
+
+def test_the_root_of_causes_is_told_first_and_the_users_own_errors_after_it(tmp_path: Path) -> None:
+    source = tmp_path / "rows.py"
+    source.write_text(
+        "def stated():\n    try:\n        {}['k']\n    except KeyError as error:\n"
+        "        raise ValueError('bad row 5') from error\n"
+        "def handling():\n    try:\n        {}['k']\n    except KeyError:\n        raise ValueError('bad row 6')\n"
+        "def grouped():\n    raise ExceptionGroup('two', [OSError('first'), OSError('second')])\n"
+    )
+    space: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), space)
+    stated = origin_in_words(raised_by(space["stated"]))
+    assert stated == f"KeyError: 'k' (at {source}:3 in stated: {{}}['k']; then ValueError: bad row 5)"
+    handling = origin_in_words(raised_by(space["handling"]))
+    assert handling == f"ValueError: bad row 6 (at {source}:10 in handling: raise ValueError('bad row 6'))"
+    assert origin_in_words(raised_by(space["grouped"])).startswith(f"OSError: first (at {source}:12 in grouped")
+
+
+def raised_by(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(Exception) as raised:
+        call()
+    return raised.value
 
 
 def test_the_stacks_of_this_process_begin_with_the_asked_thread_and_are_bounded() -> None:

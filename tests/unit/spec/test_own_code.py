@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raypp.spec.availability import own_files
+from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 
@@ -40,6 +41,15 @@ def test_a_module_travels_alone_and_a_package_as_a_whole(own: Path) -> None:
         "my_parts/facts.json",
     ]
     assert dict(found)["my_order.py"] == b"def build(): ...\n"
+
+
+def test_source_that_is_no_python_is_told_with_its_line_before_it_is_imported(own: Path) -> None:
+    (own / "my_order.py").write_text("def build():\n    return (\n")
+    (own / "my_parts" / "__init__.py").write_text("1 / 0\n")
+    asked = job(pipeline={"schedule": "my_order:build"}, data={"kind": "my_parts.deep.rows:read"})
+    told = {problem.key: problem.fault for problem in check_spec(asked)}
+    assert f"SyntaxError: '(' was never closed (at {own}/my_order.py:2: return (" in told["pipeline.schedule"]
+    assert f"ZeroDivisionError: division by zero (at {own}/my_parts/__init__.py:1 in" in told["data.kind"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "json.decoder:build", "yaml.nodes:build", "raypp.schedules.zbv:build"])
