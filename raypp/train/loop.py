@@ -19,6 +19,7 @@ from raypp.train.assemble import AssembledRank
 from raypp.train.between_steps import BetweenSteps
 from raypp.train.due import Due, Place, after_step, before_step
 from raypp.train.fault_injection import Injection
+from raypp.train.process_group import leave_together
 from raypp.train.replicas import ReplicaCheck
 from raypp.train.reports import RecentReports, ReplicaReports
 from raypp.train.step import ReadStep, StepRunner, Stopwatch
@@ -202,7 +203,10 @@ class Training:
                 self.save(place.done)
             self.between.make_up()
         self._reporter.phase("finish")
-        committed = self.saver.finish() if due.save_is_needed else self.saver.wait()
+        try:
+            committed = self.saver.finish() if due.save_is_needed else self.saver.wait()
+        finally:
+            leave_together(self._seat)
         return RankResult(rank=self._seat.rank, step=place.done, stopped=due.stop, checkpoint_step=committed)
 
     def _new(self, reports: Sequence[StepReport]) -> list[StepReport]:

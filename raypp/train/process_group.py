@@ -24,7 +24,7 @@ from raypp.errors import Problem, UnreachableError
 from raypp.parallel.rank_groups import before_join, few_ctas
 from raypp.records import Event, EventKind, Seat
 from raypp.torch_private import backends_on, restart_group_names, set_operation_timeout
-from raypp.train.abort import abort_groups, cut_since
+from raypp.train.abort import abort_groups, cut_connections, cut_since
 from raypp.train.network import prepare_network
 from raypp.train.preflight import check_links, links_in_words, wait_for_master
 
@@ -38,6 +38,7 @@ _STEP_S = 3600.0
 _CONNECT_S = 2.0
 _NAME_S = 10.0
 _JOIN_S = 2.0
+_LEAVE_S = 30.0
 _BACKLOG = 2048
 _DESCRIPTORS = 65_536
 _ASK_EVERY_S, _ASK_SELDOM_S = 0.02, 0.3
@@ -263,6 +264,19 @@ def joined(
                 log.warning("aborted process groups were not destroyed: %s", error)
         raise
     dist.destroy_process_group()
+
+
+def leave_together(seat: Seat) -> None:
+    """Waits until all ranks have read what others said by the store. Collective over the world.
+
+    The store's server ends with the rank, or with the agent of torchrun, that serves it. The wait
+    ends when a rank is gone or this one is told to leave, and for a frozen one after half a minute.
+    """
+    try:
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(timedelta(seconds=_LEAVE_S))
+    except Exception as error:  # noqa: BLE001 - this rank has come to its end, which they do not change
+        log.debug("rank %d does not wait for the others: %s", seat.rank, error)
+        cut_connections(seat.master_port)  # else the groups' end would wait for a frozen rank
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h

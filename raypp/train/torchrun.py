@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
@@ -235,9 +236,12 @@ def _agree_on_attempt(job: Job, seat: Seat, rendezvous: TCPStore, store: ObjectS
     """
     key = f"{_ATTEMPT}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if store is None:
-        answer = rendezvous.get(key).decode()
+        try:
+            answer = rendezvous.get(key).decode()
+        except dist.DistNetworkError:  # rank 0 has ended, and the server with it, before this could be read
+            answer = "refused"
         if answer == "refused":
-            raise JobError("rank 0 refused the job", "see rank 0's error message")
+            raise JobError("rank 0 refused the job, or ended", "see rank 0's error message")
         attempt, precision = answer.split()
         return int(attempt), job.with_precision(precision)
     try:

@@ -3,25 +3,33 @@ attempt saves what they left in memory."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_ranks
-from lives import Lives
+import torch.distributed as dist
+from harness import run_in_turn, run_ranks
+from lives import PATIENCE_S, Lives
 from test_memory_tier import STEPS, assert_ends_as, document
 from told import Told
 from training import thinned
 
 from raypp.checkpoint.commit import list_checkpoints
+from raypp.checkpoint.save import _OUTCOME, CheckpointSaver
 from raypp.control.classify import kind_and_cause
 from raypp.errors import RayppError
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
 from raypp.records import Requests
+from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
+from raypp.train import process_group
+from raypp.train.abort import cut_connections
 from raypp.train.fault_injection import VARIABLE
 from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
@@ -36,6 +44,26 @@ def newest_in(folder: Path) -> int:
     return max((step for rank, step in left if {(0, step), (1, step)} <= left), default=0)
 
 
+def reads_late(rank: int, _world: int, port: int) -> None:
+    """Makes a rank read the outcome of a save when rank 0 has had the time to end after it, and its
+    server with it."""
+    read = CheckpointSaver._learn_outcome
+
+    def wait_and_read(self: CheckpointSaver, step: int) -> None:
+        with contextlib.suppress(dist.DistError):  # the server is gone already
+            self._announcements.wait_all(step, [_OUTCOME], PATIENCE_S)
+        Backoff(1.0, first_s=0.01, longest_s=0.01).wait(lambda: not listens(port))
+        read(self, step)
+
+    if rank:
+        CheckpointSaver._learn_outcome = wait_and_read  # type: ignore[method-assign]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
 FAULTS = ["disk_full@upload:rank=1", "disk_full@commit:rank=0"]
 
 
@@ -44,7 +72,9 @@ def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_
     fault: str, tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
     folder = shared_memory()
-    lives = Lives(document(), tmp_path, [folder] * 2, [0, 0], environment={VARIABLE: f"{SLOW}; {fault}"})
+    lives = Lives(
+        document(), tmp_path, [folder] * 2, [0, 0], environment={VARIABLE: f"{SLOW}; {fault}"}, prepare=reads_late
+    )
     first = lives.attempt_once()
     assert not first.results and first.steps == list(range(1, STEPS + 1)), first
     guilty = 1 if "upload" in fault else 0
@@ -86,6 +116,7 @@ def stopped_life(
     """Returns how the rank ended: kind and text of its failure, or `stopped` and the step of its
     checkpoint."""
     os.environ.update({DIRECTORY_VARIABLE: memory, VARIABLE: fault})
+    reads_late(rank, world, port)
     parsed = parse_job(job)
     seat = local_seat(rank, world, port, parsed, attempt=attempt)
     operator = Told(lambda asked: Requests(stop=asked >= stop_at, save_before_stop=save))
@@ -109,10 +140,14 @@ def life(tmp_path: Path, shared_memory: Any) -> Iterator[Any]:
 
 
 @pytest.mark.gate
-def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(life: Any, tmp_path: Path) -> None:
-    ends, newest, _ = life(1, 5, True, "disk_full@upload:rank=1")
-    assert [kind for kind, _ in ends] == ["lost_peer", "disk_full"]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(
+    fault: str, life: Any, tmp_path: Path
+) -> None:
+    ends, newest, _ = life(1, 5, True, fault)
+    assert sorted(kind for kind, _ in ends) == ["disk_full", "lost_peer"]
     assert all("the last checkpoint, of step 4, was not saved" in cause for _, cause in ends)
+    assert all("No space left on device" in cause for _, cause in ends), ends
     assert newest == 4, "the state at the stop is in memory, too"
     # It is restored, in no checkpoint, and saved although no step follows.
     assert life(2, 1, True, "") == ([("stopped", "4")] * 2, 0, 0)
@@ -121,3 +156,20 @@ def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(
 
 def test_a_stop_without_a_save_needs_no_checkpoint(life: Any) -> None:
     assert life(1, 5, False, "disk_full@upload:rank=1,attempt=0") == ([("stopped", "None")] * 2, 0, 0)
+
+
+def leaves(rank: int, world: int, port: int, how: str) -> None:
+    """Rank 0 leaves an attempt whose rank 1 never says that it has read all."""
+    process_group._LEAVE_S = 0.5 if how == "frozen" else 3600.0
+    seat = local_seat(rank, world, port, parse_job(document()))
+    with process_group.joined(seat, 60.0):
+        if rank == 0:
+            if how == "told to leave":
+                threading.Timer(0.2, cut_connections, (port,)).start()
+            process_group.leave_together(seat)
+        elif how != "gone":
+            assert Backoff(PATIENCE_S, first_s=0.01, longest_s=0.01).wait(lambda: not listens(port))
+
+
+def test_who_serves_the_rendezvous_waits_neither_for_the_gone_nor_when_told_to_leave_nor_for_ever() -> None:
+    run_in_turn(2, leaves, [("gone",), ("told to leave",), ("frozen",)])

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from raypp.errors import JobError
+from raypp.ports import free_port
 from raypp.spec.job_file import load_job
-from raypp.train.torchrun import for_a_controller, main
+from raypp.train.own_seat import local_seat
+from raypp.train.process_group import connect
+from raypp.train.torchrun import _agree_on_attempt, for_a_controller, main
 
 JOB = """
 name: a
@@ -33,3 +37,13 @@ def test_keys_that_only_a_controller_acts_on_are_named(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB + recovery)
     job = load_job(f"{tmp_path}/job.yaml", ()).job
     assert for_a_controller(job) == ["recovery.site_timeout_s", "resources.spares"]
+
+
+def test_a_rank_that_rank_0_has_left_is_told_to_read_its_error(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    job, port = load_job(f"{tmp_path}/job.yaml", ()).job, free_port()
+    server = connect("127.0.0.1", port, 2, serve=True)
+    rendezvous = connect("127.0.0.1", port, 2, serve=False)
+    del server
+    with pytest.raises(JobError, match="see rank 0's error message"):
+        _agree_on_attempt(job, local_seat(1, 2, port, job), rendezvous, None)
