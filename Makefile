@@ -166,5 +166,5 @@ fuzz: venv
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(if $(filter command% environment%,$(origin SEED)),--seed $(SEED)) $(TESTS)
 
 clean:
-	@if test -x $(BIN)/raypp; then $(BIN)/raypp local down; fi
+	@if test -x $(BIN)/raypp; then $(BIN)/raypp local down --yes; fi
 	rm -rf $(VENV) $(VENV211) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -7,7 +7,6 @@ process borders; exceptions with a custom constructor must define `__reduce__` f
 
 from __future__ import annotations
 
-import os
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -148,17 +147,14 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 def origin_in_words(error: BaseException) -> str:
     """Returns the root of an error's causes, with its place in the user's own code and that line;
-    then where raypp was, and what the root became.
-
-    A `RayppError` explains itself.
-    """
+    then where raypp was, and what the root became. A `RayppError` explains itself."""
     if isinstance(error, RayppError):
         return str(error)
     *outer, root = chain = _chain(error)
     text = f"SyntaxError: {root.msg}" if isinstance(root, SyntaxError) else in_words(root)
     text = text if len(text) <= _LONGEST_WORDS else f"{text[:_LONGEST_WORDS]} …"
     notes = [f"at {place}"] if (place := place_in_user_code(error)) else []
-    ours = [frame for one in chain for frame in _frames(one) if _is_below(frame.filename, (str(_RAYPP),))]
+    ours = [frame for one in chain for frame in _frames(one) if _is_below(frame.filename, _RAYPP)]
     if ours:
         notes.append(f"raypp was in {Path(ours[-1].filename).resolve().relative_to(_RAYPP.parent)}:{ours[-1].lineno}")
     for one in reversed(outer):  # of those between, only the user's own say more
@@ -181,10 +177,8 @@ def place_in_user_code(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Returns the error and its causes, the root last.
-
-    An error that the user's code raised while it handled another has no cause but a stated one.
-    """
+    """Returns the error and its causes, the root last. What the user's code raised while it handled
+    another error has only a stated cause."""
     chain = [error]
     for _ in range(_LONGEST_CHAIN):
         last = chain[-1]
@@ -203,17 +197,16 @@ def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _is_users(file: str) -> bool:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return Path(file).is_absolute() and not _is_below(
-        file, (str(_RAYPP), *(sysconfig.get_paths()[name] for name in names))
-    )
+    paths = sysconfig.get_paths()
+    libraries = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return Path(file).is_absolute() and not any(_is_below(file, folder) for folder in (str(_RAYPP), *libraries))
 
 
-def _is_below(file: str, folders: Iterable[str]) -> bool:
-    return str(Path(file).resolve()).startswith(tuple(f"{Path(folder).resolve()}{os.sep}" for folder in folders))
+def _is_below(file: str, folder: str | Path) -> bool:
+    return Path(folder).resolve() in Path(file).resolve().parents
 
 
 def _shown(file: str) -> str:
     """Returns the path; of a file that travelled with the job, as it is named there."""
-    travelled = _RAYPP.parent.name.startswith("_ray_pkg_") and _is_below(file, (str(_RAYPP.parent),))
+    travelled = _RAYPP.parent.name.startswith("_ray_pkg_") and _is_below(file, _RAYPP.parent)
     return str(Path(file).resolve().relative_to(_RAYPP.parent)) if travelled else file

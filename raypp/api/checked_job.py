@@ -14,7 +14,7 @@ from raypp.planning.check import check_plan
 from raypp.planning.costs import device_named, read_costs
 from raypp.planning.machines import read_machines
 from raypp.planning.plan import Grounds, Plan, make_plan
-from raypp.planning.sizes import count, not_counted, own_model_fault, sizes_remark
+from raypp.planning.sizes import count, not_counted, sizes_remark
 from raypp.recovery.policy import check_policy
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
@@ -186,22 +186,17 @@ def grounds_of(
     )
 
 
-def own_model_problems(job: Job) -> list[Problem]:
-    """Returns why the user's own model cannot be built by this Python; empty if it can, or if it is
-    a family's."""
-    count_own_model(job)
-    why = own_model_fault(job.model)
-    return [Problem("model.kind", f"{job.model.kind} cannot be built: {why}", "correct it")] if why else []
-
-
-def count_own_model(job: Job) -> None:
+def count_own_model(job: Job) -> str:
     """Counts the model of a user's own factory in a process that may import torch.
 
-    Notes the reason if it fails.
+    Notes and returns the reason if it fails.
     """
     if sizes_remark(job.model) is None:
-        return
+        return ""
     try:
         count(job.model, ask("raypp.measure.built_sizes", {"job": job_document(job)}, "building the model"))
     except RunFailedError as error:
-        not_counted(job.model, "; ".join(problem.fault for problem in error.problems))
+        why = "; ".join(problem.fault for problem in error.problems)
+        not_counted(job.model, why)
+        return why
+    return ""

@@ -14,9 +14,9 @@ from raypp.checkpoint.layout import spec_key
 from raypp.checkpoint.run_spec import newest_number, read_end
 from raypp.clusters import known_runs
 from raypp.clusters.known_runs import RunPlace
-from raypp.errors import CheckpointError, JobError, Problem, RayppError
+from raypp.errors import CheckpointError, JobError, Problem, RayppError, UnreachableError
 from raypp.observe.reader import RunReader
-from raypp.observe.status import GONE_AFTER_S, NO_CONTROLLER, RunStatus, is_final, without_a_sign_of_life
+from raypp.observe.status import MISSED_S, NO_CONTROLLER, RunStatus, date_and_clock, is_final, without_a_sign_of_life
 from raypp.records import Event, RunState
 from raypp.storage import ObjectStore, StoreError, open_store
 
@@ -50,13 +50,14 @@ def open_reader(place: RunPlace) -> RunReader:
 def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     """Returns a run's current status.
 
-    There is an end, or its controller lives, or the run is lost: FAILED, with what is known.
+    There is an end, or its controller lives, or the run is lost: FAILED, with what is known. While
+    its cluster does not answer, `error` and a further key `trouble` say so.
 
     Raises:
         StoreError: Its store does not respond.
     """
     status = reader.status()
-    if status is not None and not is_final(status) and time.time() - status["updated_at"] < GONE_AFTER_S:
+    if status is not None and not is_final(status) and time.time() - status["updated_at"] < MISSED_S:
         return status  # its controller lives
     try:
         ended = _ended(reader, status)
@@ -70,10 +71,15 @@ def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
         status = _status_before_the_first(place, reader) | ({} if status is None else {"step": status["step"]})
     # Only for a run without recent updates, because the check connects to the cluster.
     alive = known_runs.controller_alive(place)
+    fault, gone = known_runs.cluster_fault(place) if alive is None else ("", False)
     # The run may have ended after the first look and before the check.
     if (ended := ended_status(reader)) is not None:
         return ended
-    seen = without_a_sign_of_life(status, alive, time.time())
+    seen = without_a_sign_of_life(status, alive, time.time(), fault if gone else "")
+    if seen is status and fault:
+        since = date_and_clock(float(status["updated_at"]))
+        trouble = f"the run's cluster does not answer: {fault}; its last sign of life is of {since}"
+        return {**status, "error": trouble, "trouble": trouble}
     if seen is not status and alive is False and (reason := _why_not_led(place)):
         return {**seen, "error": f"{reason}\nthen resume it with raypp submit --resume"}
     return seen
@@ -173,7 +179,7 @@ class Records:
             StoreError: The store does not answer.
         """
         status = present_status(place, reader)
-        return cls(status, reader.history(), reader.events())
+        return cls(status, reader.history(), reader.events(), status.pop("trouble", ""))
 
     @property
     def step(self) -> int:
@@ -203,6 +209,7 @@ def follow(
         poll_s: Seconds between two looks.
 
     Raises:
+        UnreachableError: Neither the store nor the cluster, which was on this machine, is there.
         StoreError: The store did not answer for a minute. With `over`: did not when that was True.
     """
     heard, last = time.monotonic(), None
@@ -213,6 +220,10 @@ def follow(
         except StoreError as error:
             if ends or (over is None and time.monotonic() - heard > _STORE_PATIENCE_S):
                 raise
+            fault, gone = known_runs.cluster_fault(place)
+            if gone:
+                fix = "if it was the embedded cluster, `raypp local up` starts it, and --resume continues the run"
+                raise UnreachableError(Problem("address", f"the run's cluster is gone: {fault}", fix)) from error
             trouble = f"cannot read the run's records at the moment: {error.problems[0].fault}"
             last = last and replace(last, trouble=trouble)
         if last is not None:

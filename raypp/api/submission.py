@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from raypp.api.checked_job import checked, load_checked_job, own_model_problems
+from raypp.api.checked_job import checked, count_own_model, load_checked_job
 from raypp.api.find_run import ended_status, runs_below
 from raypp.api.run import Run
 from raypp.checkpoint.commit import list_checkpoints
@@ -97,8 +97,8 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
     except JobError as error:
         raise JobError(file.locate(problem) for problem in error.problems) from None
     embedded = cluster.embedded
-    if embedded is not None and embedded.python == sys.executable and (wrong := own_model_problems(file.job)):
-        raise JobError(map(file.locate, wrong))
+    if embedded is not None and embedded.python == sys.executable and (why := count_own_model(file.job)):
+        raise JobError(file.locate(Problem("model.kind", f"{file.job.model.kind} cannot be built: {why}")))
     lent = lend_store_settings(cluster.embedded)
     if lent and store_kind(file.job.checkpoint.url).embedded:
         say(f"store: the embedded cluster's S3 server at {lent} (no AWS settings in the environment)")
@@ -298,8 +298,9 @@ class JobWatch:
             time.sleep(0.1)
         if end is not None:
             return end.exit_code
-        message = (self.job or {}).get("message") or "it no longer exists"
-        say(f"the run's Ray job ended before the run did: {message}")
+        if self._ended is not None or self.job is None:  # else the cluster is gone, as the status says
+            message = (self.job or {}).get("message") or "it no longer exists"
+            say(f"the run's Ray job ended before the run did: {message}")
         return self.driver_exit_code or EXIT_RUN_FAILED
 
     @property

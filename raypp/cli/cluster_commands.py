@@ -12,9 +12,12 @@ from pathlib import Path
 import click
 
 from raypp.api.checked_job import load_checked_job
+from raypp.api.run import Run, end_in_words
 from raypp.cli.options import job_argument
-from raypp.cli.output import echo, echo_json
-from raypp.clusters import local
+from raypp.cli.output import confirmed, echo, echo_json
+from raypp.cli.render import one_line
+from raypp.clusters import known_runs, local
+from raypp.clusters.find import find_cluster
 from raypp.clusters.slurm import Allocation, SlurmCluster, slurm_cluster
 from raypp.control.client import device_for
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_UNREACHABLE, JobError, Problem, ResourcesError
@@ -41,10 +44,36 @@ def up(cpus: int | None) -> None:
 
 @local_group.command()
 @click.option("--delete-data", is_flag=True, help="Also delete all data in its S3 server and Prometheus.")
-def down(delete_data: bool) -> None:
-    """Stop the cluster. Other Ray clusters are not affected."""
+@click.option("--yes", is_flag=True, help="Save and stop active runs without asking.")
+def down(delete_data: bool, yes: bool) -> None:
+    """Stop the cluster. Other Ray clusters are not affected.
+
+    Runs that are active are saved and stopped first, so that --resume continues them.
+    """
+    _stop_runs(yes)
     ended = local.down(delete_data=delete_data)
     echo("the embedded cluster is down" if ended else "no embedded cluster was running")
+
+
+def _stop_runs(yes: bool) -> None:
+    """Saves and stops the active runs of the embedded cluster; asks before, unless `yes`."""
+    cluster = local.find()
+    active = [Run(place) for place in known_runs.active_runs(find_cluster(cluster.dashboard))] if cluster else []
+    for run in active:
+        status = run.status()
+        at = f"{status['state']}, step {status['step']} of {status['steps']}, newest checkpoint {status['checkpoint']}"
+        echo(f"this saves and stops {run.name}: {at}", err=True)
+    if active and not yes and not confirmed("Save and stop, then end the cluster?"):
+        raise click.Abort
+    for run in active:
+        try:
+            echo(f"{run.name}: {end_in_words(run.stop(on_wait=_too_long))}")
+        except Exception as error:  # noqa: BLE001 - the cluster is ended all the same
+            echo(f"{run.name} was not stopped in order: {one_line(str(error))}", err=True)
+
+
+def _too_long() -> None:
+    raise TimeoutError("it has not ended within a minute")
 
 
 @local_group.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,13 @@ def echo_lines(*parts: object, err: bool = False, nl: bool = True) -> None:
 def say(remark: str) -> None:
     """Prints a remark to standard error."""
     echo_lines(remark, err=True)
+
+
+def confirmed(question: str) -> bool:
+    """Asks on the terminal whether to go on; without one it is a `JobError`, whose fix is --yes."""
+    if not sys.stdin.isatty():
+        raise JobError(Problem("--yes", "without a terminal nobody can be asked", "add --yes"))
+    return click.confirm(question, err=True)
 
 
 def echo_json(value: Any, indent: int | None = None) -> None:

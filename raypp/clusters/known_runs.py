@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import glob
 import hashlib
 import json
@@ -20,6 +21,7 @@ from raypp.clusters.dashboard import FINAL_JOB_STATES, Dashboard
 from raypp.clusters.find import Cluster, find_cluster, lend_settings_of, lend_store_settings
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.errors import JobError, Problem, RayppError
+from raypp.proxies import is_loopback
 from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file, same_place
 from raypp.untrusted.text import shell_word
@@ -136,6 +138,24 @@ def controller_alive(place: RunPlace, timeout_s: float = _QUICK_S) -> bool | Non
         return bool(living_jobs(dashboard, place))
     except (RayppError, KeyError, TypeError):
         return None
+
+
+def cluster_fault(place: RunPlace) -> tuple[str, bool]:
+    """Returns why the run's cluster does not answer, empty if it does, and whether it is known to
+    be gone: it was on this machine, where nothing listens any more."""
+    try:
+        cluster_of(place, _QUICK_S).dashboard.ray_version()
+    except RayppError as error:
+        fault = error.problems[0].fault
+        local = place.address is not None and is_loopback(place.address)
+        return fault, local and os.strerror(errno.ECONNREFUSED) in fault
+    return "", False
+
+
+def active_runs(cluster: Cluster) -> list[RunPlace]:
+    """Returns the runs of a cluster whose Ray job has not ended."""
+    lend_store_settings(cluster.embedded)
+    return [place for place in _of_cluster(cluster) if living_jobs(cluster.dashboard, place)]
 
 
 def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:

@@ -15,6 +15,8 @@ from raypp.untrusted.documents import Count, Time
 
 HEARTBEAT_S = 5.0
 """A live writer rewrites `status.json` at least this often, even if nothing has changed."""
+MISSED_S = 1.4 * HEARTBEAT_S
+"""Silence after which a reader asks the run's cluster."""
 GONE_AFTER_S = 3 * HEARTBEAT_S
 """Silence after which a run counts as failed if its controller is known to be dead."""
 SILENT_AFTER_S = 18 * HEARTBEAT_S
@@ -85,13 +87,14 @@ def is_final(status: Mapping[str, Any] | None) -> bool:
     return status is not None and status["state"] in {str(state) for state in RunState if state.final}
 
 
-def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: float) -> dict[str, Any]:
+def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: float, gone: str = "") -> dict[str, Any]:
     """Returns the status, changed to FAILED if its writer died without recording the run's end.
 
     Args:
         status: As `RunReader.status` returns it.
         alive: Whether the run's controller is alive; None if that is unknown (no cluster to ask).
         now: Seconds since 1970.
+        gone: Why the run's cluster is known to be gone; empty if it may be there.
 
     Returns:
         The status itself, or a copy with the state FAILED and an error that says since when the run
@@ -100,9 +103,10 @@ def without_a_sign_of_life(status: dict[str, Any], alive: bool | None, now: floa
     if is_final(status) or alive:
         return status
     silence = now - float(status["updated_at"])
-    if silence < (SILENT_AFTER_S if alive is None else GONE_AFTER_S):
+    if silence < (MISSED_S if gone else SILENT_AFTER_S if alive is None else GONE_AFTER_S):
         return status
     who = "the run's controller has been gone" if alive is False else "the run has shown no sign of life"
+    who = f"its cluster is gone: {gone}; {who}" if gone else who
     since = date_and_clock(float(status["updated_at"]))
     earlier = f"; its last error: {status['error']}" if status["error"] else ""
     ranks = [{**rank, "state": "gone"} for rank in status["ranks"]]

@@ -202,11 +202,6 @@ def count(model: DecoderOptions, built: Mapping[str, Any]) -> None:
     _counted[model] = ModelSizes(tuple(layers), built["first"], built["last"], built["whole"])
 
 
-def own_model_fault(model: DecoderOptions) -> str | None:
-    """Returns what `not_counted` noted; None for a model that was counted, or a family's."""
-    return None if family_of(model) is not None or model in _counted else _not_counted.get(model)
-
-
 def not_counted(model: DecoderOptions, why: str) -> None:
     """Notes why a user's own factory was not counted, for `sizes_remark`."""
     _not_counted[model] = why

@@ -443,9 +443,9 @@ def _translated(error: Exception, store: S3Store, key: str, tried: str) -> Excep
         return AccessRefused(
             Problem(
                 store.url,
-                "no credentials for S3 were found",
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; the embedded cluster's store "
-                "needs none of them while it runs (`raypp local up`)",
+                "the S3 server of no embedded cluster runs here, and no credentials for another were found",
+                "run `raypp local up` if it is the embedded cluster's; else set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
             )
         )
     if isinstance(error, CredentialRetrievalError):

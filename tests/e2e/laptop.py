@@ -81,7 +81,7 @@ class Laptop:
 
     def down(self) -> list[str]:
         """Ends the cluster. Returns what is left of it despite that."""
-        answer = self.raypp("local", "down", "--delete-data")
+        answer = self.raypp("local", "down", "--delete-data", "--yes")
         wait_for(lambda: not self._processes(), "", patience_s=60, fail=False)
         left = [] if answer.code == 0 else [f"`raypp local down` left with {answer}"]
         left += [f"process {one.pid}: {' '.join(one.cmdline())[:200]}" for one in self._processes()]

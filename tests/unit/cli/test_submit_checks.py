@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import parse_qs
 from zipfile import ZipFile
 
@@ -18,7 +20,7 @@ import pytest
 
 from raypp.api import submission
 from raypp.api.checked_job import checked
-from raypp.api.find_run import find_run
+from raypp.api.find_run import Records, find_run, follow, present_status
 from raypp.api.submission import JobWatch
 from raypp.checkpoint.layout import commit_key
 from raypp.checkpoint.run_spec import RunEnd, read_spec, write_spec
@@ -32,7 +34,9 @@ from raypp.clusters.known_runs import RunPlace
 from raypp.control.client import submit_run
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 from raypp.errors import JobError, Problem, UnreachableError
+from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
+from raypp.observe.status import STATUS_KEYS, RunStatus
 from raypp.records import RunState
 from raypp.spec.job_file import load_job
 from raypp.spec.load import job_document, parse_job
@@ -351,6 +355,38 @@ def cluster_with(
 
     with nasty.serving(Answer) as url:
         yield Cluster(url, Dashboard(url))
+
+
+def silent(store: DirectoryStore, address: str, seconds: float = 8.0) -> RunPlace:
+    """A run of this name that has not written for some seconds."""
+    status = RunStatus("mine", RunState.RUNNING, 4, 9, updated_at=time.time() - seconds)
+    store.put("mine/status.json", document(status.as_dict()))
+    return RunPlace(store.url, "mine", address)
+
+
+def test_a_cluster_that_is_gone_is_noticed_before_ten_seconds_and_named(store: DirectoryStore) -> None:
+    with cluster_with() as cluster:
+        pass  # it listens no more
+    place, reader = silent(store, cluster.address), RunReader(store, "mine")
+    status = present_status(place, reader)
+    assert status["state"] == "FAILED" and f"no Ray cluster answers at {cluster.address}" in status["error"]
+    assert "it was RUNNING" in status["error"] and "--resume" in status["error"]
+
+    def away() -> None:
+        raise StoreError("no answer")
+
+    lost = SimpleNamespace(status=away, store=store)
+    with pytest.raises(
+        UnreachableError, match=f"the run's cluster is gone: no Ray cluster answers at {cluster.address}"
+    ):
+        next(follow(place, cast(RunReader, lost), lambda: False, 0.01))
+
+
+def test_a_cluster_that_does_not_answer_is_named_though_the_run_may_go_on(store: DirectoryStore) -> None:
+    with nasty.serving(BaseHTTPRequestHandler) as url:  # knows no GET
+        records = Records.read(silent(store, url), RunReader(store, "mine"))
+    assert records.status["state"] == "RUNNING" and f"{url} is not a Ray dashboard" in records.trouble
+    assert records.status["error"] == records.trouble and records.status.keys() <= {*STATUS_KEYS, "updated_at"}
 
 
 HERS = "s3://hers/runs"
