@@ -19,7 +19,8 @@ from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
 from raypp.models.documents import PackedDocuments
-from raypp.models.stage import build_stage, initial_value
+from raypp.models.initial_values import initial_value
+from raypp.models.stage import build_stage
 
 
 class FixedShapes(torch.nn.Module):

@@ -11,7 +11,7 @@ and benchmarks use are in `benchmarks/torch_private.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +139,14 @@ class ChunkStage(PipelineStage):
 # Parts of tensors (parallel.shard, checkpoint.state).
 # `tensor._utils.compute_local_shape_and_global_offset`: the position of this rank's part of a
 # DTensor within the whole. At this path since 2.5.
+
+
+def allocate(module: nn.Module, memory: Callable[[Tensor], Tensor]) -> None:
+    """Replaces every parameter and buffer `[...]` of a module by what `memory` returns for it.
+
+    Uses `nn.Module._apply`, which FSDP extends; `nn.Module.to_empty` is made of it. Since 2.4.
+    """
+    module._apply(memory)  # type: ignore[no-untyped-call]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:

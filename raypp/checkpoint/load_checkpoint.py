@@ -5,7 +5,7 @@ The state is objects, of a checkpoint in a store or of snapshots in memory (`Loa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ def load_checkpoint(
     step: int | None,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Loaded | None:
     """Fills this rank's parameters and optimizer state, in place, from a checkpoint of any mesh.
 
@@ -75,6 +76,7 @@ def load_checkpoint(
         step: The step to load; None for the newest committed one.
         stages: This rank's stages; the names of their parameters are global.
         optimizer: The optimizer over their parameters; None to load weights only.
+        progress: Called as ranges are read, with their number and that of all.
 
     Returns:
         None if `step` is None and nothing is committed.
@@ -90,7 +92,7 @@ def load_checkpoint(
         step = committed[-1].step
     commit = read_commit(store, run, step)
     load = Load(open_files(store, commit), stages, optimizer, f"step {step} of {run}")
-    load.fetch()
+    load.fetch(progress)
     remark = load.apply()
     return Loaded(step, dict(commit.extra), load.bytes_read, remark)
 
@@ -145,13 +147,13 @@ class Load:
     def bytes_read(self) -> int:
         return sum(held.size for held in (self._data or {}).values())
 
-    def fetch(self) -> None:
+    def fetch(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Reads and checks the ranges.
 
         Raises:
             CheckpointError: An object, which the message names, is missing, torn or corrupt.
         """
-        self._data = fetch_ranges(self._files, self.ranges)
+        self._data = fetch_ranges(self._files, self.ranges, progress)
 
     def apply(self) -> str:
         """Replaces weights and optimizer state; returns `Loaded.remark`. `fetch` comes first."""

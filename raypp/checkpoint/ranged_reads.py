@@ -156,7 +156,9 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
 
 
 def fetch_ranges(
-    files: Sequence[CheckpointFile], ranges: Mapping[str, Iterable[tuple[int, int]]]
+    files: Sequence[CheckpointFile],
+    ranges: Mapping[str, Iterable[tuple[int, int]]],
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, ObjectInMemory]:
     """Reads ranges of the data sections concurrently, and checks every block they touch.
 
@@ -188,7 +190,8 @@ def fetch_ranges(
         into[:] = _get_checked(store, file.record.key, start, start + len(into), partial(file.checked, begin))
 
     with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(read, *zip(*reads, strict=True)))
+        for done, _ in enumerate(pool.map(read, *zip(*reads, strict=True)), 1):
+            progress(done, len(reads))
     return objects
 
 

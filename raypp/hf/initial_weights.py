@@ -6,7 +6,7 @@ Weights that the model stores quantised are quantised as they arrive, some rows 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from raypp.errors import CheckpointError, Problem
 from raypp.hf.model_files import HfFiles, matching_tensors
 from raypp.hf.names import hf_parts
 from raypp.hf.tensor import HfTensor
+from raypp.models.initial_values import Progress
 from raypp.models.quantised import Format, stored_formats
 
 _READ_BYTES = 16 << 20
@@ -59,7 +60,14 @@ class _Piece:
     format: Format | None
 
 
-def load_from_hf(url: str, stages: Sequence[nn.Module], *, frozen: bool = False) -> LoadedFromHf:
+def load_from_hf(
+    url: str,
+    stages: Sequence[nn.Module],
+    *,
+    frozen: bool = False,
+    skip: Collection[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> LoadedFromHf:
     """Fills this rank's parameters in place: those that are trained, or the frozen ones.
 
     No communication; the values do not depend on the mesh. Ranges are read by row only: for a
@@ -69,6 +77,8 @@ def load_from_hf(url: str, stages: Sequence[nn.Module], *, frozen: bool = False)
         url: The model's directory or S3 URL.
         stages: This rank's stages; the names of their parameters are global.
         frozen: Fills frozen parameters.
+        skip: Names of parameters that have their values.
+        progress: Called as tensors are read.
 
     Raises:
         CheckpointError: A tensor is missing or has another shape (no parameter was changed), a
@@ -77,7 +87,8 @@ def load_from_hf(url: str, stages: Sequence[nn.Module], *, frozen: bool = False)
     started = time.monotonic()
     files = HfFiles(url)
     held = model_slices(stages, frozen=frozen)
-    targets = [target for slices in held.values() for target in slices if target.tensor.numel()]
+    chosen = (target for slices in held.values() for target in slices if target.name not in skip)
+    targets = [target for target in chosen if target.tensor.numel()]
     formats = {name: form for stage in stages for name, form in stored_formats(stage)}
     wanted = {target.name: _shape(target, formats.get(target.name)) for target in targets}
     there = matching_tensors(files, wanted)
@@ -90,7 +101,7 @@ def load_from_hf(url: str, stages: Sequence[nn.Module], *, frozen: bool = False)
         values = values.view((piece.last - piece.first, *piece.source.shape[1:]) if piece.source.shape else ())
         if piece.format is not None:
             try:
-                values = piece.format.quantise(values)
+                values = piece.format.quantise(values.to(piece.goal.device))  # a card does it 100 times as fast
             except ValueError as error:
                 raise CheckpointError(Problem(piece.source.name, f"cannot be quantised: {error}")) from None
         for dim, (begin, length) in enumerate(piece.columns, start=1):
@@ -98,8 +109,8 @@ def load_from_hf(url: str, stages: Sequence[nn.Module], *, frozen: bool = False)
         piece.goal.copy_(values)
 
     with ThreadPoolExecutor(_READERS) as pool:
-        for _ in pool.map(fill, pieces):
-            pass
+        for done, _ in enumerate(pool.map(fill, pieces), 1):
+            progress(done, len(pieces))
     sources = {piece.source.name for piece in pieces}
     return LoadedFromHf(len(sources), files.bytes_read, time.monotonic() - started)
 

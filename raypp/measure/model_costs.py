@@ -32,13 +32,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from raypp.measure.parity import one_process_job
+from raypp.models.initial_values import initialise
 from raypp.models.loss import Targets, token_loss_sum
-from raypp.models.stage import build_stage, computes_loss, initialise
+from raypp.models.stage import build_stage, computes_loss
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.compute_copies import computing, fill_wide_gradients
 from raypp.parallel.late_sums import LateSums
 from raypp.parallel.rank_groups import RankGroups
-from raypp.parallel.shard import write_whole
+from raypp.parallel.shard import local_rows
 from raypp.pipeline.collate import StageBatch
 from raypp.planning.machines import message_bytes
 from raypp.ports import free_port
@@ -193,7 +194,7 @@ def _outside(runner: StepRunner, parameters: int) -> dict[str, float]:
 def _stage(job: Job, groups: RankGroups, device: torch.device, *, first: int, last: int) -> nn.Module:
     stage = build_stage(job.model, range(_LAYERS), first=bool(first), last=bool(last))
     stage = prepare_stage(stage, job, None, device, groups).module
-    initialise(stage, job.model, job.train.seed, write_whole)
+    initialise(stage, job.model, job.train.seed, local_rows)
     return stage
 
 

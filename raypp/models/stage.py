@@ -9,8 +9,6 @@ Legend: B rows, T tokens of a row, C residual width, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable
 from functools import partial
 
@@ -23,10 +21,8 @@ from raypp.models.layers import Attention, DecoderLayer, FusedFeedForward, Gated
 from raypp.models.lora import add_adapters
 from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
-from raypp.models.quantised import stored_formats
 from raypp.models.rotary import rotary_table
-from raypp.spec.families import FAMILIES, MODELS, family_of, layer_rotary
-from raypp.spec.family import Weight
+from raypp.spec.families import FAMILIES, MODELS, layer_rotary
 from raypp.spec.models import DecoderOptions, MoeOptions
 
 LayerFactory = Callable[[DecoderOptions, int], nn.Module]
@@ -218,7 +214,7 @@ def build_layer(options: DecoderOptions, index: int) -> DecoderLayer:
 def build_stage(options: DecoderOptions, layers: range, *, first: bool, last: bool) -> nn.Module:
     """Builds one stage of any family on the meta device.
 
-    It takes no memory. `initialise` or a checkpoint sets its values.
+    It takes no memory. `initial_values.initialise` or a checkpoint sets its values.
     """
     builder = MODELS.get(options.kind, key="model.kind").build()
     with torch.device("meta"):
@@ -236,89 +232,3 @@ def parameter_names(options: DecoderOptions, *, trained: bool = False) -> list[s
     """
     whole = build_stage(options, range(options.num_layers), first=True, last=True)
     return sorted(name for name, parameter in whole.named_parameters() if parameter.requires_grad or not trained)
-
-
-# Initial values that depend only on the seed and the global name of the parameter.
-#
-# Each parameter is drawn whole, on the CPU, with its own generator; a rank keeps the slice it
-# holds. A matrix that is stored quantised is quantised then. So the initial model is bitwise the
-# same for every mesh, cut, construction order and device.
-
-WriteSlice = Callable[[Tensor, Tensor], None]
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.w2")
-"""Suffixes of matrices that write into the residual stream, for models from a user's factory."""
-
-
-def initial_value(name: str, shape: torch.Size, options: DecoderOptions, seed: int) -> Tensor:
-    """Returns the whole initial value of one parameter.
-
-    Norm gains are 1 and biases 0, unless the family says otherwise. Matrices are normal with
-    standard deviation `options.init_std`. Those that write into the residual stream use init_std /
-    sqrt(2 · num_layers) (GPT-2, section 2.3). Of an adapter, B is 0, and A is uniform within ±1 /
-    sqrt(its columns), as PEFT draws it.
-
-    Args:
-        name: The global name of the parameter.
-        shape: Its whole shape.
-        options: The `model:` section.
-        seed: train.seed.
-
-    Returns:
-        A tensor `[*shape]` on the CPU, in torch's default dtype (fp32).
-    """
-    declared = _declared(name, options)
-    if declared is not None and declared.initial is not None:
-        return torch.full(shape, declared.initial)
-    if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
-    if ".lora_B." in name:
-        return torch.zeros(shape)
-    generator = _generator(name, seed)
-    if ".lora_A." in name:
-        bound = shape[-1] ** -0.5
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    std = options.init_std
-    if name.endswith(_RESIDUAL) if declared is None else declared.residual:
-        std /= (2 * options.num_layers) ** 0.5
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-
-def _generator(name: str, seed: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _declared(name: str, options: DecoderOptions) -> Weight | None:
-    """Returns what the family declares of a parameter; None for adapters and a user's factory."""
-    family, match = family_of(options), _LAYER.fullmatch(name)
-    if family is None:
-        return None
-    layers = range(int(match[1]), int(match[1]) + 1) if match else range(0)
-    return family.stage_weights(options, layers, first=True, last=True).get(name)
-
-
-@torch.no_grad()
-def initialise(
-    stage: nn.Module, options: DecoderOptions, seed: int, write: WriteSlice, *, frozen: bool | None = None
-) -> None:
-    """Writes the initial values of the parameters of a stage that has memory.
-
-    Args:
-        stage: The stage on its device, possibly sharded.
-        options: The `model:` section.
-        seed: train.seed.
-        write: Copies a whole value into a parameter that may be sharded; see
-            `parallel.shard.write_whole`.
-        frozen: True: only frozen parameters. False: only those that are trained. None: all.
-    """
-    formats = dict(stored_formats(stage))
-    for name, parameter in stage.named_parameters():
-        if frozen is not None and frozen == parameter.requires_grad:
-            continue
-        form = formats.get(name)
-        if form is None:
-            write(parameter, initial_value(name, parameter.shape, options, seed))
-        else:
-            write(parameter, form.quantise(initial_value(name, form.shape(parameter.shape), options, seed)))

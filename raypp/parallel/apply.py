@@ -12,16 +12,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from raypp.errors import RayppError
@@ -32,10 +33,11 @@ from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_exper
 from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.replica_sums import ReplicaSums
+from raypp.parallel.shard import sharded_like
 from raypp.spec.job import Job
 from raypp.spec.lora import quantised_base
 from raypp.spec.precision import FP32
-from raypp.torch_private import ATTENTION_OPERATORS, GROUPED_MM_OPERATOR, integer_weights
+from raypp.torch_private import ATTENTION_OPERATORS, GROUPED_MM_OPERATOR, allocate, integer_weights
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,16 @@ def compute_dtype(job: Job) -> torch.dtype:
 
 
 def prepare_stage(
-    stage: nn.Module, job: Job, data_mesh: DeviceMesh | None, device: torch.device, groups: RankGroups | None = None
+    stage: nn.Module,
+    job: Job,
+    data_mesh: DeviceMesh | None,
+    device: torch.device,
+    groups: RankGroups | None = None,
+    kept: Mapping[str, Tensor] | None = None,
 ) -> PreparedStage:
     """Applies the job's parallelism to a stage on the meta device, then allocates its memory.
 
-    The memory is uninitialised.
+    The memory is uninitialised, but for what is kept.
 
     Args:
         stage: From `models.stage.build_stage`.
@@ -72,6 +79,7 @@ def prepare_stage(
         data_mesh: The mesh that weights are sharded over. None leaves a plain module.
         device: The device that holds the weights.
         groups: The process groups for expert and context parallelism. None: neither is used.
+        kept: Weights that have memory and values already: this rank's part of them, by global name.
     """
     if quantised_base(job.model) is not None:
         store_rest(stage, compute_dtype(job))
@@ -98,7 +106,7 @@ def prepare_stage(
     if data_mesh is not None:
         late_sums = _shard(stage, job, data_mesh, expert_mesh)
         replica_sums = _replica_sums(stage, job, data_mesh)
-    stage = stage.to_empty(device=device)
+    _allocate(stage, device, kept or {})
     if replica_sums is not None:
         replica_sums.allocate(stage)
     if data_mesh is None and dtypes.gradients is not dtypes.weights:
@@ -106,6 +114,19 @@ def prepare_stage(
     if data_mesh is None and dtypes.copies_weights:
         ComputeCopies(stage, compute_dtype(job), torch_dtype(dtypes.reduce), _held_whole(stage, job))
     return PreparedStage(stage, late_sums, replica_sums)
+
+
+def _allocate(stage: nn.Module, device: torch.device, kept: Mapping[str, Tensor]) -> None:
+    """Gives the parameters of a stage memory on a device, that of the kept ones where there are."""
+    names = {id(parameter): name for name, parameter in stage.named_parameters()}
+
+    def memory(tensor: Tensor) -> Tensor:
+        held = kept.get(names.get(id(tensor), ""))
+        if held is None:
+            return torch.empty_like(tensor, device=device)
+        return sharded_like(tensor, held, tensor.shape) if isinstance(tensor, DTensor) else held
+
+    allocate(stage, memory)
 
 
 def _compile_blocks(stage: nn.Module) -> None:

@@ -44,25 +44,6 @@ def zero_gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, device=parameter.device)
 
 
-@torch.no_grad()
-def write_whole(parameter: Tensor, value: Tensor) -> None:
-    """Copies this rank's slice of a whole tensor into a parameter. Not collective.
-
-    Args:
-        parameter: A plain tensor or a DTensor, of global shape `[...]`.
-        value: The whole value `[...]`, of the same global shape, on the CPU.
-    """
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(value)
-        return
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
-        value = value.narrow(dim, start, length) if length else value.narrow(dim, 0, 0)
-    local = parameter.to_local()
-    if local.numel():
-        local.copy_(value)
-
-
 def counts_here(parameter: Tensor) -> bool:
     """Returns whether this rank counts its part of a parameter `[...]` in a sum over the world.
 
@@ -95,6 +76,8 @@ class LocalRows:
 
 def local_rows(parameter: Tensor) -> LocalRows:
     """Returns the place of this rank's part of a parameter `[..., L]`, sharded or not."""
+    if parameter.ndim == 0:
+        return LocalRows(torch.zeros(1, dtype=torch.int64, device=parameter.device), 0, 1)
     whole, offset = tuple(parameter.shape), (0,) * parameter.ndim
     local = tuple(local_part(parameter).shape)
     if isinstance(parameter, DTensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from raypp.train.cuda_settings import (
     share_compile_threads,
 )
 from raypp.train.device_check import Card, check_device, compare_cards
+from raypp.train.kept_weights import FrozenPart, take
 from raypp.train.optimizer import build_optimizer
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.process_group import allow_long_steps, joined, pick_device
@@ -52,6 +53,8 @@ class AssembledRank:
     Attributes:
         rendezvous: The key-value store the ranks met at.
         outer: Takes the outer steps; None if replicas do not train apart.
+        frozen: The frozen weights of this rank that may be kept for the next attempt.
+        kept: Names of those that were kept from the last one, and have their values.
     """
 
     job: Job
@@ -66,6 +69,8 @@ class AssembledRank:
     loader: Loader
     attention: AttentionKernel
     outer: OuterSync | None = None
+    frozen: FrozenPart | None = None
+    kept: Collection[str] = ()
 
 
 @contextmanager
@@ -110,7 +115,11 @@ def assemble(
             attention = _attention(job, seat, device, tell)
             pipeline = resolve_pipeline(job)
             job = with_compile(job, seat, pipeline, tell)
-            built = build_stages(job, pipeline, groups, device, mark, draw=draw)
+            place = groups.coordinates
+            layers = [pipeline.layers_of_stage[stage] for stage in pipeline.stages_of_rank[place.pp]]
+            frozen = None if draw else FrozenPart.of(job, layers, place, str(device))
+            kept = take(frozen)
+            built = build_stages(job, pipeline, groups, device, mark, draw=draw, kept=kept)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
             if job.train.optimizer.offload:
                 optimizer = OffloadedOptimizer(
@@ -139,8 +148,9 @@ def assemble(
                 tell(seat.event("data", remark))
         stack.callback(loader.close)
         yield AssembledRank(
-            job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer
-        )
+            job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer, frozen,
+            tuple(kept),
+        )  # fmt: skip
 
 
 def open_device(job: Job, seat: Seat, tell: Callable[[Event], None]) -> tuple[torch.device, Card | None]:

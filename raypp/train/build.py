@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from raypp.models.initial_values import Progress, initialise
 from raypp.models.loss import token_loss_sum
-from raypp.models.stage import build_stage, initialise
+from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.replica_sums import ReplicaSums
-from raypp.parallel.shard import write_whole
+from raypp.parallel.shard import local_rows
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.link_probe import Channels
 from raypp.pipeline.planned_stage import PlannedStage
@@ -44,14 +45,23 @@ class BuiltStages:
         return [stage.replica_sums for stage in self.runtime.planned.values() if stage.replica_sums is not None]
 
 
-def draw_weights(stages: Iterable[nn.Module], job: Job, *, frozen: bool | None = None) -> None:
+def draw_weights(
+    stages: Iterable[nn.Module],
+    job: Job,
+    *,
+    frozen: bool | None = None,
+    skip: Collection[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> None:
     """Initialises the weights of a new run. No communication; the bits are the same on any mesh.
 
     Args:
         frozen: True: only frozen weights. False: only those that are trained. None: all.
+        skip: Names of weights that have their values.
+        progress: Called for each stage as its numbers are written.
     """
     for stage in stages:
-        initialise(stage, job.model, job.train.seed, write_whole, frozen=frozen)
+        initialise(stage, job.model, job.train.seed, local_rows, frozen=frozen, skip=skip, progress=progress)
 
 
 def build_stages(
@@ -62,6 +72,7 @@ def build_stages(
     mark: Callable[[str], None],
     *,
     draw: bool = True,
+    kept: Mapping[str, Tensor] | None = None,
 ) -> BuiltStages:
     """Builds and shards this rank's stages, and compiles the job's program onto them.
 
@@ -71,6 +82,7 @@ def build_stages(
         mark: Called with each action of the program as it begins.
         draw: True: initialise the weights (`draw_weights`). False: they hold uninitialised memory,
             and the caller must set every one of them.
+        kept: This rank's part of weights that have their values, by global name.
     """
     layers, ranks = pipeline.layers_of_stage, pipeline.rank_of_stage
     held = pipeline.stages_of_rank[groups.coordinates.pp]
@@ -82,7 +94,7 @@ def build_stages(
     modules, stages = [], []
     for index in held:
         module = build_stage(job.model, layers[index], first=index == 0, last=index == len(layers) - 1)
-        prepared = prepare_stage(module, job, data_mesh, device, groups)
+        prepared = prepare_stage(module, job, data_mesh, device, groups, kept)
         module = prepared.module
         if draw:
             draw_weights([module], job)

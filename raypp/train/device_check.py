@@ -106,7 +106,8 @@ def why_no_card() -> str:
 def _wait_for_memory(job: Job, seat: Seat, card: Card, planned: int) -> None:
     free_cache()
     need = int(CERTAIN * planned) - CUDA_CONTEXT
-    free = wait_for(need, lambda: free_bytes(lambda: torch.cuda.mem_get_info(seat.device_index)[0]))
+    own = torch.cuda.memory_reserved(seat.device_index)  # frozen weights of the last attempt
+    free = wait_for(need, lambda: own + free_bytes(lambda: torch.cuda.mem_get_info(seat.device_index)[0]))
     if problem := memory_taken(job, seat, card, need, free, lambda: holders(card_uuid(seat.device_index))):
         raise (JobError if seat.attempt <= 1 else DeviceTakenError)(problem)
 

@@ -28,6 +28,7 @@ from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.device_memory import device_memory_error, out_of_device_memory
 from raypp.train.device_memory import free_cache as free_cache
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, Injection, injection_for
+from raypp.train.kept_weights import forget
 from raypp.train.loop import Restored, Training, train
 from raypp.train.lost_peer import LostPeerError, explained, lost_peer
 from raypp.train.reports import RecentReports
@@ -115,6 +116,8 @@ def _let_go(error: BaseException, tier: MemoryTier | None) -> None:
             check_groups()  # numbers computed after a communicator was aborted say nothing
     finally:
         abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
+    if kind is not None and kind.traits.taints_snapshots:
+        forget()
     if tier is not None and kind is not None and kind.traits.taints_snapshots:
         tier.close(delete=True)  # only earlier commits are trusted
 

@@ -21,6 +21,7 @@ from raypp.records import Event, EventKind, Reporter, Seat
 from raypp.storage import ObjectStore
 from raypp.train.assemble import AssembledRank
 from raypp.train.build import draw_weights
+from raypp.train.kept_weights import keep
 from raypp.train.reports import RecentReports
 
 
@@ -37,6 +38,10 @@ class Restorable:
     rank: AssembledRank
     reporter: Reporter
     recent: RecentReports
+
+    def progress(self, done: int, total: int) -> None:
+        """Marks that loading goes on; a hang is a long time without a mark."""
+        self.reporter.phase("load", f"{100 * done // max(1, total)} %")
 
     def tell(self, kind: EventKind, message: str, step: int, **more: Any) -> None:
         """Reports an event of this attempt."""
@@ -66,12 +71,13 @@ def restore_newest(mine: Restorable, tier: MemoryTier | None = None) -> tuple[in
     """Restores weights, optimizer, data position and recent reports. Collective over the world.
 
     Frozen weights are not part of a run's state: every attempt loads them from `model.from_hf`, or
-    draws them. The rest comes from memory if all ranks have a snapshot of one step that is newer
-    than the newest commit; else from the store. Where replicas train apart, each has a step of its
-    own in memory, since the same outer step. In the store rank 0 chooses the checkpoint; if a rank
-    finds its part missing or corrupt, all ranks fall back to the next older one. A run with
-    checkpoints never starts from initial weights, nor takes trained weights from `model.from_hf`
-    again. Every weight is set here, so it may be uninitialised before.
+    draws them, or has them from the last one in this process. The rest comes from memory if all
+    ranks have a snapshot of one step that is newer than the newest commit; else from the store.
+    Where replicas train apart, each has a step of its own in memory, since the same outer step. In
+    the store rank 0 chooses the checkpoint; if a rank finds its part missing or corrupt, all ranks
+    fall back to the next older one. A run with checkpoints never starts from initial weights, nor
+    takes trained weights from `model.from_hf` again. Every weight is set here, so it may be
+    uninitialised before.
 
     Returns:
         The restored step; 0 for a new run. And whether all replicas begin after the same step, at
@@ -119,7 +125,7 @@ def _from_store(mine: Restorable, candidates: list[int]) -> int:
             return 0
         loaded = None
         try:
-            checkpoint = load_checkpoint(mine.store, run, step, rank.built.modules, rank.optimizer)
+            checkpoint = load_checkpoint(mine.store, run, step, rank.built.modules, rank.optimizer, mine.progress)
             if checkpoint is not None:
                 read_extra(checkpoint.extra, commit_key(run, step))
             loaded = checkpoint
@@ -161,16 +167,17 @@ def _set_frozen(mine: Restorable) -> None:
     if all(weight.requires_grad for stage in mine.rank.built.modules for weight in stage.parameters()):
         return
     if model.from_hf is None:
-        draw_weights(mine.rank.built.modules, mine.rank.job, frozen=True)
-        return
-    _load_from_hf(mine, model.from_hf, frozen=True)
+        draw_weights(mine.rank.built.modules, mine.rank.job, frozen=True, skip=mine.rank.kept, progress=mine.progress)
+    else:
+        _load_from_hf(mine, model.from_hf, frozen=True)
+    keep(mine.rank.frozen, mine.rank.built.modules)
 
 
 def _begin(mine: Restorable) -> None:
     """Sets a new run's trained weights: those of `model.from_hf`, or initial values."""
     model = mine.rank.job.model
     if model.from_hf is None or model.lora is not None:
-        draw_weights(mine.rank.built.modules, mine.rank.job, frozen=False)
+        draw_weights(mine.rank.built.modules, mine.rank.job, frozen=False, progress=mine.progress)
     else:
         _load_from_hf(mine, model.from_hf, frozen=False)
     if mine.rank.outer is not None:
@@ -185,10 +192,13 @@ def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
     rank = mine.rank
     if frozen and rank.seat.rank == 0:
         with_base_id(rank.job.model, HfFiles(url))
-    loaded = load_from_hf(url, rank.built.modules, frozen=frozen)
+    skip = rank.kept if frozen else ()
+    loaded = load_from_hf(url, rank.built.modules, frozen=frozen, skip=skip, progress=mine.progress)
     if rank.seat.rank == 0:
         megabytes = round(loaded.bytes_read / 1e6, 1)
         what = f"{url}: {loaded.tensors} tensors, {megabytes} MB on this rank, {loaded.seconds:.1f} s"
+        if skip:
+            what = f"{url}: this rank has kept {len(skip)} tensors of it since the last attempt"
         mine.tell("loaded_from_hf", what, 0)
 
 

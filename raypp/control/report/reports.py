@@ -133,7 +133,8 @@ class Reports:
     def _batch(self, attempt: Attempt, batch: ReportBatch) -> Iterator[Notice]:
         rank = attempt.ranks[batch.rank] if attempt.ranks else None
         if rank is not None and not rank.ended:
-            rank.state = batch.phase.partition(" ")[0]
+            first = batch.phase.partition(" ")[0]
+            rank.state = batch.phase if first == "load" else first
         if self.watch is not None:
             now = time.monotonic()
             self.watch.add_heartbeat(batch.rank, batch.phase, batch.idle_s, now, batch.inside, batch.reached)

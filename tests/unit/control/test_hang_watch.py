@@ -60,6 +60,14 @@ def test_what_still_moves_is_no_hang(beats: list[tuple[str, float]]) -> None:
     assert hear(training(), 500.0, *beats) is None
 
 
+def test_a_load_that_takes_hours_is_no_hang_while_it_moves_and_is_one_when_it_stands() -> None:
+    watch = HangWatch(RANKS, 60.0, 0.0, [0, 1, 2])
+    for now in range(0, 7200, 10):
+        assert hear(watch, float(now), (f"load {now // 72} %", 5.0), *[("load 100 %", float(now))] * 2) is None
+    stall = hear(watch, 7900.0, ("load 99 %", 601.0), *[("load 100 %", 7900.0)] * 2)
+    assert stall is not None and "waiting for the store for 601 s (`load 99 %`)" in stall.cause
+
+
 def test_a_hang_of_nobody_is_a_hang() -> None:
     stall = hear(training(), 200.0, *[("step sum", 70.0)] * 3)
     assert stall is not None and stall.rank is None and "the sum of loss and norms" in stall.cause

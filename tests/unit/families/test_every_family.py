@@ -20,7 +20,8 @@ from raypp.errors import JobError
 from raypp.hf.config import config_from_options, options_from_config
 from raypp.hf.names import hf_parts, model_tensors
 from raypp.models.documents import PackedDocuments
-from raypp.models.stage import build_stage, initial_value, parameter_names
+from raypp.models.initial_values import initial_value
+from raypp.models.stage import build_stage, parameter_names
 from raypp.planning.flops import flops_per_token, head_flops, layer_flops
 from raypp.planning.memory import stage_parameters
 from raypp.planning.plan import make_plan

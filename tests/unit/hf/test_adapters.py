@@ -31,8 +31,9 @@ from raypp.hf.initial_weights import load_from_hf
 from raypp.hf.model_files import HfFiles, base_identity
 from raypp.inference.source import find_source
 from raypp.models.documents import PackedDocuments
-from raypp.models.stage import build_stage, initialise
-from raypp.parallel.shard import write_whole
+from raypp.models.initial_values import initialise
+from raypp.models.stage import build_stage
+from raypp.parallel.shard import local_rows
 from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions, LoraOptions
 from raypp.storage.directory import DirectoryStore
@@ -58,7 +59,7 @@ def whole(options: DecoderOptions) -> torch.nn.Module:
     """Builds the model with its frozen weights, and adapters as if they had been trained."""
     stage = build_stage(options, range(options.num_layers), first=True, last=True).to_empty(device="cpu")
     if options.from_hf is None:
-        initialise(stage, options, 7, write_whole, frozen=True)
+        initialise(stage, options, 7, local_rows, frozen=True)
     else:
         load_from_hf(options.from_hf, [stage], frozen=True)
     torch.manual_seed(1)
@@ -283,7 +284,7 @@ def test_adapters_begin_as_peft_draws_them() -> None:
     sizes = {name: size for name, size in SIZES.items() if name in DecoderOptions.model_fields}
     options = DecoderOptions(**sizes, lora=LoraOptions(**{**LORA, "rank": 16}))
     stage = build_stage(options, range(2), first=True, last=True).to_empty(device="cpu")
-    initialise(stage, options, 7, write_whole)
+    initialise(stage, options, 7, local_rows)
     for name, parameter in stage.named_parameters():
         if ".lora_B." in name:
             assert not parameter.any()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.stage import build_stage, initial_value
+from raypp.models.initial_values import initial_value
+from raypp.models.stage import build_stage
 from raypp.spec.models import DecoderOptions
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from raypp.models.documents import PackedDocuments
-from raypp.models.stage import build_stage, initial_value, parameter_names
+from raypp.models.initial_values import initial_value
+from raypp.models.stage import build_stage, parameter_names
 from raypp.spec.models import DecoderOptions
 
 OPTIONS = DecoderOptions(
