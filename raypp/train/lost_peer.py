@@ -91,20 +91,29 @@ class NcclError(RayppError):
     failure_kind = FailureKind.RAISED
 
 
+def origin(error: BaseException) -> BaseException:
+    """Returns what torch's runtime of pipelines wraps, with all arguments, if a forward fails."""
+    while type(error) is RuntimeError and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether an error means that a peer is gone, rather than that this rank failed."""
+    error = origin(error)
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)):
         return _own_sign(error) is None and not any(name in str(error) for name in _OWN_ERROR)
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_GONE)
 
 
-def explained(error: Exception) -> NcclError | None:
+def explained(error: BaseException) -> NcclError | None:
     """Returns an error of NCCL that is this rank's own with its cause and fix; None of others.
 
     Not the error itself: a variable of the frame that caught it would keep it, and with it the
     groups and stores of the attempt.
     """
+    error = origin(error)
     own = _own_sign(error)
     if own is None:
         return None

@@ -30,7 +30,7 @@ from raypp.train.device_memory import free_cache as free_cache
 from raypp.train.fault_injection import FaultyReporter, FaultyStore, Injection, injection_for
 from raypp.train.kept_weights import forget
 from raypp.train.loop import Restored, Training, train
-from raypp.train.lost_peer import LostPeerError, explained, lost_peer
+from raypp.train.lost_peer import LostPeerError, explained, lost_peer, origin
 from raypp.train.reports import RecentReports
 from raypp.train.resume import Restorable, check_shared, restore_newest
 from raypp.train.step import Stopwatch
@@ -63,7 +63,7 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
         if out_of_device_memory(error):
             raise device_memory_error(error, job, seat) from error
         if lost_peer(error):
-            raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {error}") from error
+            raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {origin(error)}") from error
         if own := explained(error):
             raise own from error
         raise

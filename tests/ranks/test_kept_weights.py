@@ -26,7 +26,7 @@ def on_a_base(mesh: dict[str, int], base: str = str(TINY)) -> dict[str, Any]:
     return {**job, "model": model.model_dump(mode="json")}
 
 
-@pytest.mark.parametrize("mesh", thinned([{"fsdp": 2}, {"pp": 2}], [{"fsdp": 2}]), ids=str)
+@pytest.mark.parametrize("mesh", thinned([{"fsdp": 2}, {"pp": 2}], [], [{"fsdp": 2}]), ids=str)
 def test_the_survivor_keeps_its_base_and_the_run_ends_with_the_same_bits(
     mesh: dict[str, int], tmp_path: Path, shared_memory: Any
 ) -> None:

@@ -69,3 +69,13 @@ def test_a_peers_death_is_told_from_an_error_of_ones_own() -> None:
     assert lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5"))
     assert not lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_peer(ValueError("connection closed by peer"))
+
+
+def test_a_lost_peer_is_known_though_torch_wraps_what_a_forward_raised() -> None:
+    def wrapped(inner: Exception) -> RuntimeError:
+        outer = RuntimeError("[Stage 0] failed to run forward: args: ('Tensor(torch.Size([2, 64]))')")
+        outer.__cause__ = inner
+        return outer
+
+    assert lost_peer(wrapped(RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer")))
+    assert not lost_peer(wrapped(ValueError("my bug: broken pipe")))
