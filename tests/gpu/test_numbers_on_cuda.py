@@ -13,6 +13,9 @@ import torch
 from harness import run_ranks
 from training import merged, train_steps
 
+from raypp.models.initial_values import Law
+from raypp.models.quantised_rows import quantise_rows
+
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
@@ -45,6 +48,15 @@ def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
 def needs(devices: int) -> None:
     if torch.cuda.device_count() < devices:
         pytest.skip(f"needs {devices} CUDA devices, this machine has {torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_a_card_draws_and_quantises_the_bits_of_the_cpu(base: Any) -> None:
+    rows_R, places = torch.tensor([0, 7, 1 << 33]), {}
+    for device in ("cpu", "cuda"):
+        drawn = [Law(kind, 0.02).draw(rows_R.to(device), 320, 42) for kind in ("normal", "uniform")]
+        places[device] = [*drawn, *(quantise_rows(rows, base) for rows in drawn)]
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(places["cpu"], places["cuda"], strict=True))
 
 
 def test_fp32_on_one_device_gives_the_numbers_of_the_cpu() -> None:
