@@ -103,6 +103,10 @@ class Registry(Generic[K]):
     def __contains__(self, name: object) -> bool:
         return name in self._in_raypp or name in self._listed
 
+    def is_built_in(self, name: str) -> bool:
+        """Whether the kind is one of raypp's own."""
+        return name in self._in_raypp
+
     def get(self, name: str, *, key: str = "", fix: str = "") -> K:
         """Returns the kind of that name, or a user's own kind given as `module.path:function`.
 

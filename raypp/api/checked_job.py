@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from raypp.api.torch_process import ask
+from raypp.clusters.known_jobs import named_by
 from raypp.errors import JobError, Problem, RayppError, RunFailedError
 from raypp.kinds import SOURCES
 from raypp.planning.check import check_plan
@@ -51,6 +53,7 @@ def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
     Raises:
         JobError: All problems, those that are known among them.
     """
+    _say_what_others_named(file)
     problems = list(before)
     try:
         file = sized(file)
@@ -67,6 +70,23 @@ def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
     for remark in file.remarks:
         _log.warning("note: %s", remark)
     return file
+
+
+def _say_what_others_named(file: JobFile) -> None:
+    """Says which code a file runs and what it names outside of its folder, before that is used:
+    somebody else may have written it. What `--set` names, the user did."""
+    folder = os.path.realpath(file.directory)
+    named = named_by(job_document(file.job)) if file.where else []
+    if ("checkpoint", "url") in file.where:
+        named.append(("checkpoint.url", file.job.checkpoint.url))
+    for key, value in named:
+        where = file.locate(Problem(key, "")).where
+        if where.startswith("--set"):
+            continue
+        if key.endswith(("kind", "schedule", "policy")) and not value.endswith(".csv"):
+            _log.warning("note: %s: %s is own code, which runs on this machine and on the nodes: %s", where, key, value)
+        elif not is_remote(value) and not Path(os.path.realpath(value)).is_relative_to(folder):
+            _log.warning("note: %s: %s is outside of the file's folder: %s", where, key, value)
 
 
 def _job_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:

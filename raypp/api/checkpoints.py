@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from raypp.api.submission import Say
 from raypp.checkpoint.commit import Commit, list_checkpoints
 from raypp.checkpoint.layout import split_location
-from raypp.checkpoint.run_files import with_run_files
-from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.clusters import known_runs
 from raypp.clusters.find import lend_store_settings
+from raypp.clusters.known_jobs import guarded, read_job
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.export_adapter import export_adapter
 from raypp.hf.export_model import export_hf
@@ -91,6 +90,7 @@ def export(
     adapter: bool = False,
     merged: bool = False,
     tokenizer: str | None = None,
+    trust: bool = False,
     progress: Callable[[int], None] = lambda _bytes: None,
     say: Say = lambda _remark: None,
 ) -> dict[str, Any]:
@@ -103,6 +103,7 @@ def export(
         shard_gb: Largest size of a file.
         adapter, merged: Of a run with adapters: these in PEFT's format, or the whole model.
         tokenizer: The tokenizer to write; None: that of the run's data.
+        trust: Whether files of this machine that the run's job names are read, whoever wrote it.
         progress: Gets the bytes of each part that is written.
         say: Gets remarks.
 
@@ -114,12 +115,13 @@ def export(
         CheckpointError: The checkpoint cannot be read.
     """
     store, commit, _ = open_checkpoint(run, say)
+    commit = replace(commit, job=guarded(commit.job, trust=trust))
     _check_form(saved_options(store, commit).lora, commit, adapter, merged, dtype)
     lend_store_settings()
     with open_for_others(target) as there:
         _check_empty(there)
         try:
-            job = with_run_files(store, commit.run, read_spec(store, commit.run))
+            job = read_job(store, commit.run, trust=trust)
         except CheckpointError:
             job = None
         if adapter:

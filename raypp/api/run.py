@@ -144,13 +144,13 @@ class Run:
             raise RunFailedError(Problem("RUN", fault, f"see `raypp events {shell_word(self.name)}`"))
         return {key: answer[key] for key in ("state", "step", "checkpoint")}
 
-    def report(self, path: str | Path) -> Path:
-        """Writes the page of `raypp report`."""
+    def report(self, path: str | Path, *, trust: bool = False) -> Path:
+        """Writes the page of `raypp report`; `trust` as its option."""
         from raypp.api.report.collect import collect
         from raypp.api.report.page import page
 
         path = Path(path)
-        path.write_bytes(page([collect(self.place, self._reader)]).encode("utf-8", "replace"))
+        path.write_bytes(page([collect(self.place, self._reader, trust=trust)]).encode("utf-8", "replace"))
         return path
 
     def generate(
@@ -164,14 +164,15 @@ class Run:
         seed: int = 0,
         pp: int = 1,
         batch_size: int = 8,
+        trust: bool = False,
     ) -> list[dict[str, Any]]:
         """Continues prompts with a checkpoint of the run, on this machine.
 
         Args:
             prompts: Texts.
             step: Step of the checkpoint; None: the newest.
-            max_new_tokens, temperature, top_p, seed, pp, batch_size: As the options of `raypp
-                generate`.
+            max_new_tokens, temperature, top_p, seed, pp, batch_size, trust: As the options of
+                `raypp generate`.
 
         Returns:
             For each prompt `{"prompt", "text", "tokens", "finish"}`.
@@ -179,7 +180,7 @@ class Run:
         from raypp.inference.prompts import Answer, encode_prompts
         from raypp.inference.source import find_source
 
-        source = find_source(f"{self.place.url}/{self.name}", step)
+        source = find_source(f"{self.place.url}/{self.name}", step, trust=trust)
         tokenizer = source.open_tokenizer()
         answers = [Answer(prompt) for prompt in encode_prompts(source, tokenizer, list(prompts), max_new_tokens)]
         complete(source, pp, tokenizer, answers, batch_size, temperature=temperature, top_p=top_p, seed=seed)
@@ -191,7 +192,8 @@ class Run:
         Args:
             path: A directory, or a store's URL.
             dtype: fp32, bf16 or fp16; None: as saved.
-            options: `adapter`, `merged`, `shard_gb`, `tokenizer`: as `raypp checkpoints export`.
+            options: `adapter`, `merged`, `shard_gb`, `tokenizer`, `trust`: as `raypp checkpoints
+                export`.
 
         Returns:
             What `raypp checkpoints export --json` prints.

@@ -27,6 +27,7 @@ from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_sp
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
+from raypp.clusters.known_jobs import remember_job
 from raypp.clusters.known_runs import RunPlace
 from raypp.control import client
 from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, UnreachableError
@@ -166,6 +167,7 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
     place = RunPlace(store.url, job.name, prepared.cluster.address, submission_id, time.time())
     try:
         known_runs.remember_run(place)
+        remember_job(job_document(job))
     except JobError as error:  # the run has been accepted
         fault = error.problems[0].fault
         say(f"warning: this machine does not remember the run: {fault}; name it as {place.url}/{place.name}")

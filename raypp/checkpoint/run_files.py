@@ -59,8 +59,11 @@ def read_run_files(store: ObjectStore, run: str) -> dict[str, bytes]:
     return found
 
 
-def with_run_files(store: ObjectStore, run: str, document: dict[str, Any]) -> dict[str, Any]:
-    """Returns a run's job, which names copies here of the files that it was submitted with."""
+def with_run_files(
+    store: ObjectStore, run: str, document: dict[str, Any], into: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns a run's job, or `into`, with copies here of the files that the run was submitted with."""
+    into = into or document
     values = {(section, key): (document.get(section) or {}).get(key) for section, key in KEYS}
     names = {at: stored_name(Path(value)) for at, value in values.items() if isinstance(value, str) and "/" in value}
     files = read_run_files(store, run) if names else {}
@@ -74,5 +77,5 @@ def with_run_files(store: ObjectStore, run: str, document: dict[str, Any]) -> di
     for (section, key), name in names.items():
         if name in files:
             copy = made_once(cache_directory() / "files" / digest, fill) / name
-            document = document | {section: document[section] | {key: str(copy)}}
-    return document
+            into = into | {section: into[section] | {key: str(copy)}}
+    return into

@@ -21,8 +21,10 @@ from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.saved_tensors import TensorInfo
 from raypp.checkpoint.tensor_file import OPTIMIZER
 from raypp.cli.console import Lines, Table, Text, progress_bar, wide_console
+from raypp.cli.options import trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, say, styled
 from raypp.clusters.find import lend_store_settings
+from raypp.clusters.known_jobs import remember_job
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Problem
 from raypp.hf.config import OWN_KEYS
 from raypp.hf.from_hf import hf_options
@@ -370,6 +372,7 @@ def _more(count: int) -> str:
     metavar="FILE",
     help="The tokenizer to write: bytes, or a tokenizer.json.  [default: that of the run's data]",
 )
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export_command(
     run: str,
@@ -379,6 +382,7 @@ def export_command(
     adapter: bool,
     merged: bool,
     tokenizer: str | None,
+    trust: bool,
     as_json: bool,
 ) -> None:
     """Write a checkpoint of RUN (the newest, or RUN/step-N) as a Hugging Face model.
@@ -396,6 +400,7 @@ def export_command(
             adapter=adapter,
             merged=merged,
             tokenizer=tokenizer,
+            trust=trust,
             progress=advance,
             say=(lambda _remark: None) if as_json else say,
         )
@@ -424,6 +429,7 @@ def import_command(source: str, job: str, as_json: bool) -> None:
     store, name, options, document = _run_of_job(files, job) if _is_file(job) else _run_of_place(files, job)
     with progress_bar("importing") as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
+    remember_job(document)
     if as_json:
         place = f"{store.url}/{name}/step-00000000"
         echo_json({"run": name, "step": 0, "checkpoint": place, "bytes": commit.size})

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from raypp.api.torch_process import ask
 from raypp.cli.console import Console, Table
-from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, set_option
+from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, set_option, trust_option
 from raypp.cli.output import echo, echo_json
 from raypp.clusters.find import Cluster
 from raypp.control.inference_client import use_on_cluster
@@ -40,6 +40,7 @@ _KEYS = ("loss", "perplexity", "tokens", "bytes_per_token")
 @set_option
 @mesh_option
 @cluster_options
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def eval_command(
     model: str,
@@ -51,6 +52,7 @@ def eval_command(
     pp: int,
     on_cluster: bool,
     address: str | None,
+    trust: bool,
     as_json: bool,
 ) -> None:
     """Evaluate a trained model: a run, a checkpoint of it, or a Hugging Face folder.
@@ -67,7 +69,7 @@ def eval_command(
     elif limit is not None:
         raise JobError(Problem("--limit", "belongs to --tasks", "give --tasks, too"))
     cluster = chosen_cluster(on_cluster, address)
-    source = find_source(model, step)
+    source = find_source(model, step, trust=trust)
     for remark in source.remarks:
         echo(f"note: {remark}", err=True)
     if tasks is None:

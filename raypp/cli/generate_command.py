@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from raypp.api.run import complete, row
-from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths
+from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, styled
 from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.tokenizer import PromptTokenizer
@@ -84,6 +84,7 @@ _LARGEST_SEED = 2**63 - 1
 )
 @click.option("--tokenizer", metavar="bytes|FILE", help="Tokenizer of a model that has none.  [default: the model's]")
 @cluster_options
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 def generate_command(
     run: str,
@@ -100,6 +101,7 @@ def generate_command(
     tokenizer: str | None,
     on_cluster: bool,
     address: str | None,
+    trust: bool,
     as_json: bool,
 ) -> None:
     """Continue prompts with a trained model, on this machine or on a cluster.
@@ -120,7 +122,7 @@ def generate_command(
         raise JobError(Problem("--chat", fault, "leave out --on-cluster and --address, or use --prompt"))
     cluster = chosen_cluster(on_cluster, address)
     texts = list(given) if file is None else read_prompts(file)
-    source = find_source(run, step)
+    source = find_source(run, step, trust=trust)
     if tokenizer is not None:
         source = replace(source, tokenizer=tokenizer)
     for remark in source.remarks:

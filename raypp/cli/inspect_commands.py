@@ -18,6 +18,7 @@ from raypp.api.report.collect import collect
 from raypp.api.report.page import page
 from raypp.api.run import event_json, label_of
 from raypp.cli.console import Console, Lines, Text
+from raypp.cli.options import trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, json_text, styled, write_file
 from raypp.cli.render import one_line, runs_table, show_event, status_view
 from raypp.clusters import known_runs
@@ -231,14 +232,15 @@ def _warn_of_damage(reader: RunReader) -> None:
     show_default=True,
     help="The file to write.",
 )
-def report_command(runs: tuple[str, ...], out: Path) -> None:
+@trust_option
+def report_command(runs: tuple[str, ...], out: Path, trust: bool) -> None:
     """Write one HTML page about RUN, or about two runs side by side.
 
     The page needs nothing else: it works offline, on a phone, and in an e-mail.
     """
     if len(runs) > 2:
         raise JobError(Problem("RUN", f"{len(runs)} runs are named; a page shows one or two", "name one or two"))
-    collected = [collect(*find_run(run)) for run in runs]
+    collected = [collect(*find_run(run), trust=trust) for run in runs]
     if len(collected) == 2 and collected[0].title == collected[1].title:
         collected = [replace(run, title=f"{run.title} ({run.url})") for run in collected]
     content = page(collected).encode("utf-8", "replace")

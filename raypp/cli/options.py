@@ -89,6 +89,13 @@ def _pipeline_ranks(context: click.Context, parameter: click.Parameter, value: s
     return int(match[1])
 
 
+def trust_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--trust` to a command that uses a stored job."""
+    return click.option(
+        "--trust", is_flag=True, help="Use own code and local files that the run's job names, whoever wrote it."
+    )(command)
+
+
 def set_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the option `--set` (as `overrides`) to a command."""
     return click.option(

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from raypp.errors import DataError, Problem, in_words
 from raypp.untrusted.documents import Bounds, Count, parse_as
-from raypp.untrusted.files import expand_home, open_file, read_file
+from raypp.untrusted.files import check_own, expand_home, open_file, read_file
 from raypp.untrusted.text import visible
 
 
@@ -50,10 +50,9 @@ def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
         DataError: The cache cannot be written.
     """
     if entry.is_dir():
-        return entry
+        return own_folder(entry)
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(entry.with_name(f"{entry.name}.lock")):
+        with _locked(own_folder(entry.parent).joinpath(f"{entry.name}.lock")):
             if not entry.is_dir():
                 _make(entry, make)
     except OSError as error:
@@ -64,7 +63,22 @@ def made_once(entry: Path, make: Callable[[Path], None]) -> Path:
                 "free some space there, or set RAYPP_CACHE_DIR (resources.env) to a writable directory",
             )
         ) from error
-    return entry
+    return own_folder(entry)
+
+
+def own_folder(folder: Path) -> Path:
+    """Creates a folder of the cache if it does not exist, and returns it.
+
+    Raises:
+        DataError: Others can replace what it holds, as where several users share a cache.
+        OSError: It cannot be created.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder, *folder.parents):
+        check_own(path, DataError, "set RAYPP_CACHE_DIR (resources.env) to a directory of your own")
+        if path == cache_directory():
+            break
+    return folder
 
 
 def _make(entry: Path, make: Callable[[Path], None]) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from raypp.crc32 import crc32
 from raypp.data.corpus import Corpus, IdArray, Mask
-from raypp.data.node_cache import cache_directory, made_once, map_array, read_meta, read_offsets
+from raypp.data.node_cache import cache_directory, made_once, map_array, own_folder, read_meta, read_offsets
 from raypp.data.shard_format import (
     BLOCK,
     MANIFEST,
@@ -296,7 +296,7 @@ class BlockCache:
         self._room, self._written = _IN_MEMORY, 0
         self._pool: ThreadPoolExecutor | None = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            own_folder(folder)
             self._pool = ThreadPoolExecutor(_THREADS, "raypp-blocks")
 
     def block(self, blocks: Blocks, number: int) -> bytes:

@@ -13,10 +13,9 @@ from typing import Any
 
 from raypp.checkpoint.commit import Commit, list_checkpoints, read_commit
 from raypp.checkpoint.layout import split_location
-from raypp.checkpoint.run_files import with_run_files
-from raypp.checkpoint.run_spec import read_spec
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.clusters.find import lend_store_settings
+from raypp.clusters.known_jobs import guarded, read_job
 from raypp.clusters.known_runs import locate_run
 from raypp.data.chat_files import no_template, open_template
 from raypp.data.chat_template import ChatTemplate
@@ -135,13 +134,14 @@ class Source:
         return template
 
 
-def find_source(argument: str, step: int | None = None) -> Source:
+def find_source(argument: str, step: int | None = None, *, trust: bool = False) -> Source:
     """Returns the model that an argument names.
 
     Args:
         argument: A run's name, `URL/NAME` or `URL/NAME/step-N` (URL may be a folder), or the folder
             or S3 URL of a Hugging Face model.
         step: The step of the run's checkpoint. None: the newest that can be read.
+        trust: Own code and local files that the run's job names may be used, whoever wrote it.
 
     Raises:
         JobError: The argument names neither, or there is no such step.
@@ -158,7 +158,7 @@ def find_source(argument: str, step: int | None = None) -> Source:
     if step is not None and named is not None and step != named:
         raise JobError(Problem("--step", f"is {step}, but {KEY} names step {named}", "leave out one of them"))
     commit, _, skipped = newest_checkpoint(store, run, named if step is None else step)
-    return _of_run(store, commit, skipped)
+    return _of_run(store, commit, skipped, trust)
 
 
 def newest_checkpoint(
@@ -235,12 +235,13 @@ def _neither(argument: str, folder: Path) -> JobError:
     return JobError(Problem(KEY, fault, fix))
 
 
-def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem]) -> Source:
+def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem], trust: bool) -> Source:
     place = f"{store.url}/{commit.run}/step-{commit.step:08d}"
+    commit = replace(commit, job=guarded(commit.job, trust=trust))
     try:
-        document = with_run_files(store, commit.run, read_spec(store, commit.run))
+        document = read_job(store, commit.run, trust=trust)
     except CheckpointError:
-        document = dict(commit.job)
+        document = commit.job
     options = saved_options(store, commit)
     data, train = section_of(document, "data"), section_of(document, "train")
     tokenizer = data.get("tokenizer")

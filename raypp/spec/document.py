@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from raypp.errors import Problem
-from raypp.spec.limits import DEPTH
+from raypp.spec.limits import DEPTH, VALUES
 from raypp.spec.section import KeyPath, dotted
 from raypp.untrusted.documents import shown
 
@@ -73,7 +73,9 @@ _resolve_as(_MERGE, r"^<<$", "<")
 
 
 _LONGEST_TAG = 60
+_MANY = f"more than {VALUES:,} values, aliases followed"
 _SYNTAX = (
+    (_MANY, "", "write fewer: no job needs so many"),
     # part of PyYAML's message, our message (empty: keep PyYAML's), the fix
     ("\\t", "a tab used for indentation", "indent with spaces"),
     ("but found another document", "a second document starts here (`---`)", "put each job in its own file"),
@@ -133,6 +135,7 @@ class _Reading:
         self.numbered = numbered
         self.document = Document()
         self._open: set[int] = set()
+        self._values = 0
 
     def place(self, mark: Any) -> str:
         if not self.numbered:
@@ -177,13 +180,16 @@ class _Reading:
         """Enters a node, and returns whether it can be read: it is not inside itself.
 
         Raises:
-            _DepthError: Aliases nest too deep.
+            MarkedYAMLError: Aliases nest too deep, or there are too many values.
         """
         if id(node) in self._open:
             self.problem(node, path, "the alias contains itself", "write the value out")
             return False
         if len(self._open) >= 2 * DEPTH:
             raise _DepthError(node.start_mark)
+        self._values += 1 + len(node.value) * isinstance(node, yaml.MappingNode)  # a merge skips keys that are there
+        if self._values > VALUES:
+            raise yaml.MarkedYAMLError(problem=_MANY, problem_mark=node.start_mark)
         self._open.add(id(node))
         return True
 

@@ -33,7 +33,7 @@ from raypp.storage.store import (
     too_large,
 )
 from raypp.storage.store_retry import Patience
-from raypp.untrusted.files import expand_home, kind_of
+from raypp.untrusted.files import check_own, expand_home, kind_of
 from raypp.untrusted.text import visible
 
 KIND = StoreKind(
@@ -52,6 +52,7 @@ _DELETERS_S = 30.0
 _LONGEST_PAUSE_S = 0.01
 _LONGEST_NAME = 200
 _STALE_TRIES = 3
+_NOT_OWN = "let its owner delete it, or use another checkpoint.url"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -287,6 +288,8 @@ class DirectoryStore:
         incoming = self._incoming(key)
         try:
             with os.fdopen(_create(incoming, 0o666 if self.public else 0o600), "wb") as file:
+                # On NFS, files of this process may belong to another user.
+                check_own(incoming.parent, StoreError, _NOT_OWN, os.fstat(file.fileno()).st_uid, 0o022)
                 for chunk in chunks:
                     file.write(chunk)
                 file.flush()
@@ -294,7 +297,7 @@ class DirectoryStore:
                 if written != size:
                     raise ValueError(f"{key}: the chunks have {written} bytes, but {size} were announced")
                 os.fsync(file.fileno())
-            self._move(incoming, path, if_absent)
+            self._move(incoming, path, if_absent, None if self.public else self.root / key.partition("/")[0])
         except FileExistsError:
             raise AlreadyExists(Problem(f"{self.url}/{key}", "already exists")) from None
         except OSError as error:
@@ -303,8 +306,12 @@ class DirectoryStore:
             with contextlib.suppress(OSError):
                 incoming.unlink(missing_ok=True)
 
-    def _move(self, incoming: Path, path: Path, if_absent: bool) -> None:
-        """`link` refuses to replace, `rename` replaces; both are atomic."""
+    def _move(self, incoming: Path, path: Path, if_absent: bool, run: Path | None) -> None:
+        """`link` refuses to replace, `rename` replaces; both are atomic.
+
+        Args:
+            run: The folder of a run, which must belong to this user; None: it need not.
+        """
         place: Callable[[Path, Path], object] = _link if if_absent else os.replace
         mode = 0o777 if self.public else 0o700
         give_up_at = time.monotonic() + _DELETERS_S
@@ -314,6 +321,8 @@ class DirectoryStore:
                 # Nothing slow between the two: until the file is there, a concurrent delete of the
                 # folder's last object may remove the folder.
                 new |= _create_folders(path.parent, mode)
+                if run is not None and run != path and os.access(path.parent, os.W_OK, effective_ids=True):
+                    check_own(run, StoreError, _NOT_OWN, incoming.stat().st_uid, 0)
                 place(incoming, path)
                 break
             except FileNotFoundError:
@@ -327,8 +336,7 @@ class DirectoryStore:
         """Returns whether this file system has hard links, by linking a temporary file."""
         one, other = self._incoming("links"), self._incoming("links")
         try:
-            _make_folders(one.parent)
-            one.touch(mode=0o600, exist_ok=False)
+            os.close(_create(one, 0o600))
             os.link(one, other)
             return True
         except OSError as error:

@@ -12,8 +12,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -47,6 +48,8 @@ from raypp.untrusted.text import VisibleFormatter, visible_lines
 log = logging.getLogger(__name__)
 
 _ATTEMPT = "raypp/attempt"
+Remember = Callable[[Mapping[str, Any]], None]
+"""Records on this machine that the user wrote a job."""
 _CONTROLLER_KEYS = {
     "recovery": {
         "policy", "max_restarts", "hang_timeout_s", "elastic", "site_timeout_s", "standby", "orphan_timeout_s",
@@ -165,7 +168,7 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     return claim_next_attempt(store, job.name), job
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, remember: Remember | None = None) -> int:
     """Runs this process's rank and returns its exit code."""
     parser = argparse.ArgumentParser(prog="torchrun … -m raypp.train", description="Run one rank of a job without Ray.")
     parser.add_argument("--job", required=True, help="the job file")
@@ -188,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seat = seat_from_environment(file.job)
         if seat.rank == 0 and (ignored := for_a_controller(file.job)):
             log.warning("without effect under torchrun, which starts and restarts the ranks: %s", ", ".join(ignored))
-        return _run(file.job, seat)
+        return _run(file.job, seat, remember)
     except RayppError as error:
         if options.debug:
             raise
@@ -206,12 +209,14 @@ def for_a_controller(job: Job) -> list[str]:
     ]
 
 
-def _run(job: Job, seat: Seat) -> int:
+def _run(job: Job, seat: Seat, remember: Remember | None = None) -> int:
     for name, setting in NCCL_OF_TORCH.items():  # before there is a group, which reads them
         os.environ.setdefault(name, setting)
     rendezvous = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0)
     store = open_store(job.checkpoint.url) if seat.rank == 0 else None
     attempt, job = _agree_on_attempt(job, seat, rendezvous, store)
+    if seat.rank == 0 and remember is not None:
+        remember(job_document(job))
     seat = replace(seat, attempt=attempt)
     reporter = ConsoleReporter(job, seat, store)
     reporter.stop_on_sigterm()

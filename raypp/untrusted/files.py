@@ -49,6 +49,28 @@ def kind_of(mode: int) -> str:
     return next((name for test, name in _KINDS if test(mode)), "not a regular file")
 
 
+def check_own(folder: Path, error: type[RayppError], fix: str, user: int | None = None, bad: int = 0o002) -> None:
+    """Checks that only root and a user can replace what a folder holds: others may have made it.
+
+    Args:
+        folder: The folder, or a link to it.
+        error: The kind of error to raise.
+        fix: What the user can do.
+        user: The user; None: that of this process.
+        bad: Bits that its mode must not have, unless only owners may delete there.
+
+    Raises:
+        RayppError: Of the given kind. Others can.
+    """
+    status, fault = folder.stat(), ""
+    if others := {status.st_uid, folder.lstat().st_uid} - {os.geteuid() if user is None else user, 0}:
+        fault = f"belongs to user {min(others)}"
+    elif status.st_mode & bad and not status.st_mode & stat.S_ISVTX:
+        fault = f"has mode {stat.S_IMODE(status.st_mode):04o}"
+    if fault:
+        raise error(Problem(str(folder), f"{fault}: others could replace what this user writes there", fix))
+
+
 def open_file(path: Path, error: type[RayppError] = DataError, place: str = "", fix: str = "") -> BinaryIO:
     """Opens a regular file for reading, in binary. Never waits, as opening a FIFO would.
 

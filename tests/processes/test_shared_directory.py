@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from programs import run_python
 
+from raypp.data.node_cache import made_once
+from raypp.data.tokens import BlockCache
+from raypp.errors import DataError
+from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as several users")
@@ -104,3 +108,67 @@ find_run(sys.argv[1] + "/typo")
 """
     done = run_python("-c", script, str(shared), code=1)
     assert f"there is no run 'typo' below {shared}" in done.stderr, done.stderr
+
+
+_REPLACED = """
+import os, sys
+from pathlib import Path
+from raypp.storage import StoreError
+from raypp.storage.directory import DirectoryStore
+root, mode = Path(sys.argv[1]), int(sys.argv[3], 8)
+os.umask(0)
+os.seteuid(65533)
+(root / sys.argv[2]).mkdir(mode=mode)
+os.seteuid(0)
+os.seteuid(65534)
+store = DirectoryStore(root)
+for write in (lambda: store.put("run/step-1/COMMIT", b"1", if_absent=True), lambda: store.put("run/spec.json", b"1")):
+    try:
+        write()
+        sys.exit("not refused")
+    except StoreError as error:
+        print(error)
+os.seteuid(0)
+print(sorted(path.name for path in root.rglob("*") if path.is_file()))
+"""
+
+
+@pytest.mark.parametrize("name", [".raypp-incoming-65534", "run"])
+def test_a_folder_that_a_stranger_made_first_is_refused_by_name(shared: Path, name: str) -> None:
+    told = run_python("-c", _REPLACED, str(shared), name, "777").stdout
+    assert told.count(f"{shared}/{name}: belongs to user 65533: others could replace") == 2
+    assert told.endswith("[]\n"), "nothing is left there"
+
+
+def test_an_own_folder_that_others_may_write_to_is_refused_by_name(shared: Path) -> None:
+    store = DirectoryStore(shared)
+    store.put("run/a", b"")
+    incoming = shared / f".raypp-incoming-{os.geteuid()}"
+    incoming.chmod(0o777)
+    with pytest.raises(StoreError, match=f"{incoming.name}: has mode 0777: others could replace"):
+        store.put("run/b", b"")
+    incoming.chmod(0o755)  # what some file systems give every folder
+    store.put("run/b", b"")
+
+
+@pytest.mark.parametrize("made", ["tokens", "tokens/entry"])
+def test_entries_of_a_shared_cache_that_a_stranger_made_are_refused_by_name(
+    shared: Path, made: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPP_CACHE_DIR", str(shared))
+    (shared / "tokens").mkdir(mode=0o755)
+    (shared / made).mkdir(mode=0o755, exist_ok=True)
+    os.chown(shared / made, 65533, 65533)
+    with pytest.raises(DataError, match=f"{made}: belongs to user 65533: .*\n  fix: set RAYPP_CACHE_DIR"):
+        made_once(shared / "tokens" / "entry", lambda room: (room / "tokens").touch())
+    with pytest.raises(DataError, match=f"{made}: belongs to user 65533"):
+        BlockCache(shared / made)
+
+
+def test_a_shared_cache_serves_the_user_who_made_its_entries(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPP_CACHE_DIR", str(shared))
+    for _ in range(2):
+        entry = made_once(shared / "tokens" / "entry", lambda room: (room / "tokens").touch())
+    (shared / "tokens").chmod(0o777)
+    with pytest.raises(DataError, match="tokens: has mode 0777"):
+        made_once(entry, lambda room: None)

@@ -8,8 +8,8 @@ from typing import Any
 
 from raypp.api.find_run import present_status
 from raypp.checkpoint.commit import Checkpoint, list_checkpoints
-from raypp.checkpoint.run_files import with_run_files
 from raypp.checkpoint.run_spec import read_spec
+from raypp.clusters.known_jobs import read_job
 from raypp.clusters.known_runs import RunPlace
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.observe.json_lines import TimedStep
@@ -52,8 +52,8 @@ class RunData:
     notes: Sequence[str]
 
 
-def collect(place: RunPlace, reader: RunReader) -> RunData:
-    """Reads a run.
+def collect(place: RunPlace, reader: RunReader, *, trust: bool = False) -> RunData:
+    """Reads a run; with `trust`, imports the code that its job names, whoever wrote it.
 
     Raises:
         JobError: It has not written anything.
@@ -74,8 +74,8 @@ def collect(place: RunPlace, reader: RunReader) -> RunData:
         notes.append(f"{reader.damaged} damaged lines of the records were left out")
     job, pipeline = None, None
     try:
-        job = with_run_files(store, place.name, read_spec(store, place.name))
-        pipeline = resolve_pipeline(parse_job(job))
+        job = read_spec(store, place.name)
+        pipeline = resolve_pipeline(parse_job(read_job(store, place.name, trust=trust)))
     except RayppError as error:
         notes.append(f"the job cannot be shown in full: {error}")
     trace = None

@@ -213,7 +213,9 @@ def test_the_command_asks_for_the_form_and_refuses_one_that_does_not_fit(
     capsys.readouterr()
     assert run([*export, f"{tmp_path}/out", "--merged"]) == 2
     assert "already contains a model (adapter_model.safetensors)" in capsys.readouterr().err
-    assert run([*export, f"{tmp_path}/whole", "--merged", "--json"]) == 0
+    assert run([*export, f"{tmp_path}/whole", "--merged"]) == 1
+    assert "--trust uses it" in capsys.readouterr().err
+    assert run([*export, f"{tmp_path}/whole", "--merged", "--trust", "--json"]) == 0
     assert "model.safetensors" in json.loads(capsys.readouterr().out)["files"]
     imported = options.model_copy(update={"lora": None})
     import_hf(
@@ -332,7 +334,9 @@ def test_a_merged_export_has_the_config_of_its_base_and_peft_is_told_of_rows_tha
     store, commit = saved(whole(options), options, tmp_path / "store")
     export_hf(store, commit, DirectoryStore(tmp_path / "merged"))
     assert json.loads((tmp_path / "merged" / "config.json").read_text()) == {**config, "vocab_size": rows}
-    contexts = {find_source(str(place)).context for place in (tmp_path / "store" / "run", tmp_path / "merged", base)}
+    contexts = {
+        find_source(str(place), trust=True).context for place in (tmp_path / "store" / "run", tmp_path / "merged", base)
+    }
     assert contexts == {4096}
     remarks = export_adapter(store, commit, DirectoryStore(tmp_path / "adapter")).remarks
     assert any("4 more rows than" in remark for remark in remarks) == bool(grown)

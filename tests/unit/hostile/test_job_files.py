@@ -33,7 +33,14 @@ DIGITS = "9" * 5000
 MOST_CALLS = 2_000_000
 """Calls of functions, of which jobs of the repository need 50,000 to 150,000."""
 
+_KEYS = ", ".join(f"k{i}: 1" for i in range(4000))
 TEXTS = {
+    "aliases that grow": b"a0: &a0 [1]\n"
+    + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 10)) for i in range(1, 12)),
+    "merges that grow": b"".join(
+        b"a%d: &a%d {<<: [%s]}\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 10) if i else b"{k: 1}") for i in range(12)
+    ),
+    "many merges of many keys": f"a: &a {{{_KEYS}}}\nb: {{<<: [{','.join(['*a'] * 40_000)}]}}\n".encode(),
     "an alias of itself": b"name: a\nmesh: &m\n  pp: 1\n  x: *m\n",
     "a merge of itself": b"name: a\nmesh: &m\n  pp: 1\n  <<: *m\n",
     "a merge of text": b"name: a\nmesh: {<<: text}\n",
@@ -121,6 +128,39 @@ def test_limits_are_told_with_their_lines() -> None:
     ]
     (told,) = problems(head, "pipeline.microbatches=100000")
     assert "make 200,000 actions; a program has at most 131,072" in told
+
+
+def test_values_are_counted_along_aliases() -> None:
+    grows = TEXTS["aliases that grow"].decode()
+    (told,) = problems(grows)
+    assert told == "job.yaml:1 : not valid YAML: more than 10,000 values, aliases followed"
+
+
+def test_a_file_of_somebody_else_is_said_to_run_code_and_to_name_paths_outside_before_that_is_used(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    (theirs / "in.txt").write_text("In the beginning\n")
+    (folder / "out.txt").write_text("In the beginning\n")
+    (theirs / "link.txt").symlink_to(folder / "out.txt")
+    job = theirs / "job.yaml"
+    job.write_text(
+        "name: a\ndata: {kind: text, path: in.txt, eval: {path: link.txt}}\n"
+        "pipeline: {schedule: not_here_yet:f}\nrecovery: {policy: not_here:f}\ncheckpoint: {url: /elsewhere/store}\n"
+    )
+    with pytest.raises(JobError, match="not_here_yet"):  # said before it is looked for
+        load_checked_job(job)
+    assert sorted(one.getMessage().removeprefix(f"note: {theirs}/") for one in caplog.records) == [
+        f"job.yaml:2: data.eval.path is outside of the file's folder: {theirs}/link.txt",
+        "job.yaml:3: pipeline.schedule is own code, which runs on this machine and on the nodes: not_here_yet:f",
+        "job.yaml:4: recovery.policy is own code, which runs on this machine and on the nodes: not_here:f",
+        "job.yaml:5: checkpoint.url is outside of the file's folder: /elsewhere/store",
+    ]
+    caplog.clear()
+    job.write_text("name: a\ndata: {kind: text, path: in.txt}\n")
+    load_checked_job(job, [f"data.eval.path={folder}/out.txt"])  # the user's own words
+    assert not caplog.records
 
 
 def test_a_job_file_is_a_regular_file_or_a_pipe() -> None:
