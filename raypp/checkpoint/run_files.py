@@ -62,7 +62,7 @@ def read_run_files(store: ObjectStore, run: str) -> dict[str, bytes]:
 def with_run_files(
     store: ObjectStore, run: str, document: dict[str, Any], into: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a run's job, or `into`, with copies here of the files that the run was submitted with."""
+    """Returns a run's job, or `into`, with copies here of the files it was submitted with."""
     into = into or document
     values = {(section, key): (document.get(section) or {}).get(key) for section, key in KEYS}
     names = {at: stored_name(Path(value)) for at, value in values.items() if isinstance(value, str) and "/" in value}

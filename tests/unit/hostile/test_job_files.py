@@ -33,14 +33,15 @@ DIGITS = "9" * 5000
 MOST_CALLS = 2_000_000
 """Calls of functions, of which jobs of the repository need 50,000 to 150,000."""
 
-_KEYS = ", ".join(f"k{i}: 1" for i in range(4000))
+_KEYS = ", ".join(f"k{i}: 1" for i in range(2000))
+_MERGES = ",".join(["*a"] * 5_000)
 TEXTS = {
     "aliases that grow": b"a0: &a0 [1]\n"
     + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 10)) for i in range(1, 12)),
     "merges that grow": b"".join(
         b"a%d: &a%d {<<: [%s]}\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 10) if i else b"{k: 1}") for i in range(12)
     ),
-    "many merges of many keys": f"a: &a {{{_KEYS}}}\nb: {{<<: [{','.join(['*a'] * 40_000)}]}}\n".encode(),
+    "many merges of many keys": f"a: &a {{{_KEYS}}}\nb: {{<<: [{_MERGES}]}}\n".encode(),
     "an alias of itself": b"name: a\nmesh: &m\n  pp: 1\n  x: *m\n",
     "a merge of itself": b"name: a\nmesh: &m\n  pp: 1\n  <<: *m\n",
     "a merge of text": b"name: a\nmesh: {<<: text}\n",
