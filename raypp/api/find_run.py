@@ -48,7 +48,8 @@ def open_reader(place: RunPlace) -> RunReader:
 
 
 def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
-    """Returns a run's current status.
+    """Returns a run's current status. Before the first step of a resume, step, loss and speed are
+    those of its history.
 
     There is an end, or its controller lives, or the run is lost: FAILED, with what is known. While
     its cluster does not answer, `error` and a further key `trouble` say so.
@@ -56,6 +57,12 @@ def present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     Raises:
         StoreError: Its store does not respond.
     """
+    status = _present_status(place, reader)
+    rows = reader.history() if status["loss"] is None else []
+    return status | {key: rows[-1][key] for key in ("step", "loss", "tokens_per_s") if rows}
+
+
+def _present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     status = reader.status()
     if status is not None and not is_final(status) and time.time() - status["updated_at"] < MISSED_S:
         return status  # its controller lives

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raypp.api.find_run import POLL_S, ended_status, find_run, follow, open_reader, present_status
+from raypp.checkpoint.retention import delete_run
 from raypp.clusters import known_runs
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -130,19 +131,45 @@ class Run:
             on_wait: Called once if that takes longer than a minute.
 
         Returns:
-            `{"state", "step", "checkpoint"}` at its end.
+            `{"state", "step", "checkpoint"}` at its end, also if it had ended before.
 
         Raises:
-            JobError: It has ended already.
             RunFailedError: It ended otherwise than by being stopped.
         """
-        answer = client.stop_run(self._active(), self.place, self._reader.store, save=save, on_wait=on_wait)
+        answer: dict[str, Any] = {"found": False}
+        if ended_status(self._reader) is None:
+            cluster = known_runs.cluster_of(self.place)
+            answer = client.stop_run(cluster, self.place, self._reader.store, save=save, on_wait=on_wait)
         if not answer["found"]:
-            raise self._not_active()
+            answer = present_status(self.place, self._reader)
+            if not is_final(answer):
+                raise self._not_active()
         if answer.get("exit_code"):
             fault = f"{self.name}: {end_in_words(answer)}: {answer['reason']}"
             raise RunFailedError(Problem("RUN", fault, f"see `raypp events {shell_word(self.name)}`"))
         return {key: answer[key] for key in ("state", "step", "checkpoint")}
+
+    def delete(self, *, dry_run: bool = False) -> dict[str, Any]:
+        """Deletes what the run has in its store, and forgets it.
+
+        Args:
+            dry_run: Only say what would be deleted.
+
+        Returns:
+            `{"checkpoints", "objects", "bytes", "left"}`: steps; numbers; objects below the run's
+            name that it did not write, which stay.
+
+        Raises:
+            JobError: It has not ended.
+        """
+        state = present_status(self.place, self._reader)["state"]
+        if not RunState(state).final:
+            fix = f"stop it first: `raypp stop {shell_word(self.name)}`"
+            raise JobError(Problem("RUN", f"{self.name} is {state}; a run can be deleted when it has ended", fix))
+        gone, left = delete_run(self._reader.store, self.name, dry_run=dry_run)
+        if not dry_run:
+            known_runs.forget_run(self.place)
+        return {"checkpoints": list(gone.steps), "objects": len(gone.objects), "bytes": gone.size, "left": left}
 
     def report(self, path: str | Path, *, trust: bool = False) -> Path:
         """Writes the page of `raypp report`; `trust` as its option."""

@@ -67,7 +67,7 @@ def ask(
         TemporaryFile("w+", errors="replace") as output,
         subprocess.Popen(
             command,
-            env=os.environ | _QUIET,
+            env=os.environ | _QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,

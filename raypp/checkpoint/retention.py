@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from raypp.checkpoint.commit import list_checkpoints, newest_attempt, read_commit
-from raypp.checkpoint.layout import attempt_number, commit_key, step_of, steps_prefix
+from raypp.checkpoint.layout import attempt_number, check_run, commit_key, spec_number, step_of, steps_prefix
 from raypp.checkpoint.ranged_reads import verify_checkpoint
 from raypp.errors import CheckpointError, RayppError
 from raypp.records import Reporter, Seat
 from raypp.storage import ObjectInfo, ObjectStore, Unfinished
 
+_OF_RUN = re.compile(
+    r"(?:spec|end)(?:-[0-9]+)?\.json|status\.json|step-[0-9]+/.+"
+    r"|(?:attempts|events|files|history|logs|machine|trackers|traces)/.+"
+)
+"""Keys that a run writes, below its name."""
 log = logging.getLogger(__name__)
 
 
@@ -101,6 +107,27 @@ def prune(
         store.delete(list(commits))
         store.delete(list(others))
     return Pruned(tuple(doomed), tuple(gone), sum(gone.values()))
+
+
+def delete_run(store: ObjectStore, run: str, *, dry_run: bool = False) -> tuple[Pruned, int]:
+    """Removes all that a run wrote: its commits first and its spec last, so that what is left of it
+    at an interruption is no checkpoint.
+
+    Returns:
+        What was removed, and the number of other objects below its name, such as those of runs
+        whose store is there. They stay.
+    """
+    prefix = f"{check_run(run)}/"
+    there = {info.key: info.size for info in store.list(prefix)}
+    own = [key for key in there if _OF_RUN.fullmatch(key, len(prefix))]
+    commits = [key for key in own if step_of(run, key) is not None and key.endswith("/COMMIT")]
+    if not dry_run:
+        specs = [key for key in own if spec_number(run, key)]
+        store.discard([one for one in store.unfinished(prefix) if _OF_RUN.fullmatch(one.key, len(prefix))])
+        for keys in (commits, [key for key in own if key not in {*commits, *specs}], specs):
+            store.delete(keys)
+    steps = sorted(step for key in commits if (step := step_of(run, key)) is not None)
+    return Pruned(tuple(steps), tuple(own), sum(there[key] for key in own)), len(there) - len(own)
 
 
 def _newest_whole(store: ObjectStore, run: str, steps: Sequence[int]) -> int | None:

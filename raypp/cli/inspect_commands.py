@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -35,12 +36,13 @@ from raypp.untrusted.text import visible
 
 _RANK_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 _WIDEST_TAG = 24
+_UNWRAPPED = 1 << 16
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 @click.command("status")
 @click.argument("run")
-@click.option("--watch", is_flag=True, help="Keep updating until the run ends.")
+@click.option("--watch", "-w", is_flag=True, help="Keep updating until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object (with --watch: one line per change).")
 def status_command(run: str, watch: bool, as_json: bool) -> None:
     """Show the state of RUN: progress, speed, mesh, ranks and errors.
@@ -61,20 +63,30 @@ def status_command(run: str, watch: bool, as_json: bool) -> None:
 
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list.")
-def list_command(as_json: bool) -> None:
-    """List the runs that were submitted from here or that the cluster knows."""
-    places = known_runs.known_runs()
+@click.option(
+    "--state", "states", multiple=True, type=click.Choice(list(RunState), case_sensitive=False), help="Only such runs."
+)
+@click.option("--mine", is_flag=True, help="Only runs that you submitted from this machine.")
+def list_command(as_json: bool, states: tuple[str, ...], mine: bool) -> None:
+    """List the runs that were submitted from here or that the cluster knows.
+
+    Without a terminal, each run is one line with all columns.
+    """
+    places = known_runs.known_runs(mine=mine)
     lend_settings_of(*(place.address for place in places))
     with ThreadPoolExecutor(8) as pool:
-        statuses = list(pool.map(_status_or_error, places))
+        found = [(status, place) for status, place in zip(pool.map(_status_or_error, places), places, strict=True)]
+    found = [(status, place) for status, place in found if not states or status["state"] in states]
+    statuses = [status for status, _ in found]
     if as_json:
         keys = [key for key in STATUS_KEYS if key != "ranks"]
         echo_json([{key: status[key] for key in keys} for status in statuses])
-    elif not places:
-        echo("no runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
+    elif not found:
+        echo(f"no {'such ' if places else ''}runs found; start one with `raypp submit JOB`, or name one as URL/NAME")
     else:
         console = Console()
-        console.print(runs_table(statuses, [place.url for place in places], console.width))
+        width = console.width if console.is_terminal else None
+        (console if width else Console(width=_UNWRAPPED)).print(runs_table(found, width))
 
 
 @click.command("history")
@@ -115,7 +127,10 @@ def events_command(run: str, samples: bool, as_json: bool) -> None:
 @click.argument("run")
 @click.option("--rank", type=click.IntRange(0), default=None, help="Only this rank's lines.")
 @click.option("--follow", "-f", is_flag=True, help="Keep printing until the run ends.")
-def logs_command(run: str, rank: int | None, follow: bool) -> None:
+@click.option(
+    "--tail", "-n", type=click.IntRange(0), default=None, help="Only the last lines, and with --follow new ones."
+)
+def logs_command(run: str, rank: int | None, follow: bool, tail: int | None) -> None:
     """Print the logs of all ranks of RUN as one stream.
 
     Each line is tagged with its rank's coordinates. Colours are left out; other control characters
@@ -126,12 +141,13 @@ def logs_command(run: str, rank: int | None, follow: bool) -> None:
     # Read the status before the lines: if the run has ended by then, all its lines are there.
     status = present_status(place, reader)
     printer = _LogPrinter()
-    printer.print(reader.logs(rank, cursor))
+    lines = reader.logs(rank, cursor)
+    printer.print(lines if tail is None else deque(lines, tail))
     while follow and not is_final(status):
         time.sleep(POLL_S)
         status = present_status(place, reader)
         printer.print(reader.logs(rank, cursor))
-    if rank is not None and not printer.printed and status["ranks"]:
+    if rank is not None and tail != 0 and not printer.printed and status["ranks"]:
         ranks = sorted(entry["rank"] for entry in status["ranks"])
         if rank not in ranks:
             raise JobError(Problem("--rank", f"{place.name} has no rank {rank}", f"use 0 to {ranks[-1]}"))

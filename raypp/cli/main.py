@@ -35,6 +35,7 @@ FAMILIES = {
         "report": ("inspect_commands:report_command", "Write one HTML page about a run, or about two."),
         "save": ("run_commands:save_command", "Save a checkpoint now."),
         "stop": ("run_commands:stop_command", "Stop a run after a final checkpoint."),
+        "delete": ("delete_command:delete_command", "Delete a run that has ended, with all it has in the store."),
     },
     "Jobs": {
         "init": ("job_commands:init_command", "Write an example job and its data into this directory."),

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from raypp.cli.console import Console, Lines, Table, Text
+from raypp.clusters.known_runs import RunPlace
 from raypp.observe.status import LOST, clock, date_and_clock, duration, loss_text, mesh_text, quantity, rank_label
 from raypp.records import Event
 
@@ -137,17 +138,17 @@ def ranks_table(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str], width: int) -> RenderableType:
+def runs_table(runs: Sequence[tuple[Mapping[str, Any], RunPlace]], width: int | None) -> RenderableType:
     """Shows one line per run. Lists errors below the table.
 
     Names are never truncated, because they often differ in their last characters: where they leave
     too little room, the last of the other columns are left out.
 
     Args:
-        statuses: As in `status --json`.
-        places: The store of each.
-        width: Columns of the terminal.
+        runs: The status of each, as in `status --json`, and its place.
+        width: Columns of the terminal; None without one: all columns, and the errors in the last.
     """
+    statuses, places = [status for status, _ in runs], [place.url for _, place in runs]
     columns: dict[str, list[str | Text]] = {
         "run": [Text(status["run"], style="bold") for status in statuses],
         "state": [state_text(status["state"]) for status in statuses],
@@ -155,17 +156,24 @@ def runs_table(statuses: Sequence[Mapping[str, Any]], places: Sequence[str], wid
         "loss": [loss_text(status["loss"]) for status in statuses],
         "tokens/s": [quantity(status["tokens_per_s"]) for status in statuses],
         "restarts": [str(status["restarts"]) for status in statuses],
+        "age": ["–" if not one.submitted_at else duration(time.time() - one.submitted_at) for _, one in runs],
+        "cluster": [(place.address or "–").removeprefix("http://") for _, place in runs],
     }
     taken = {name: 2 + max(map(len, (name, *cells))) for name, cells in columns.items()}
-    for name in ("restarts", "tokens/s", "loss"):
-        if sum(taken.values()) > width:
+    for name in ("restarts", "cluster", "age", "tokens/s", "loss"):
+        if width is not None and sum(taken.values()) > width:
             del columns[name], taken[name]
-    one_place = len(set(places)) == 1
-    if not one_place and width - sum(taken.values()) >= _NARROWEST_PLACE:
+    one_place = width is not None and len(set(places)) == 1
+    if width is None or (not one_place and width - sum(taken.values()) >= _NARROWEST_PLACE):
         columns["where"] = list(places)
-    table = Table(*columns, right=columns.keys() - {"run", "state", "where"}, folded=("run", "where"))
+    if width is None:
+        columns["error"] = [one_line(status["error"] or "") for status in statuses]
+    texts = {"run", "state", "cluster", "where", "error"}
+    table = Table(*columns, right=columns.keys() - texts, folded=("run", "where"))
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
+    if width is None:
+        return table
     below = [Text(f"in {places[0]}", style="dim")] if one_place else []
     errors = [
         Text.assemble(

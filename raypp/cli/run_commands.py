@@ -25,7 +25,7 @@ from raypp.api.submission import JobWatch, prepare, start
 from raypp.checkpoint.run_spec import read_end
 from raypp.cli.console import Console, Table, Text
 from raypp.cli.options import job_argument
-from raypp.cli.output import echo, echo_json, say
+from raypp.cli.output import echo, echo_json, json_text, say
 from raypp.cli.render import curve, error_facts, facts, one_line, show_event, state_text
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
@@ -37,6 +37,7 @@ from raypp.storage import StoreError
 from raypp.untrusted.text import shell_word
 
 _JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint")
+_PLACE_KEYS = {"job_id": "submission_id", "address": "address", "url": "url"}
 
 
 @click.command("submit")
@@ -50,21 +51,33 @@ _JSON_KEYS = ("run", "state", "step", "loss", "tokens_per_s", "restarts", "check
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 @click.option("--dry-run", is_flag=True, help="Check everything, including the store and the cluster. Start nothing.")
 @click.option("--resume", is_flag=True, help="Resume the run of this name from its newest checkpoint.")
+@click.option("--name", metavar="NAME", help="The run's name, in place of the job's.")
 def submit_command(
-    job: Path, overrides: tuple[str, ...], address: str | None, detach: bool, as_json: bool, dry_run: bool, resume: bool
+    job: Path,
+    overrides: tuple[str, ...],
+    address: str | None,
+    detach: bool,
+    as_json: bool,
+    dry_run: bool,
+    resume: bool,
+    name: str | None,
 ) -> None:
     """Check JOB, submit it to the cluster, and follow the run to its end.
 
     The run continues after Ctrl-C. The exit code is that of the run: 0 if it succeeded, 1 if it
     failed.
     """
+    options = [("--set", one) for one in overrides] + [("--address", address), ("--name", name)]
+    given = [word for option, value in options if value is not None for word in (option, value)]
+    again = " ".join(map(shell_word, ["raypp", "submit", str(job), *given]))
+    overrides += (f"name={json_text(name)}",) if name is not None else ()
     prepared = prepare(load_checked_job(job, overrides), address, resume, say)
     file, store, cluster = prepared.file, prepared.store, prepared.cluster
     if dry_run:
         echo(f"{file.job.name}: the job, the store and the cluster are fine; nothing was started", err=as_json)
         echo(f"  {_sides(prepared.versions)}", err=as_json)
         if as_json:
-            _print_json({"run": file.job.name})
+            _print_json({"run": file.job.name}, RunPlace(store.url, file.job.name, cluster.address))
         return
     view = LiveView()
     if resume:
@@ -85,9 +98,9 @@ def submit_command(
     if detach:
         _print_follow_commands(place, as_json)
         if as_json:
-            _print_json({"run": place.name, "state": str(RunState.PENDING)})
+            _print_json({"run": place.name, "state": str(RunState.PENDING)}, place)
         return
-    raise SystemExit(_follow(place, RunReader(store, place.name), cluster, view, as_json))
+    raise SystemExit(_follow(place, RunReader(store, place.name), cluster, view, as_json, again))
 
 
 @click.command("save")
@@ -105,9 +118,9 @@ def save_command(run: str) -> None:
 def stop_command(run: str, no_save: bool) -> None:
     """Stop RUN after a final checkpoint. Returns when the run has ended."""
     active = Run.find(run)
-    echo(
-        f"{active.name}: {end_in_words(active.stop(not no_save, _still_waiting(f'{run}: the run has not ended yet')))}"
-    )
+    already = "has ended already: " if is_final(active.status()) else ""
+    end = active.stop(not no_save, _still_waiting(f"{run}: the run has not ended yet"))
+    echo(f"{active.name}: {already}{end_in_words(end)}")
 
 
 def _still_waiting(state: str) -> Callable[[], None]:
@@ -124,7 +137,7 @@ def _sides(versions: dict[str, str]) -> str:
 # ----------------------------------------------------------------------------------------
 
 
-def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool) -> int:
+def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView, as_json: bool, again: str) -> int:
     """Shows the run until it ends. Returns the run's exit code."""
     if as_json:
         view.console.file = sys.stderr
@@ -136,18 +149,19 @@ def _follow(place: RunPlace, reader: RunReader, cluster: Cluster, view: LiveView
         except StoreError as error:
             echo(f"the run's job has ended, and its records cannot be read: {one_line(str(error))}", err=True)
             if as_json:
-                _print_json({"run": place.name})
+                _print_json({"run": place.name}, place)
             return watch.driver_exit_code
         code = watch.exit_code(end, say)
         records = Records.read(place, reader)
-        view.console.print(summary_view(place, records, view.console))
+        view.console.print(summary_view(records, view.console))
+        print_next(view.console, place, records.status, again)
     except KeyboardInterrupt:
         echo(err=True)
         echo(f"{place.name} continues in the cluster", err=True)
         _print_follow_commands(place, True)
         return EXIT_INTERRUPTED
     if as_json:
-        _print_json(records.status)
+        _print_json(records.status, place)
     return code
 
 
@@ -158,8 +172,9 @@ def _print_follow_commands(place: RunPlace, err: bool) -> None:
     echo(f"  stop it:    raypp stop {name}", err=err)
 
 
-def _print_json(status: dict[str, Any]) -> None:
-    echo_json({key: status.get(key) for key in _JSON_KEYS})
+def _print_json(status: dict[str, Any], place: RunPlace) -> None:
+    where = {key: getattr(place, name) or None for key, name in _PLACE_KEYS.items()}
+    echo_json({key: status.get(key) for key in _JSON_KEYS} | where)
 
 
 _PLAIN_LINES = 20
@@ -293,8 +308,8 @@ def figures(records: Records) -> list[str]:
     ]
 
 
-def summary_view(place: RunPlace, records: Records, console: Console) -> RenderableType:
-    """Shows the end of a run, or its current state: figures, loss curve, next commands."""
+def summary_view(records: Records, console: Console) -> RenderableType:
+    """Shows the end of a run, or its current state: figures, loss curve."""
     status, rows, events = records.status, records.rows, records.events
     first, last = (rows[0], rows[-1]) if rows else (None, None)
     loss = f"{loss_text(last['loss'])}  (step {first['step']}: {loss_text(first['loss'])})" if first and last else "–"
@@ -317,18 +332,25 @@ def summary_view(place: RunPlace, records: Records, console: Console) -> Rendera
     ]
     if (picture := curve(rows, console)) is not None:
         parts += [Text(""), Text("  loss", style="dim"), picture]
-    commands = [(Text(command, style="bold"), words) for command, words in next_commands(place, status)]
-    grid = Table.grid(padding=(0, 2))
+    return Group(*parts, Text(""))
+
+
+def print_next(console: Console, place: RunPlace, status: Mapping[str, Any], again: str) -> None:
+    """Prints `next_commands`, each on one line that a shell takes as it is."""
+    commands = next_commands(place, status, again)
+    longest = max(len(command) for command, _ in commands)
+    console.print(Text("next", style="dim"))
     for command, words in commands:
-        grid.add_row(Text.assemble("  ", command), Text(words, style="dim"))
-    return Group(*parts, Text(""), Text("next", style="dim"), grid)
+        console.print(Text.assemble("  ", (f"{command:<{longest}}", "bold"), (f"  # {words}", "dim")), soft_wrap=True)
 
 
-def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns commands that are useful now, each with its purpose."""
-    name = shell_word(place.name)
-    resume = f"raypp submit JOB --resume --set name={name}"  # the job file may contain another name
-    commands = []
+def next_commands(place: RunPlace, status: Mapping[str, Any], again: str) -> list[tuple[str, str]]:
+    """Returns commands that are useful now, each with its purpose.
+
+    Args:
+        again: The command that submitted the run.
+    """
+    name, resume, commands = shell_word(place.name), f"{again} --resume", []
     if not is_final(status):
         commands += [
             (f"raypp status {name} --watch", "follow its progress"),
@@ -342,12 +364,12 @@ def next_commands(place: RunPlace, status: Mapping[str, Any]) -> list[tuple[str,
         commands.append((f"raypp report {name}", "one page: curves, events, checkpoints"))
     if status["checkpoint"]:
         if status["state"] in ("SUCCEEDED", "STOPPED"):
-            commands.append((f"raypp generate {name} --prompt …", "what the model writes"))
+            commands.append((f"raypp generate {name} --prompt 'In the'", "what the model writes"))
         commands.append((f"raypp checkpoints verify {name}", "read and check every byte"))
         if status["state"] in ("FAILED", "STOPPED"):
             commands.append((resume, "resume from the checkpoint"))
         elif status["state"] == "SUCCEEDED":
-            commands.append((f"{resume} --set train.steps=…", "train longer"))
+            commands.append((f"{resume} --set train.steps={2 * status['steps']}", "train longer"))
     return commands
 
 

@@ -264,6 +264,10 @@ class Dashboard:
         """Sends SIGTERM to a job's driver, and SIGKILL 3 s later."""
         self.request("POST", f"{_job_path(submission_id)}/stop")
 
+    def delete_job(self, submission_id: str) -> None:
+        """Removes the record of a job that has ended."""
+        self.request("DELETE", _job_path(submission_id))
+
     # Packages -----------------------------------------------------------------------------------
 
     def upload_package(self, name: str, data: bytes) -> str:

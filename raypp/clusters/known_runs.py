@@ -102,12 +102,13 @@ def _located(argument: str) -> RunPlace:
     return (active or named)[0]
 
 
-def known_runs() -> list[RunPlace]:
-    """Returns runs submitted from here and runs of the reachable cluster, newest first."""
+def known_runs(*, mine: bool = False) -> list[RunPlace]:
+    """Returns runs submitted from here and, unless only `mine` are asked for, runs of the reachable
+    cluster, newest first."""
     lend_store_settings()
     places = {}
     with contextlib.suppress(RayppError):
-        for place in _of_cluster(find_cluster(timeout_s=_QUICK_S)):
+        for place in () if mine else _of_cluster(find_cluster(timeout_s=_QUICK_S)):
             places[place.url, place.name] = place
     for path in islice((raypp_home() / "runs").glob("*.json"), _MOST_RUNS):
         remembered = _read(path)
@@ -160,12 +161,24 @@ def active_runs(cluster: Cluster) -> list[RunPlace]:
 
 def living_jobs(dashboard: Dashboard, place: RunPlace) -> list[str]:
     """Returns the run's unfinished Ray jobs; a new one may not have a controller yet."""
+    return [str(job["submission_id"]) for job in _jobs(dashboard, place) if job["status"] not in FINAL_JOB_STATES]
+
+
+def forget_run(place: RunPlace) -> None:
+    """Removes a run that has ended from what this machine and its cluster remember."""
+    _file(place.url, place.name).unlink(missing_ok=True)
+    with contextlib.suppress(RayppError):
+        dashboard = cluster_of(place, _QUICK_S).dashboard
+        for job in _jobs(dashboard, place):
+            dashboard.delete_job(str(job["submission_id"]))
+
+
+def _jobs(dashboard: Dashboard, place: RunPlace) -> list[dict[str, Any]]:
     return [
-        str(job["submission_id"])
+        job
         for job in dashboard.jobs()
         if (its := job.get("metadata") or {}).get("raypp_run") == place.name
         and same_place(str(its.get("raypp_url")), place.url)
-        and job["status"] not in FINAL_JOB_STATES
     ]
 
 

@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypp.errors import JobError, Problem
-from raypp.untrusted.files import expand_home
-
-
-def raypp_home() -> Path:
-    """Returns the directory, which may not exist yet."""
-    return expand_home(os.environ.get("RAYPP_HOME") or "~/.raypp").absolute()
+from raypp.spec.paths import raypp_home as raypp_home
 
 
 def private_directory(path: Path) -> Path:

@@ -89,9 +89,8 @@ def _own(value: str, key: str, choice: Choice) -> Iterator[Problem]:
     module = value.partition(":")[0]
     try:
         if not is_module(module):
-            yield Problem(
-                key, f"cannot import {module!r} (from {value!r})", "install it, or put its folder on PYTHONPATH"
-            )
+            fix = "install it, or put it beside the job file or on PYTHONPATH"
+            yield Problem(key, f"cannot import {module!r} (from {value!r})", fix)
             return
         choice.registry.get(value, key=key)
     except JobError as error:

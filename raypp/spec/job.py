@@ -406,7 +406,7 @@ class CheckpointSection(Section):
 
     url: str = "~/.raypp/checkpoints"
     """A directory, or the URL of a store such as s3://bucket/prefix. The run's files are below
-    url/name."""
+    url/name. Without the key, the directory is in RAYPP_HOME, if that is set."""
     every_steps: int = Field(default=10, ge=0, le=limits.COUNT)
     """Steps between saves. Also saves at the end. 0: only at the end."""
     keep: int = Field(default=3, ge=1, le=limits.COUNT)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from raypp.errors import JobError, Problem
+from raypp.registry import is_module
 from raypp.spec.document import Document, read_document
 from raypp.spec.job import Job
 from raypp.spec.limits import DEPTH, FILE_BYTES
@@ -17,6 +23,8 @@ from raypp.spec.section import KeyPath, dotted, undotted
 from raypp.untrusted.files import read_file_or_pipe
 
 _LONGEST_PLACE = 80
+_OWN = re.compile(r"\b([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]")
+_beside: set[str] = set()
 _TEXT_BEGINS = ("*", "%", "@", "`")
 
 
@@ -80,6 +88,7 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
     if empty and not document.value and not document.problems:
         fix = "begin with `name: my-run`; `raypp explain` lists every key; for an example: raypp init quickstart"
         raise JobError(Problem("", "the file is empty", fix, f"{path}:1"))
+    _look_beside(document.value, path.absolute().parent)
     try:
         job = _parse(document)
     except JobError as error:
@@ -89,6 +98,20 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
             incomplete.rest = JobFile(resolve_paths(rest, path.absolute().parent), path, document.where)
         raise incomplete from error
     return JobFile(resolve_paths(job, path.absolute().parent), path, document.where)
+
+
+def _look_beside(value: Any, directory: Path) -> None:
+    """Makes modules of the user's own that a job names and nothing else has be found beside it.
+
+    What an earlier job of this process found there is no longer found.
+    """
+    sys.path[:] = [place for place in sys.path if place not in _beside]
+    _beside.clear()
+    importlib.invalidate_caches()
+    tops = {match[1] for match in _OWN.finditer(json.dumps(value, default=str))}
+    if any(not is_module(top) and PathFinder.find_spec(top, [str(directory)]) for top in tops):
+        _beside.add(str(directory))
+        sys.path.append(str(directory))
 
 
 def job_file(job: Job) -> JobFile:

@@ -14,6 +14,11 @@ from raypp.untrusted.files import expand_home, matches
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
+def raypp_home() -> Path:
+    """Returns the directory of this user's raypp files, which may not exist yet."""
+    return expand_home(os.environ.get("RAYPP_HOME") or "~/.raypp").absolute()
+
+
 def is_remote(path: str) -> bool:
     """Whether the path is a URL (`s3://bucket/key`), which names a place in a store."""
     return "://" in path
@@ -54,6 +59,8 @@ def resolve_paths(job: Job, directory: Path) -> Job:
     if pipeline.schedule.endswith(".csv"):
         pipeline = pipeline.model_copy(update={"schedule": resolve_path(pipeline.schedule, directory)})
     url = job.checkpoint.url
+    if "url" not in job.checkpoint.model_fields_set:
+        url = str(raypp_home() / "checkpoints")
     if not is_remote(url):
         url = str(expand_home(url).absolute())
     return job.model_copy(

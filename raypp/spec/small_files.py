@@ -6,6 +6,7 @@ The package of a run has them below `FOLDER`, its store below `NAME/files`. The 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def small_files(*documents: Mapping[str, Any]) -> dict[tuple[str, Path], dict[st
     for document, (section, key) in ((document, at) for document in documents for at in KEYS):
         value = str((document.get(section) or {}).get(key))
         path, is_path = Path(value), value.endswith(".csv") if key == "schedule" else value != "bytes"
-        if is_path and path.is_file() and (f"{section}.{key}", path) not in found:
+        there = is_path and os.path.isfile(path)  # noqa: PTH113 - false for no name
+        if there and (f"{section}.{key}", path) not in found:
             paths = [path, *(_beside(path.parent) if key == "tokenizer" else ())]
             size = sum(one.stat().st_size for one in paths)
             read = paths if size <= left else []
@@ -52,14 +54,14 @@ def contents(*documents: Mapping[str, Any]) -> dict[str, bytes]:
 
 def stored_name(path: Path, beside: Path | None = None) -> str:
     """Returns the name under which a file travels, or one beside it or below its folder."""
-    folder = hashlib.sha256(str(path.parent).encode(errors="surrogateescape")).hexdigest()[:16]
+    folder = hashlib.sha256(str(path.parent).encode(errors="backslashreplace")).hexdigest()[:16]
     return f"{folder}/{(beside or path).relative_to(path.parent).as_posix()}"
 
 
 def here(path: Path) -> Path:
     """Returns where a run's process has a file that its job names: in its package, else there."""
     packed = Path(__file__).resolve().parents[2] / FOLDER / stored_name(path)
-    return packed if packed.is_file() else path
+    return packed if os.path.isfile(packed) else path  # noqa: PTH113 - false for no name
 
 
 def _beside(folder: Path) -> list[Path]:

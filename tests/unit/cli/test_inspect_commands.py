@@ -1,6 +1,7 @@
 """status, list, history, events and logs, on the records of runs in a directory."""
 
 import dataclasses
+import io
 import json
 import math
 import time
@@ -10,7 +11,9 @@ import pytest
 
 from raypp.api import find_run
 from raypp.cli import inspect_commands
+from raypp.cli.console import Console
 from raypp.cli.main import run
+from raypp.cli.render import runs_table
 from raypp.clusters.known_runs import RunPlace, remember_run
 from raypp.observe.json_lines import LogLine, document
 from raypp.observe.recorder import RunRecorder
@@ -165,6 +168,9 @@ def test_logs_are_one_stream_tagged_with_coordinates(kjv, capsys):
     ]
     assert run(["logs", kjv, "--rank", "1"]) == 0
     assert capsys.readouterr().out == "pp0-fsdp1 | from one\n"
+    for tail, lines in (("0", []), ("1", ["pp0-fsdp0 | from [bold]zero[/bold]"])):
+        assert run(["logs", kjv, "-n", tail]) == 0
+        assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_a_rank_that_is_not_there_is_an_error_that_says_which_are(kjv, capsys):
@@ -201,7 +207,7 @@ def test_logs_follow_prints_new_lines_until_the_run_ends(store, capsys, between_
         recorder.close()
 
     between_looks(more, end)
-    assert run(["logs", f"{store.url}/kjv", "--follow"]) == 0
+    assert run(["logs", f"{store.url}/kjv", "--follow", "--tail", "1"]) == 0
     assert capsys.readouterr().out.splitlines() == ["pp0 | first", "pp0 | second", "pp0 | last"]
 
 
@@ -268,21 +274,48 @@ def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsy
     assert run(["list"]) == 0
     shown = capsys.readouterr().out
     assert "kjv     RUNNING" in shown
-    assert "broken: cannot read its records" in shown
+    assert "cannot read its records" in shown.splitlines()[2]
+    assert run(["list", "--state", "running", "--mine", "--json"]) == 0
+    assert [entry["run"] for entry in json.loads(capsys.readouterr().out)] == ["kjv"]
+    assert run(["list", "--state", "STOPPED"]) == 0
+    assert "no such runs found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])
-def test_a_list_shows_names_and_states_in_full_on_a_narrow_terminal(store, columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_list_shows_names_and_states_in_full_on_a_narrow_terminal(store, columns):
     name = "seventy-b-with-lr-3e-4-and-warm-up-of-50"
-    record(store, dataclasses.replace(STATUS, run=name))
-    remember_run(RunPlace(store.url, name, None))
-    assert run(["list"]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    status = dataclasses.replace(STATUS, run=name).as_dict()
+    screen = Console(file=io.StringIO(), width=columns)
+    screen.print(runs_table([(status, RunPlace(store.url, name, None))], columns))
+    head, *rows = map(str.rstrip, screen.file.getvalue().splitlines())
     assert head.split()[:3] == ["run", "state", "step"] and max(map(len, rows)) <= columns
     end = head.index("state")
     assert "".join(row[:end].strip() for row in rows if not row.startswith("in ")).startswith(name)
     assert rows[0][end:].split()[:2] == ["RUNNING", "4/10"]
+
+
+def test_a_list_in_a_pipe_has_all_columns_and_one_line_for_each_run(store, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "seventy-b-with-lr-3e-4-and-warm-up-of-5"
+    for index, error in enumerate([None, "the disk\nis full"]):
+        record(store, dataclasses.replace(STATUS, run=f"{name}{index}", state=RunState.FAILED, error=error))
+        remember_run(RunPlace(store.url, f"{name}{index}", "http://10.0.0.1:8265", "job", time.time() - 3700 - index))
+    assert run(["list"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    names = ["run", "state", "step", "loss", "tokens/s", "restarts", "age", "cluster", "where", "error"]
+    assert head.split() == names and len(rows) == 2
+    first = [f"{name}0", "FAILED", "4/10", "2.5000", "12.3k", "1", "1:01:40", "10.0.0.1:8265", store.url]
+    assert rows[0].split() == first
+    assert rows[1].endswith(f"{store.url}  the disk is full")
+
+
+def test_before_the_first_step_of_a_resume_the_figures_are_those_of_the_history(store, capsys):
+    record(store, dataclasses.replace(STATUS, step=2, loss=None, tokens_per_s=None), steps=[report(1), report(2)])
+    remember_run(RunPlace(store.url, "kjv", None, "", time.time()))
+    assert run(["list", "--json"]) == 0 and run(["status", "kjv", "--json"]) == 0
+    (listed,), told = map(json.loads, capsys.readouterr().out.splitlines())
+    for status in (listed, told):
+        assert (status["step"], status["loss"], status["tokens_per_s"]) == (2, 2.0, 10000.0)
 
 
 def test_a_run_submitted_long_ago_that_never_spoke_does_not_stay_pending(store, capsys):

@@ -444,10 +444,12 @@ def test_a_dry_run_prints_one_json_object_on_standard_output(
     path = tmp_path / "job.yaml"
     path.write_text(f"name: mine\ndata: {{kind: synthetic}}\ncheckpoint: {{url: {store.url}}}\n")
     with cluster_with() as cluster:
-        arguments = [str(path), "--dry-run", "--json", "--address", cluster.address]
+        arguments = [str(path), "--dry-run", "--json", "--address", cluster.address, "--name", "other"]
         run_commands.submit_command.main(arguments, standalone_mode=False)
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["run"] == "mine"
+    told = json.loads(printed.out)
+    assert (told["run"], told["job_id"], told["url"]) == ("other", None, store.url)
+    assert told["address"] == cluster.address
     assert "nothing was started" in printed.err
 
 
@@ -462,7 +464,8 @@ def test_the_json_object_is_alone_on_standard_output_also_if_the_store_does_not_
     dashboard = _JobFailed("http://127.0.0.1:1")
     place = RunPlace(store.url, "mine", dashboard.url, "job")
     cluster = Cluster(dashboard.url, dashboard)
-    assert run_commands._follow(place, RunReader(store, "mine"), cluster, view, as_json=True) == 4
+    assert run_commands._follow(place, RunReader(store, "mine"), cluster, view, True, "raypp submit a.yaml") == 4
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["run"] == "mine"
+    told = json.loads(printed.out)
+    assert (told["run"], told["job_id"], told["address"], told["url"]) == ("mine", "job", dashboard.url, store.url)
     assert "its records cannot be read: no answer" in printed.err

@@ -72,7 +72,7 @@ def test_commands_show_text_of_others(text: str, coloured: bool, capsys: pytest.
         bad += [(arguments[:3], found)] if found else []
         if nasty.MARK in told.out + told.err:
             shown.add(" ".join(arguments[:2]))
-        if not coloured and arguments[0] in ("status", "list") and code == 0:
+        if not coloured and arguments[0] == "status" and code == 0:
             assert max(map(cell_len, told.out.splitlines())) <= WIDTH, arguments
     assert bad == []
     refused = {"plan values.yaml"} if "\0" in text else set()  # a job file has no NUL
@@ -124,7 +124,7 @@ def test_the_live_view_shows_text_of_others(text: str, world: tuple[str, Path], 
     reader = RunReader(open_store("s"), "a")
     view = run_commands.LiveView(screen, poll_s=0.01)
     records = view.follow(place, reader)
-    screen.print(run_commands.summary_view(RunPlace("s", text, None), records, screen))
+    screen.print(run_commands.summary_view(records, screen))
     screen.print(view._waiting_text())
     assert isinstance(screen.file, io.StringIO)
     shown = screen.file.getvalue()
@@ -228,8 +228,9 @@ def test_error_messages_of_s3_are_shown(
 
 def test_commands_to_paste_are_words(text: str) -> None:
     for status in ("FAILED", "RUNNING", "SUCCEEDED", "STOPPED"):
-        facts = {"state": status, "checkpoint": text}
-        for command, _ in run_commands.next_commands(RunPlace("s", text, None), facts):
+        facts = {"state": status, "checkpoint": text, "steps": 9}
+        again = f"raypp submit {shell_word(text)}"
+        for command, _ in run_commands.next_commands(RunPlace("s", text, None), facts, again):
             words = shlex.split(command)
             assert words[0] == "raypp"
             assert sum("zqx" in word for word in words) == 1

@@ -333,7 +333,10 @@ def test_paths_start_in_the_current_directory_then_beside_the_job_file(folder: P
 
 def test_the_checkpoint_url_is_absolute_and_a_tilde_is_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder / "home"))
+    monkeypatch.delenv("RAYPP_HOME", raising=False)
     assert load(folder, "name: a\n").job.run_url == f"{folder}/home/.raypp/checkpoints/a"
+    monkeypatch.setenv("RAYPP_HOME", "elsewhere")
+    assert load(folder, "name: a\n").job.run_url == f"{folder}/elsewhere/checkpoints/a"
     assert load(folder, "name: a\ncheckpoint: {url: out}\n").job.checkpoint.url == f"{folder}/out"
     assert load(folder, "name: a\ncheckpoint: {url: s3://b/c/}\n").job.run_url == "s3://b/c/a"
 

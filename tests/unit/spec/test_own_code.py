@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from raypp.spec.availability import own_files
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
+from raypp.spec.job_file import load_job
 from raypp.spec.load import parse_job
 
 
@@ -59,3 +61,20 @@ def test_what_every_node_has_does_not_travel(schedule: str) -> None:
 
 def test_a_table_is_read_where_it_is_and_a_missing_module_is_told_elsewhere() -> None:
     assert own_files(job(pipeline={"schedule": "mine.csv"}, data={"kind": "no_such_module:read"})) == []
+
+
+def test_a_module_is_found_beside_the_job_that_names_it_and_by_no_other_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = "name: a\ndata: {kind: synthetic}\npipeline: {schedule: 'order_beside:build'}\n"
+    for name in ("one", "two", "none"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.yaml").write_text(text)
+        if name != "none":
+            (tmp_path / name / "order_beside.py").write_text(f"# {name}\n")
+    for name in ("one", "two"):
+        assert own_files(load_job(tmp_path / name / "job.yaml").job) == [("order_beside.py", f"# {name}\n".encode())]
+    assert own_files(load_job(tmp_path / "none" / "job.yaml").job) == []
+    monkeypatch.syspath_prepend(tmp_path / "one")  # PYTHONPATH comes first
+    assert own_files(load_job(tmp_path / "two" / "job.yaml").job) == [("order_beside.py", b"# one\n")]

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from raypp.api.find_run import Records
 from raypp.cli.run_commands import summary_view
-from raypp.clusters.known_runs import RunPlace
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
@@ -39,7 +38,7 @@ def test_the_summary_of_a_run_shows_the_last_evaluation() -> None:
     console = Console(file=io.StringIO(), width=80)
     status = RunStatus("r", RunState.SUCCEEDED, steps=4).as_dict()
     events = [Evaluation(3.0, 10, 0.5).event(2, 1), Evaluation(2.75, 10, 0.5).event(4, 1)]
-    console.print(summary_view(RunPlace("/tmp", "r", None), Records(status, [], events), console))
+    console.print(summary_view(Records(status, [], events), console))
     assert "held-out loss  2.7500  (step 4)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
