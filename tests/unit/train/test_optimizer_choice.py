@@ -149,3 +149,24 @@ def test_sgd_without_momentum_keeps_no_state_worth_saving() -> None:
     optimizer = build_optimizer([module], OptimizerOptions(kind="sgd", momentum=0.0))
     optimizer.step()
     assert all(value is None for state in optimizer.state.values() for value in state.values())
+
+
+def test_adamw_gives_the_bits_and_the_state_of_torchs_own() -> None:
+    ours, theirs = stage(), stage()
+    options = OptimizerOptions(kind="adamw", lr=1e-2, betas=(0.8, 0.9), weight_decay=0.2)
+    own = build_optimizer([ours], options)
+    named = list(theirs.named_parameters())
+    torchs = torch.optim.AdamW(
+        [
+            {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.2},
+            {"params": [p for _, p in named if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2, betas=(0.8, 0.9), eps=options.eps, fused=True,
+    )  # fmt: skip
+    for _ in range(3):
+        own.step()
+        torchs.step()
+    for (name, mine), (_, other) in zip(ours.named_parameters(), named, strict=True):
+        assert torch.equal(mine, other), name
+        assert own.state[mine].keys() == torchs.state[other].keys()
+        assert all(torch.equal(value, torchs.state[other][key]) for key, value in own.state[mine].items())
