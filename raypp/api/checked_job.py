@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def checked(file: JobFile, before: Sequence[Problem] = ()) -> JobFile:
     problems = problems or _row_problems(file.job)
     if problems:
         raise JobError(in_order(file.locate(problem) for problem in problems))
-    for remark in file.remarks:
+    for remark in (*file.remarks, *_remarks(file.job)):
         _log.warning("note: %s", remark)
     return file
 
@@ -87,6 +87,18 @@ def _say_what_others_named(file: JobFile) -> None:
             _log.warning("note: %s: %s is own code, which runs on this machine and on the nodes: %s", where, key, value)
         elif not is_remote(value) and not Path(os.path.realpath(value)).is_relative_to(folder):
             _log.warning("note: %s: %s is outside of the file's folder: %s", where, key, value)
+
+
+def _remarks(job: Job) -> Iterator[str]:
+    """Yields what is allowed, and rarely meant."""
+    warm_up, steps = job.train.lr_schedule.warmup_steps, job.train.steps
+    if warm_up > steps:
+        reached = f"the learning rate reaches {job.train.learning_rate(steps):.3g} of {job.train.optimizer.lr:g}"
+        yield f"train.lr_schedule.warmup_steps: {warm_up:,} is longer than the run of {steps:,} steps: {reached}"
+    if SOURCES.get(job.data.kind).endings:
+        from raypp.data.loader import passes_of_small_data
+
+        yield from filter(None, [passes_of_small_data(job)])
 
 
 def _job_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:

@@ -107,7 +107,7 @@ def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
     except JobError:  # of another version
         return None
     train = new.train
-    if step < 1 or (old.optimizer.lr, old.lr_schedule) != (train.optimizer.lr, train.lr_schedule):
+    if not 1 <= step < train.steps or (old.optimizer.lr, old.lr_schedule) != (train.optimizer.lr, train.lr_schedule):
         return None
     before, expected, after = old.learning_rate(step), old.learning_rate(step + 1), train.learning_rate(step + 1)
     if expected / _JUMP <= after <= expected * _JUMP:

@@ -42,6 +42,7 @@ _LARGEST_SEED = 2**63 - 1
     help='Prompts as JSON lines: {"prompt": "…"}.',
 )
 @click.option("--chat", is_flag=True, help="Answer each line that you type, with the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message that the conversation begins with.")
 @click.option("--step", type=click.IntRange(0), metavar="N", help="Step of the run's checkpoint.  [default: newest]")
 @click.option(
     "--max-new-tokens",
@@ -91,6 +92,7 @@ def generate_command(
     given: tuple[str, ...],
     file: Path | None,
     chat: bool,
+    system: str | None,
     step: int | None,
     max_new_tokens: int | None,
     temperature: float,
@@ -113,6 +115,8 @@ def generate_command(
         fault = "none is given" if count == 0 else "only one of them can be given"
         fix = "give one or more --prompt TEXT, or --prompts FILE.jsonl, or --chat"
         raise JobError(Problem("--prompt, --prompts, --chat", fault, fix))
+    if system is not None and not chat:
+        raise JobError(Problem("--system", "a prompt is continued as it is", "add --chat, or put it into the prompt"))
     if chat and as_json:
         raise JobError(Problem("--json", "a conversation is not printed as JSON", "leave it out, or use --prompts"))
     if temperature == 0 and top_p < 1:
@@ -133,7 +137,7 @@ def generate_command(
     if chat:
         template = source.open_template()
         with Generators(source, pp, chat_end_ids(source, codec, template), 1) as generators:
-            converse(source, codec, template, generators, max_new_tokens, choice)
+            converse(source, codec, template, generators, max_new_tokens, choice, system)
         return
     prompts = encode_prompts(source, codec, texts, max_new_tokens)
     answers = [Answer(prompt) for prompt in prompts]
@@ -193,6 +197,7 @@ def converse(
     generators: Generators,
     max_new_tokens: int | None,
     choice: Mapping[str, Any],
+    system: str | None = None,
 ) -> None:
     """Answers each line of standard input, until it ends.
 
@@ -203,12 +208,13 @@ def converse(
         generators: Its processes.
         max_new_tokens: The most tokens of an answer; None: as for prompts.
         choice: How tokens are chosen: `temperature`, `top_p`, `seed`.
+        system: The system message; None: the template's own, if it has one.
 
     Raises:
         JobError: The conversation no longer fits into the context, or its template refuses it.
     """
     stop = end_of_turn(template)
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
     while True:
         if sys.stdin.isatty():
             echo_lines(styled("> ", bold=True), nl=False)

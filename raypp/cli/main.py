@@ -64,6 +64,9 @@ COMMANDS = {
 }
 
 
+_SAID_ELSEWHERE = {"chat": "generate RUN --chat", "train": "submit JOB", "run": "submit JOB", "ps": "list"}
+
+
 class LazyCommands(click.Group):
     """A group whose commands are imported on first use."""
 
@@ -81,8 +84,8 @@ class LazyCommands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "`raypp --help` lists them."
+            close = _SAID_ELSEWHERE.get(args[0]) or next(iter(difflib.get_close_matches(args[0], COMMANDS, n=1)), "")
+            hint = f"did you mean {close!r}?" if close else "`raypp --help` lists them."
             raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -50,7 +50,7 @@ def plan_view(job: Job, plan: Plan, width: int, played: Sequence[Mapping[str, An
         *([("Memory of a played step", _PLAYED.format(_unit(plan)[1]), _played(plan, played))] if played else ()),
         ("Host memory per node", "", _host(plan)),
         ("Links", "", _links(plan)),
-        ("Predicted step time", "", _predictions(plan.predictions)),
+        ("Predicted step time", "", _predictions(plan.predictions, plan.lookahead)),
     ):
         heading = Lines.assemble(("\n" + name, "bold"), (f"  {remark}" if remark else "", ""))
         parts += [heading, Padding(body, (0, 0, 0, 2), expand=False)]
@@ -225,7 +225,7 @@ def _sums(sums: ReplicaSums) -> str:
     return f"sums over replicas: {sent} per rank and step, {share}, {seconds_text(sums.exposed_s)} after them"
 
 
-def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
+def _predictions(predictions: Sequence[Forecast], lookahead: int) -> RenderableType:
     if not predictions:
         return Text("none for this job")
     table = Table.grid(padding=(0, 2))
@@ -245,6 +245,8 @@ def _predictions(predictions: Sequence[Forecast]) -> RenderableType:
         if prediction.replica_sums is not None:
             parts.append(Text(f"{lead}{_sums(prediction.replica_sums)}"))
         need, have = size_text(prediction.peak_memory), size_text(prediction.device_memory)
+        if prediction.lookahead != lookahead:
+            need += f" (the table, with lookahead {lookahead}, less)"
         if prediction.peak_memory <= prediction.device_memory:
             parts.append(Text(f"{lead}a rank needs {need} of the {have} of a {prediction.device}"))
         elif prediction.device_memory:

@@ -18,7 +18,7 @@ from raypp.checkpoint.layout import spec_key, step_folder
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
-from raypp.control.attempt import Attempt, LivingWorker
+from raypp.control.attempt import Attempt, AttemptPhase, LivingWorker
 from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
@@ -125,6 +125,8 @@ class Leader:
                 if (seen := watcher.check(turn)) is not None:
                     self._process_event(seen)
             self.reports.stepped = False
+            if attempt.phase is AttemptPhase.PLACING and (words := self._placement.waits_for()):
+                self.record.event(Event("waiting", words, attempt=attempt.number))
         else:
             self._process_reports(wait_s=_POLL_S)
         if self._wake_at is not None and time.monotonic() >= self._wake_at:
@@ -258,7 +260,9 @@ class Leader:
         if isinstance(event, m.RankFailed):
             if event.failure.rank in {one.rank for one in self.machine.failures if one.rank >= 0}:
                 return  # the ranks of a taken over attempt tell again how they ended
-            self.record.event(run_events.failure_event(event.failure, self.machine.attempt))
+            told = {(one.kind, one.cause) for one in self.machine.failures if not one.kind.traits.node_lost}
+            if (event.failure.kind, event.failure.cause) not in told:  # one error of all ranks is told once
+                self.record.event(run_events.failure_event(event.failure, self.machine.attempt))
         elif isinstance(event, m.Seated) and attempt is not None:
             for seated in run_events.seat_events(attempt.ranks, attempt.number):
                 self.record.event(seated)

@@ -22,6 +22,7 @@ _INFEASIBLE_GRACE_S = 15.0
 _RELEASE_SPARES_AFTER_S = 1.0
 _SPARES_CHECK_S = 1.0
 _SPARES_TIMEOUT_S = 5.0
+_TELL_WAIT_S = 3.0
 
 
 @dataclass
@@ -139,6 +140,7 @@ class Placement:
     _asked_at: float = 0.0
     _infeasible_since: float | None = None
     _used: set[str] = field(default_factory=set)
+    _told: bool = False
 
     @classmethod
     def of(cls, job: Job, name: str, world: int, device: str, lifetime: str | None = "detached") -> Placement:
@@ -166,7 +168,7 @@ class Placement:
     def request(self) -> None:
         """Requests the group unless it exists, and restarts the wait for it."""
         self._asked_at = time.monotonic()
-        self._infeasible_since = None
+        self._infeasible_since, self._told = None, False
         if self.group is None:
             avoided = self.excluded | self.lost_nodes.unreachable()
             self.group = make_group(self.name, self.world, self.bundle, avoided, self.lifetime)
@@ -190,6 +192,18 @@ class Placement:
     def waited_s(self) -> float:
         """Returns how long the run has waited for the group."""
         return time.monotonic() - self._asked_at
+
+    def waits_for(self) -> str | None:
+        """Returns what the run waits for, and who has it; once for each request, after a while."""
+        if self._told or self.waited_s() < _TELL_WAIT_S:
+            return None
+        self._told, held = True, Counter[str]()
+        for group in placement_group_table().values():
+            if group["state"] == "CREATED" and group["name"] != self.name:
+                held[run_of(group["name"])] += len(group["bundles"])
+        who = ", ".join(f"{name} has {count}" for name, count in held.items()) or "no run has any"
+        want = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
+        return f"waits for {self.world} places of {want}, of which {self.room()} are free: {who}"
 
     def room(self, excluded: frozenset[str] = frozenset()) -> int:
         """Returns how many ranks there is room for now, counting what the run holds already.
@@ -277,6 +291,12 @@ def existing_group(name: str) -> PlacementGroup | None:
 def group_name(run: str) -> str:
     """Returns the name of a run's placement group."""
     return f"raypp/{run}"
+
+
+def run_of(group: str) -> str:
+    """Returns the run of a placement group's name; the name itself if it is no run's."""
+    run = group.removeprefix("raypp/").partition("/")[0]
+    return run.rpartition(".")[0] or group
 
 
 def holds_devices(run: str) -> bool:

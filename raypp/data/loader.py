@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,7 @@ from raypp.data.mixture import MixtureOrder
 from raypp.data.packing import NO_LABEL, Row, RowOrder, RowPlan, make_row
 from raypp.data.source_files import find_files
 from raypp.data.sources import Documents, open_documents
-from raypp.errors import DataError, JobError, Problem
+from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, keeps_data_elsewhere
 from raypp.spec.job import Job
 from raypp.spec.paths import is_hub_name
@@ -25,6 +26,8 @@ T = TypeVar("T")
 
 CHECKED_BYTES = 8 << 20
 """Most bytes of text that are read before a run to see whether its budgets last."""
+_QUICK_BYTES = 1 << 20
+_BLOCKS_COUNTED = 8
 _AHEAD = 2  # steps prepared in the background
 _ENCODING = 2
 """Version of how rows become tokens; part of a position."""
@@ -234,20 +237,42 @@ def check_budgets(job: Job) -> list[Problem]:
 
     Data in a store, and more than `CHECKED_BYTES`, are not read; `open_loader` checks them.
     """
-    size = 0
-    for index in range(len(job.data.parts or ())):
-        data = job.data.part(index)
+    order = order_of(open_documents(job), job) if _are_small(job, CHECKED_BYTES) else None
+    problem = spent_before_the_end(order, job) if isinstance(order, MixtureOrder) else None
+    return [problem] if problem is not None else []
+
+
+def _are_small(job: Job, most_bytes: int) -> bool:
+    """Returns whether a job's data are in local files of at most so many bytes of text."""
+    size, parts = 0, len(job.data.parts or ())
+    for key, data in [(f"data.parts[{index}]", job.data.part(index)) for index in range(parts)] or [("data", job.data)]:
         source = SOURCES.get(data.kind)
         if source.endings and data.path is not None:
             if keeps_data_elsewhere(data.path) or (source.hub and is_hub_name(data.path)):
-                return []
-            files = find_files(data.path, source.endings, f"data.parts[{index}].path", compressed=source.compressed)
+                return False
+            files = find_files(data.path, source.endings, f"{key}.path", compressed=source.compressed)
             size += sum(file.text_bytes for file in files)
-    if size > CHECKED_BYTES:
-        return []
-    order = order_of(open_documents(job), job)
-    problem = spent_before_the_end(order, job) if isinstance(order, MixtureOrder) else None
-    return [problem] if problem is not None else []
+    return size <= most_bytes
+
+
+def passes_in_words(documents: Documents, job: Job) -> str:
+    """Returns how often a run takes its rows; empty for at most once, and for a mixture, whose
+    history has epochs."""
+    plan = order_of(documents, job).once()
+    read = min(plan.blocks, _BLOCKS_COUNTED)
+    rows = sum(len(plan.block(0, block)) for block in range(read)) * plan.blocks // read
+    passes = job.train.steps * job.rows_per_step / rows
+    return (
+        "" if documents.parts or passes <= 1 else f"{job.train.steps:,} steps are {passes:.3g} epochs of {rows:,} rows"
+    )
+
+
+def passes_of_small_data(job: Job) -> str:
+    """Returns `passes_in_words` before a run, of data that are read quickly."""
+    with suppress(RayppError):  # the ranks meet the same error and report it
+        if _are_small(job, _QUICK_BYTES):
+            return passes_in_words(open_documents(job), job)
+    return ""
 
 
 def spent_before_the_end(order: MixtureOrder, job: Job) -> Problem | None:

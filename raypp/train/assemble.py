@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from raypp.data.loader import Loader, open_loader
+from raypp.data.loader import Loader, open_loader, passes_in_words
 from raypp.environment import c_compiler
 from raypp.mesh.geometry import Mesh
 from raypp.models import fused
@@ -144,7 +144,8 @@ def assemble(
             if seat.rank == 0 and (words := loader.documents.in_words(job.data)):
                 counts = {"documents": loader.documents.total, "too_long": loader.documents.too_long}
                 tell(seat.event("data", words, **counts))
-            for remark in loader.documents.remarks if seat.rank == 0 else ():
+            passes = passes_in_words(loader.documents, job) if seat.rank == 0 else ""
+            for remark in filter(None, (passes, *loader.documents.remarks)) if seat.rank == 0 else ():
                 tell(seat.event("data", remark))
         stack.callback(loader.close)
         yield AssembledRank(

@@ -140,6 +140,7 @@ def test_more_steps_under_a_schedule_that_falls_to_the_last_one_let_the_rate_jum
 def test_a_rate_that_goes_on_or_that_the_job_sets_is_no_jump() -> None:
     constant = {"kind": "constant", "warmup_steps": 10}
     assert rate_jump(written(of_steps(200)), of_steps(200), 150) is None
+    assert rate_jump(written(of_steps(1000)), of_steps(200), 200) is None, "there is no step 201"
     assert rate_jump(written(of_steps(200)), of_steps(1000), 5) is None, "still in the warm-up"
     assert rate_jump(written(of_steps(200, constant)), of_steps(1000, constant), 200) is None
     assert rate_jump(written(of_steps(200)), of_steps(1000, lr=2e-2), 200) is None

@@ -20,6 +20,7 @@ TINY = str(Path(__file__).parents[3] / "jobs" / "data" / "tiny-qwen3")
     [
         ([], "--prompt, --prompts, --chat: none is given"),
         (["--prompt", "a", "--prompts", "b"], "--prompt, --prompts, --chat: only one of them can be given"),
+        (["--prompt", "a", "--system", "b"], "--system: a prompt is continued as it is"),
         (["--chat", "--json"], "--json: a conversation is not printed as JSON"),
         (["--chat", "--tokenizer", "bytes"], "--chat: is missing: the bytes tokenizer has no chat template"),
         (["--prompt", "a", "--mesh", "fsdp=2"], "--mesh: 'fsdp=2' is not pp=N"),

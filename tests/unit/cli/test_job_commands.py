@@ -70,6 +70,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "told"),
     [
         (["plna"], "there is no command 'plna'; did you mean 'plan'?"),
+        (["chat"], "there is no command 'chat'; did you mean 'generate RUN --chat'?"),
         (["plan"], "Missing argument 'JOB'"),
         (["plan", QUICKSTART, "--sett", "x"], "No such option"),
         (["plan", QUICKSTART, "--link-gbps", "0"], "--link-gbps"),

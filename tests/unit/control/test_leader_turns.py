@@ -160,6 +160,18 @@ def test_a_killed_rank_is_recorded_and_the_next_attempt_starts_with_the_processe
     assert not leader._workers.seated and (leader.reader.status() or {})["state"] == "SUCCEEDED"
 
 
+def test_an_error_that_all_ranks_raise_is_told_once(leader: Led) -> None:
+    leader.seat()
+    for rank in leader.attempt.ranks:
+        leader.attempt.tells(
+            rank.rank, rank.failure(FailureKind.NONFINITE, f"step {7 + (rank.rank == 3)}: the loss is nan")
+        )
+    leader._turn()
+    assert [event.details["cause"] for event in leader.events("rank_failed")] == [
+        "step 7: the loss is nan", "step 8: the loss is nan",
+    ]  # fmt: skip
+
+
 def test_a_step_that_is_reported_as_the_run_ends_starts_no_standby(leader: Led) -> None:
     leader.seat()
     for rank in range(4):

@@ -91,6 +91,23 @@ def test_a_run_that_waits_for_room_gives_up_its_spares_after_a_second(clock: Sta
     assert placement.released == ["the run needs the room"]
 
 
+def test_a_run_that_waits_says_once_for_what_and_who_has_it(
+    clock: StandInClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [("raypp/run-a.12345678", 3), ("raypp/run-a.12345678/spares", 1), ("mine", 2), ("raypp/me.87654321", 2)]
+    table = {
+        i: {"name": name, "state": "CREATED", "bundles": {j: {} for j in range(n)}}
+        for i, (name, n) in enumerate(groups)
+    }
+    monkeypatch.setattr(placement, "placement_group_table", lambda: table)
+    waiting = asked()
+    waiting.name, waiting.room = "raypp/me.87654321", lambda excluded=frozenset(): 1  # type: ignore[method-assign]
+    assert waiting.waits_for() is None
+    clock.advance(4)
+    assert waiting.waits_for() == "waits for 2 places of 1 CPU, of which 1 are free: run-a has 4, mine has 2"
+    assert waiting.waits_for() is None
+
+
 @pytest.mark.parametrize("extra_s", [0.0, 100.0], ids=["fixed", "elastic"])
 def test_waiting_ends_soon_where_the_cluster_is_too_small_and_late_where_it_is_busy(
     clock: StandInClock, extra_s: float

@@ -15,11 +15,14 @@ from data_jobs import as_lists, corpus_of, data_identity, job, loading, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.data.loader import Loader, Prefetch, Share, open_loader
+from raypp.api.checked_job import _remarks
+from raypp.data.loader import Loader, Prefetch, Share, open_loader, passes_in_words
 from raypp.data.packing import NO_LABEL, Cursor, RowOrder, RowPlan, make_row, rows_from
-from raypp.data.sources import Documents
+from raypp.data.sources import Documents, open_documents
 from raypp.data.tokenizer import ByteTokenizer
 from raypp.errors import DataError, JobError
+from raypp.spec.job import Job
+from raypp.spec.load import parse_job
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=50)
 
@@ -199,6 +202,21 @@ def test_every_replica_evaluates_equally_many_full_steps(tmp_path: Path) -> None
     rows = rows_of(shares[0]) + rows_of(shares[1])
     assert len(rows) == 2 * 2 * 2 * 2
     assert sum(int((row.labels != NO_LABEL).sum()) for row in rows) == sum(range(1, 12))
+
+
+def test_steps_beyond_one_pass_over_the_data_and_a_warm_up_beyond_the_run_are_said(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("x" * 159)
+    data = {"kind": "text", "path": str(tmp_path / "words.txt"), "seq_len": 32}
+
+    def of_steps(steps: int, warmup: int) -> Job:
+        train = {"steps": steps, "micro_batch_size": 1, "lr_schedule": {"warmup_steps": warmup}}
+        return parse_job({"name": "a", "data": data, "train": train, "pipeline": {"microbatches": 1}})
+
+    warm_up, passes = _remarks(of_steps(40, 60))
+    assert warm_up.endswith("60 is longer than the run of 40 steps: the learning rate reaches 0.0002 of 0.0003")
+    assert passes == "40 steps are 8 epochs of 5 rows"
+    assert passes_in_words(open_documents(of_steps(40, 60)), of_steps(40, 60)) == passes
+    assert not list(_remarks(of_steps(5, 5)))
 
 
 def test_asking_for_held_out_rows_that_there_are_not_is_an_error() -> None:
