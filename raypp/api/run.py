@@ -150,17 +150,11 @@ class Run:
         return {key: answer[key] for key in ("state", "step", "checkpoint")}
 
     def delete(self, *, dry_run: bool = False) -> dict[str, Any]:
-        """Deletes what the run has in its store, and forgets it.
-
-        Args:
-            dry_run: Only say what would be deleted.
+        """Deletes what the run has in its store once it has ended; with `dry_run` only tells it.
 
         Returns:
-            `{"checkpoints", "objects", "bytes", "left"}`: steps; numbers; objects below the run's
-            name that it did not write, which stay.
-
-        Raises:
-            JobError: It has not ended.
+            `{"checkpoints", "objects", "bytes", "left"}`: steps, and numbers. What is left below
+            the run's name it did not write.
         """
         state = present_status(self.place, self._reader)["state"]
         if not RunState(state).final:

@@ -110,13 +110,8 @@ def prune(
 
 
 def delete_run(store: ObjectStore, run: str, *, dry_run: bool = False) -> tuple[Pruned, int]:
-    """Removes all that a run wrote: its commits first and its spec last, so that what is left of it
-    at an interruption is no checkpoint.
-
-    Returns:
-        What was removed, and the number of other objects below its name, such as those of runs
-        whose store is there. They stay.
-    """
+    """Removes all that a run wrote: its commits first, its spec last. Returns what that was, and
+    how many other objects below its name stay, such as those of runs whose store is there."""
     prefix = f"{check_run(run)}/"
     there = {info.key: info.size for info in store.list(prefix)}
     own = [key for key in there if _OF_RUN.fullmatch(key, len(prefix))]

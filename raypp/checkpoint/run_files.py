@@ -22,21 +22,24 @@ _NAME = re.compile(r"[0-9a-f]{16}/(?:additional_chat_templates/)?[^/\0]{1,255}")
 
 
 def travelling_files(job: Job, store: ObjectStore, resume: bool, say: Callable[[str], None]) -> dict[str, bytes]:
-    """Returns the small files of a job, by `stored_name`. Says what travels with the job, what is
-    too large, and what has changed since the submission that is resumed."""
-    small, code = small_files(job_document(job)), dict(own_files(job))
+    """Returns the small files of a job, by `stored_name`, and digests of the user's own code. Says
+    what travels, what is too large, and what has changed since the submission that is resumed."""
+    code = {f"your code {name}": content for name, content in own_files(job)}
+    groups = {f"{key} {visible(path)}": files for (key, path), files in small_files(job_document(job)).items()}
+    sizes = {words: sum(map(len, files.values())) for words, files in groups.items() if files}
+    if travel := sizes | {words: len(content) for words, content in code.items()}:
+        say(f"with the job travel: {'; '.join(f'{words} ({size_text(size)})' for words, size in travel.items())}")
+    for words in groups.keys() - sizes.keys():
+        most = f"with what travels already, more than {MOST_BYTES >> 20} MiB"
+        say(f"note: {words} does not travel ({most}): every node must have it")
+    for words, content in code.items():
+        digest = hashlib.sha256(content).hexdigest()
+        groups[words] = {stored_name(Path(words)): digest.encode()}
     before = read_run_files(store, job.name) if resume else {}
-    groups = [(f"{key} {visible(path)}", files) for (key, path), files in small.items() if files]
-    groups += [(f"your code {', '.join(code)}", code)] if code else []
-    if travel := [f"{words} ({size_text(sum(map(len, files.values())))})" for words, files in groups]:
-        say(f"with the job travel: {'; '.join(travel)}")
-    for (key, path), files in small.items():
-        if not files:
-            most = f"with what travels already, more than {MOST_BYTES >> 20} MiB"
-            say(f"note: {key} {visible(path)} does not travel ({most}): every node must have it")
-        elif any(before.get(name, content) != content for name, content in files.items()):
-            say(f"note: {key} {visible(path)} has changed since the run was submitted: it resumes with the new content")
-    return {name: content for files in small.values() for name, content in files.items()}
+    for words, files in groups.items():
+        if any(before.get(name, content) != content for name, content in files.items()):
+            say(f"note: {words} has changed since the run was submitted: it resumes with the new content")
+    return {name: content for files in groups.values() for name, content in files.items()}
 
 
 def write_run_files(store: ObjectStore, run: str, files: Mapping[str, bytes]) -> None:
@@ -50,7 +53,7 @@ def write_run_files(store: ObjectStore, run: str, files: Mapping[str, bytes]) ->
 
 def read_run_files(store: ObjectStore, run: str) -> dict[str, bytes]:
     """Returns the files of a run's last submission, by the name that `stored_name` gives them."""
-    prefix, found, left = f"{run}/files/", dict[str, bytes](), MOST_BYTES
+    prefix, found, left = f"{run}/files/", dict[str, bytes](), MOST_BYTES + (1 << 20)
     for info in store.list(prefix):
         name = info.key.removeprefix(prefix)
         if _NAME.fullmatch(name) and not name.endswith(("/.", "/..")) and info.size <= left:

@@ -337,11 +337,9 @@ def summary_view(records: Records, console: Console) -> RenderableType:
 
 def print_next(console: Console, place: RunPlace, status: Mapping[str, Any], again: str) -> None:
     """Prints `next_commands`, each on one line that a shell takes as it is."""
-    commands = next_commands(place, status, again)
-    longest = max(len(command) for command, _ in commands)
     console.print(Text("next", style="dim"))
-    for command, words in commands:
-        console.print(Text.assemble("  ", (f"{command:<{longest}}", "bold"), (f"  # {words}", "dim")), soft_wrap=True)
+    for command, words in next_commands(place, status, again):
+        console.print(Text.assemble("  ", (f"{command:<36}", "bold"), (f"  # {words}", "dim")), soft_wrap=True)
 
 
 def next_commands(place: RunPlace, status: Mapping[str, Any], again: str) -> list[tuple[str, str]]:

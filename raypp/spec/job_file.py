@@ -101,10 +101,7 @@ def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobFile:
 
 
 def _look_beside(value: Any, directory: Path) -> None:
-    """Makes modules of the user's own that a job names and nothing else has be found beside it.
-
-    What an earlier job of this process found there is no longer found.
-    """
+    """Finds modules that a job names also beside it, and no longer beside the job loaded before."""
     sys.path[:] = [place for place in sys.path if place not in _beside]
     _beside.clear()
     importlib.invalidate_caches()

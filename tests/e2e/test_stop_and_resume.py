@@ -85,9 +85,9 @@ def test_stop_without_a_save_leaves_the_checkpoints_as_they_were(story: Story) -
     assert status["state"] == "STOPPED" and status["step"] >= story["saved"] and status["error"] is None
 
 
-def test_a_run_that_is_over_cannot_be_stopped_again(story: Story) -> None:
+def test_to_stop_a_run_that_is_over_says_so_and_succeeds(story: Story) -> None:
     told = story["stop again"]
-    assert told.code == 2 and "STOPPED" in told.err and "--resume" in told.err, told
+    assert told.code == 0 and "has ended already: STOPPED" in told.out, told
 
 
 def test_a_name_that_is_taken_is_refused_and_resume_is_offered(story: Story) -> None:
@@ -148,3 +148,11 @@ def test_torchrun_gives_the_numbers_of_submit(laptop: Laptop, undisturbed: Run, 
 def test_nothing_of_the_stopped_runs_lives_on(laptop: Laptop, story: Story) -> None:
     assert not laptop.workers()
     assert not [name for name in laptop.actors() if name.startswith(f"raypp/{NAME}")]
+
+
+def test_a_deleted_run_is_gone_from_store_and_cluster(laptop: Laptop, story: Story) -> None:
+    assert story["detach"].json()["job_id"] in {one["submission_id"] for one in laptop.dashboard.jobs()}
+    told = laptop.raypp("delete", NAME, "--yes")
+    assert told.code == 0 and "freed" in told.out, told
+    assert list(laptop.store().list(f"{NAME}/")) == []
+    assert NAME not in laptop.raypp("list").out

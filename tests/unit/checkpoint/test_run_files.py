@@ -48,8 +48,9 @@ def file(tmp_path: Path) -> JobFile:
     (mine / "order.csv").write_text("0F0,0B0\n")
     (mine / "job.yaml").write_text(
         "name: mine\ndata: {kind: chat, path: rows.jsonl, tokenizer: tok, chat_template: t.jinja}\n"
-        "pipeline: {schedule: order.csv, microbatches: 1}\n"
+        "pipeline: {schedule: order.csv, microbatches: 1}\ntrain: {optimizer: {kind: 'my_optimizer:build'}}\n"
     )
+    (mine / "my_optimizer.py").write_text("# one\n")
     return load_job(mine / "job.yaml")
 
 
@@ -81,7 +82,7 @@ def test_ranks_open_small_files_from_the_package_as_they_were_submitted(
     told: list[str] = []
     package = _submitted(file, store, told)
     assert told[0].startswith(f"with the job travel: data.tokenizer {tmp_path}/mine/tok/tokenizer.json (")
-    assert "t.jinja (25 B)" in told[0] and "order.csv (8 B)" in told[0]
+    assert "t.jinja (25 B)" in told[0] and "order.csv (8 B)" in told[0] and "code my_optimizer.py (6 B)" in told[0]
     shutil.rmtree(tmp_path / "mine")  # as on every other machine
     ZipFile(BytesIO(package)).extractall(tmp_path / "node")
     assert not list((tmp_path / "node").rglob("weights.safetensors"))
@@ -114,8 +115,10 @@ def test_a_resume_says_which_files_have_changed_and_stores_the_new_ones(
     assert len(told) == 1  # nothing has changed
     (tmp_path / "mine" / "tok" / "tokenizer_config.json").write_text('{"eos_token": "b"}')
     (tmp_path / "mine" / "t.jinja").unlink()
+    (tmp_path / "mine" / "my_optimizer.py").write_text("# two\n")
     write_run_files(store, "mine", travelling_files(file.job, store, True, told.append))
-    assert told[-1].startswith(f"note: data.tokenizer {tmp_path}/mine/tok/tokenizer.json has changed since")
+    assert told[-2].startswith(f"note: data.tokenizer {tmp_path}/mine/tok/tokenizer.json has changed since")
+    assert told[-1].startswith("note: your code my_optimizer.py has changed since")
     assert not any(name.endswith("t.jinja") for name in read_run_files(store, "mine"))
     document = with_run_files(store, "mine", read_spec(store, "mine"))
     assert open_tokenizer(document["data"]["tokenizer"]).eos_id == 1
@@ -127,7 +130,7 @@ def test_what_is_too_large_stays_and_is_named(
     monkeypatch.setattr(small_files, "MOST_BYTES", 100)
     told: list[str] = []
     files = travelling_files(file.job, store, False, told.append)
-    assert sorted(name.rpartition("/")[2] for name in files) == ["order.csv", "t.jinja"]
+    assert {name.rpartition("/")[2] for name in files} == {"order.csv", "t.jinja", "your code my_optimizer.py"}
     assert "note: data.tokenizer" in told[1] and "every node must have it" in told[1]
 
 
