@@ -100,7 +100,7 @@ class SourceKind(Kind):
         keys: Keys of `data` that only sources listing them here read.
         mixes: Its documents are those of `data.parts`, whose kinds read them.
         hub: `data.path` may be a name on Hugging Face's hub.
-        compressed: Its files may also end in .gz or .zst after one of the endings.
+        compressed: Its files may also end in .gz, .bz2, .xz or .zst after one of the endings.
         first_rows: Rows may be unusable, so the first are read before a run.
     """
 

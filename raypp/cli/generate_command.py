@@ -13,6 +13,7 @@ import click
 from raypp.api.run import complete, row
 from raypp.cli.options import chosen_cluster, cluster_options, mesh_option, note_paths, trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, styled
+from raypp.data.chat_files import end_of_turn
 from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.data.tokenizer import PromptTokenizer
 from raypp.errors import JobError, Problem
@@ -23,7 +24,6 @@ from raypp.inference.prompts import (
     chat_end_ids,
     encode_conversation,
     encode_prompts,
-    end_of_turn,
     read_prompts,
 )
 from raypp.inference.source import Source, find_source

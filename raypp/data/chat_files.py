@@ -8,12 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from raypp.data.chat_template import KEY, ChatTemplate
+from raypp.data.chat_template import KEY, ChatTemplate, TemplateFault
 from raypp.data.conversations import Names, needs_template
 from raypp.data.rows import RowEncoder
 from raypp.data.template_limits import MOST_SOURCE
 from raypp.data.tokenised import Request
+from raypp.data.tokenizer import NotEncodable, PromptTokenizer
 from raypp.errors import DataError, Problem
+from raypp.kinds import SOURCES
 from raypp.spec.job import DataSection
 from raypp.spec.small_files import TEMPLATES, here
 from raypp.spec.tokenizer_file import read_config, special_tokens, tokenizer_path
@@ -22,6 +24,7 @@ from raypp.untrusted.text import visible
 
 _CONFIG, _ALONE = "tokenizer_config.json", "chat_template.jinja"
 _MOST_OTHERS = 100
+_CONTENT = "what-the-assistant-writes"
 _GIVE = "set data.chat_template to a file with a Jinja template"
 
 
@@ -84,6 +87,56 @@ def no_template(data: DataSection) -> DataError:
         return DataError(Problem(KEY, "is missing: the bytes tokenizer has no chat template", _GIVE))
     fault = f"there is neither {_ALONE} nor a chat_template in {_CONFIG} beside {visible(data.tokenizer)}"
     return DataError(Problem(KEY, fault, f"copy the model's tokenizer files there, or {_GIVE}"))
+
+
+def end_of_turn(template: ChatTemplate) -> str:
+    """Returns what a template writes right behind an assistant's turn, up to the next blank; ""
+    if nothing.
+
+    A model that was trained on conversations writes it where it has answered.
+    """
+    try:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
+        _, _, behind = template.render(turns).text.rpartition(_CONTENT)
+    except TemplateFault:  # the conversation will tell
+        return ""
+    return next(iter(behind.split()), "")
+
+
+def turn_ends(template: ChatTemplate, tokenizer: PromptTokenizer) -> tuple[int, ...]:
+    """Returns the ids that end an assistant's turns, an answer and a call of a tool, if each is one
+    token."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    ends = []
+    try:
+        answer = tokenizer.encode(end_of_turn(template)).tolist()
+        ends += answer if len(answer) == 1 else answer[:1] if tokenizer.decode(answer[:1]) == "" else []
+        called = tokenizer.encode(template.render(turns, [tool]).text.rstrip()).tolist()[-1:]
+        ends += called if tokenizer.decode(called) == "" else []
+    except (NotEncodable, TemplateFault):
+        pass
+    return tuple(dict.fromkeys(ends))
+
+
+def learnt_ends(data: Mapping[str, Any], tokenizer: PromptTokenizer) -> tuple[int, ...]:
+    """Returns the ids that end the turns that a run learns; none if it learns no conversations.
+
+    Args:
+        data: The `data:` section of its job, as stored.
+        tokenizer: Its tokenizer.
+    """
+    kinds = [data.get("kind"), *(part.get("kind") for part in data.get("parts") or ())]
+    if not any(kind in SOURCES and KEY.rpartition(".")[2] in SOURCES.get(kind).keys for kind in map(str, kinds)):
+        return ()
+    keys = ("tokenizer", "chat_template", "template_date")
+    given = {key: data[key] for key in keys if data.get(key) is not None}
+    try:
+        template = open_template(DataSection.model_validate({"template_date": "2000-01-01", **given}))
+    except (DataError, ValueError):
+        return ()
+    return () if template is None else turn_ends(template, tokenizer)
 
 
 def _date(text: str | None) -> datetime | None:

@@ -247,8 +247,9 @@ def _compiled(environment: BoundedEnvironment, source: str) -> Template:
 
 
 def _normal(message: Message) -> Message:
-    """Leaves out keys without a value, and gives reasoning the names that templates read."""
-    kept = {key: value for key, value in message.items() if value is not None}
+    """Leaves out keys without a value, but for `content`, and gives reasoning the names that
+    templates read."""
+    kept = {key: value for key, value in message.items() if value is not None or key == "content"}
     thought = next((kept[key] for key in _REASONING if key in kept), None)
     return kept if thought is None else {"thinking": thought, **kept, "reasoning_content": thought}
 

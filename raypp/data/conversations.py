@@ -243,13 +243,14 @@ def _completion(row: _Row, chat: bool) -> Content:
         if row.get(key):
             fault = f"has {_named(row.called(key))} beside a prompt and its completion, which are plain text"
             raise RowFault(fault, "write it into the prompt, or use messages")
-    return Completion(_text(row.row, row.called("prompt"), may_be_empty=True), _text(row.row, row.called("completion")))
+    return Completion(*(_text(row.row, row.called(key), may_be_empty=True) for key in ("prompt", "completion")))
 
 
 def _instruction(row: _Row, chat: bool) -> Content:
-    asked, output = _text(row.row, row.called("instruction")), _text(row.row, row.called("output"))
+    output = _text(row.row, row.called("output"), may_be_empty=True)
     row.get("instruction"), row.get("output")
     more = _text(row.row, row.called("input"), may_be_empty=True) if row.get("input") is not None else ""
+    asked = _text(row.row, row.called("instruction"), may_be_empty=bool(more))
     history = row.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in history
@@ -340,6 +341,8 @@ def _turns(value: Any, key: str, spelling: str, names: Names) -> tuple[list[dict
         if speaker in _CALLS and isinstance(message["content"], str):
             message |= {"content": None, "tool_calls": _calls_in(message["content"], f"{place}: {content_key}")}
         message["content"] = _content(message, place, content_key)
+        if message["content"] is None and (content_key not in turn or turn[content_key] is not None):
+            del message["content"]  # as the row has it
         messages.append(message)
         marks.append(_mark(turn, role, place))
     return messages, tuple(marks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from raypp.errors import DataError, Problem
 from raypp.untrusted.text import visible
@@ -37,7 +39,7 @@ class Faults:
     """Rows that cannot be used: the first, and how many.
 
     Attributes:
-        remarks: What was remarked, once for each file.
+        remarks: What was remarked of each file, and of how many rows.
 
     Args:
         key: The key of the job file that names the data.
@@ -46,7 +48,7 @@ class Faults:
     def __init__(self, key: str) -> None:
         self._key, self._shown, self._more = key, list[Problem](), 0
         self._until = float("inf")
-        self.remarks: dict[str, None] = {}
+        self.remarks = Counter[str]()
 
     def __bool__(self) -> bool:
         return bool(self._shown)
@@ -61,17 +63,19 @@ class Faults:
         """Adds what is not used of a row, and the like."""
         file = _ROW.sub("", place)
         for fault in sorted(remarks):
-            if len(self.remarks) <= _REMARKS:
-                self.remarks[visible(f"{file}: {fault}")] = None
+            words = visible(f"{file}: {fault}")
+            if words in self.remarks or len(self.remarks) <= _REMARKS:
+                self.remarks[words] += 1
 
     def remarked(self) -> tuple[str, ...]:
         """Returns the first remarks."""
         more = ("and more",) if len(self.remarks) > _REMARKS else ()
-        return (*list(self.remarks)[:_REMARKS], *more)
+        counted = (f"{words} ({count:,} row{'s'[: count > 1]})" for words, count in self.remarks.items())
+        return (*islice(counted, _REMARKS), *more)
 
     def take(self, others: Faults) -> None:
         """Adds those of later rows."""
-        self.remarks |= others.remarks
+        self.remarks.update(others.remarks)
         every = self._shown + others._shown
         self._shown = every[:_SHOWN]
         self._more += others._more + len(every) - len(self._shown)

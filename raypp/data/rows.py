@@ -7,7 +7,8 @@ in a macro cannot be followed: the row is an error, because a guess would train 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -29,10 +30,14 @@ _Span = tuple[int, int]
 
 _NO_TEXT = frozenset(("role", "content", "tool_call_id"))
 """Keys of turns that need not be in a template: the first two always are, the third is no text."""
+_ANSWERS = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
+_NAMES = ("id", "type", "index")
+"""Keys of calls that need not be in a text."""
 _BY_LOOP = (
     "the chat template writes earlier turns otherwise when others follow; what its loop over messages writes of a "
     "turn carries loss"
 )
+_SILENT = frozenset({"an answer is empty: only its end is learnt"})
 _MARK_IT = (
     "mark what the model writes in the template ({% generation %} … {% endgeneration %}, data.chat_template), "
     "or set data.loss to last or all"
@@ -138,7 +143,8 @@ class RowEncoder:
             return _Text(content, [(0, len(content))], framed=True)
         if isinstance(content, Completion):
             whole = content.prompt + content.completion
-            return _Text(whole, [(0 if self._loss == "all" else len(content.prompt), len(whole))], framed=True)
+            spans = [(0 if self._loss == "all" else len(content.prompt), len(whole))]
+            return _Text(whole, spans, framed=True, remarks=frozenset() if content.completion else _SILENT)
         if isinstance(content, Segments):
             ends = accumulate(len(text) for text, _ in content.texts)
             spans = [(end - len(text), end) for (text, learnt), end in zip(content.texts, ends, strict=True) if learnt]
@@ -186,8 +192,10 @@ class _Turns:
         self._template, self._conversation, self._until = template, conversation, deadline()
         self._messages, self._tools = conversation.messages, conversation.tools
         self._assistant = [index for index, turn in enumerate(self._messages) if turn["role"] == "assistant"]
-        self.remarks = self._unread()
         self.rendered = self._render(len(self._messages))
+        self.remarks = self._unread() | self._unwritten()
+        if any(not any(turn.get(key) for key in _ANSWERS) for turn in map(self._messages.__getitem__, self._assistant)):
+            self.remarks |= _SILENT
 
     def learnt(self, loss: Loss) -> list[_Span]:
         """Returns the parts that carry loss."""
@@ -210,6 +218,22 @@ class _Turns:
         if self._tools and not self._template.reads("tools", self._tools):
             unread.add("column tools")
         return {f"{one} is not used: the chat template does not read it" for one in unread}
+
+    def _unwritten(self) -> set[str]:
+        """Remarks texts of turns that the template reads, but does not write as they are."""
+        text, at, unwritten = self.rendered.text, 0, set()
+        for turn in self._messages:
+            for key, value in turn.items():
+                if key in ("role", "tool_call_id") or not self._template.reads(key, self._tools):
+                    continue
+                for one in _texts_in(value):
+                    there = next(
+                        (p for shown in _spellings(one) for s in (at, 0) if (p := text.find(shown, s)) >= 0), -1
+                    )
+                    if there < 0:
+                        unwritten.add(f"{key} of {turn['role']} turns{_thought(one, text)} is not in the text")
+                    at = max(at, there)
+        return {f"{visible(one)}: the chat template leaves it out, or changes it" for one in unwritten}
 
     def _render(self, turns: int, *, header: bool = False) -> Rendered:
         """Renders the first turns, and the header of the assistant's next one."""
@@ -287,6 +311,27 @@ class _Turns:
             problem = f"the template cannot mark turns: messages[:{index + (start is not None)}] alone is not rendered "
             raise RowFault(problem + "as the whole conversation begins", _MARK_IT)
         return start, len(until)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yields the texts of a value of JSON that are not blank."""
+    if isinstance(value, str):
+        yield from [value.strip()] if value.strip() else []
+    elif isinstance(value, dict | list):
+        for one in [one for key, one in value.items() if key not in _NAMES] if isinstance(value, dict) else value:
+            yield from _texts_in(one)
+
+
+def _spellings(text: str) -> Iterator[str]:
+    """Yields a text as it is, and as a JSON text has it."""
+    yield text
+    yield from (json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True))
+
+
+def _thought(content: str, text: str) -> str:
+    """Returns what of a content is not in the text, if it is the reasoning."""
+    before, mark, after = content.rpartition("</think>")
+    return " before </think>" if before and mark and after.strip() in text else ""
 
 
 def _header_size(header: str, turn: str) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from raypp.errors import DataError, Problem
-from raypp.kinds import keeps_data_elsewhere
+from raypp.kinds import SOURCES, keeps_data_elsewhere
 from raypp.storage import NotFound, ObjectStore, StoreError, open_store
 from raypp.untrusted.files import expand_home, files_below, matches, open_file, special_kind
 from raypp.untrusted.text import visible
@@ -23,7 +26,23 @@ MOST_TEXT_BYTES = 512 << 20
 MOST_FILES = 200_000
 _CHUNK = 16 << 20
 _watch: ContextVar[Callable[[int], None]] = ContextVar("watch", default=lambda count: None)
+_left: ContextVar[Counter[str]] = ContextVar("left")
 _USUAL_RATIO = 5
+_ABOUT = {
+    f"{name}{ending}" for name in ("readme", "license", "licence") for ending in (".md", ".txt")
+} | {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # fmt: skip
+"""Files in a folder that are about the data."""
+_OTHER_FORMATS = (
+    ".csv", ".tsv", ".parquet", ".arrow", ".jsonl", ".ndjson", ".xls", ".xlsx", ".pdf", ".html", ".xml", ".pkl", ".pt",
+    ".npy", ".bin", ".safetensors", ".sqlite", ".db", ".zip", ".tar", ".tgz", ".tbz", ".txz", ".7z", ".rar", ".lz4",
+    ".lzma", ".br", ".sz", ".snappy", ".z",
+)  # fmt: skip
+"""Endings that say how a file's content is written."""
+_BEGINNINGS = {
+    b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"PK\x03\x04": ".zip",
+    b"PAR1": ".parquet", b"ARROW1": ".arrow",
+}  # fmt: skip
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True)
@@ -77,7 +96,7 @@ class SourceFile:
             yield chunk
 
     def contents(self) -> Iterator[bytes]:
-        """Yields the content like `chunks`, decompressed if the name ends in .gz or .zst.
+        """Yields the content like `chunks`, decompressed if the name ends in one of `ENDINGS`.
 
         Raises:
             DataError: As `chunks`; or it cannot be decompressed.
@@ -96,14 +115,15 @@ class SourceFile:
             DataError: It cannot be read, or a line is not UTF-8 or longer than `MOST_TEXT_BYTES`.
         """
         for number, line in enumerate(self._raw_lines(), start=1):
+            if number == 1 and line.startswith(_POINTER):
+                raise DataError(Problem(self.place, f"{self.name} is a pointer of Git LFS, not data", "git lfs pull"))
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                raise DataError(
-                    Problem(
-                        self.place, f"{self.name}:{number} is not UTF-8", "convert the file, for example with iconv"
-                    )
-                ) from error
+                fault, fix = f"{self.name}:{number} is not UTF-8", "convert the file, for example with iconv"
+                if number == 1 and (ending := next((_BEGINNINGS[b] for b in _BEGINNINGS if line.startswith(b)), "")):
+                    fault, fix = f"{self.name} begins like a {ending} file", f"name it with {ending}, or unpack it"
+                raise DataError(Problem(self.place, fault, fix)) from error
 
     def _raw_lines(self) -> Iterator[bytes]:
         begun, number = bytearray(), 1
@@ -130,6 +150,48 @@ def watching(progress: Callable[[int], None]) -> Iterator[None]:
         _watch.reset(before)
 
 
+@contextmanager
+def counting_left_out() -> Iterator[list[str]]:
+    """Yields a list that says in the end which files below folders `find_files` has left out."""
+    words, left = list[str](), Counter[str]()
+    before = _left.set(left)
+    try:
+        yield words
+    finally:
+        _left.reset(before)
+    if left:
+        kinds = ", ".join(f"{count:,} {visible(kind)}" for kind, count in left.most_common(_KINDS))
+        more = ", …" if len(left) > _KINDS else ""
+        words.append(f"{left.total():,} file{'s are' if left.total() > 1 else ' is'} not read: {kinds}{more}")
+
+
+def _is_data(name: str, endings: tuple[str, ...]) -> bool:
+    """Whether a file is read, by its path below the folder or the prefix. Counts others."""
+    path = PurePosixPath(name.lower())
+    if any(part.startswith((".", "__", "_temporary")) for part in path.parts):
+        return False
+    about = str(path) in _ABOUT or (path.name in _ABOUT and path.suffix == ".json")
+    if path.name.endswith(endings) and not about:
+        return True
+    _leave_out(PurePosixPath(name).name if about else path.suffix or "without an ending")
+    return False
+
+
+def _leave_out(kind: str) -> None:
+    _left.get(Counter()).update([kind])
+
+
+def _check_format(name: str, endings: tuple[str, ...], place: str) -> None:
+    """Refuses a file that the path names, if its ending says that it is of another format."""
+    ending = PurePosixPath(name.lower().removesuffix(_packed(name))).suffix
+    if ending not in _OTHER_FORMATS or name.lower().endswith(endings):
+        return
+    reader = next((kind.name for kind in SOURCES.usable() if ending in kind.endings), "")
+    fix = f"set data.kind to {reader}" if reader else "convert or unpack it, for example to .jsonl"
+    fault = f"{visible(name)} is {ending}, and this kind of data reads {_in_words(endings)}"
+    raise DataError(Problem(place, fault, fix))
+
+
 def watched(count: int) -> None:
     """Reports that bytes of a source file were read, for sources that read through a library."""
     _watch.get()(count)
@@ -144,7 +206,7 @@ def find_files(
         path: Local, or `scheme://place/key-or-prefix` of a store that holds data (`s3://bucket/…`).
         endings: File endings with their dot, lower case.
         place: The key of the job file, for errors.
-        compressed: Also find files with one of the endings followed by .gz or .zst.
+        compressed: Also find files with one of the endings followed by one of `ENDINGS`.
 
     Raises:
         DataError: There are no files, all are empty, or there are too many to look at.
@@ -163,15 +225,17 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
     wanted = ""
     paths: Iterable[str]
     if os.path.isdir(root):  # noqa: PTH112 - false where not allowed
-        paths = (file for file in files_below(root) if os.path.basename(file)[1:].lower().endswith(endings))  # noqa: PTH119
+        below = len(os.path.join(root, ""))  # noqa: PTH118
+        paths = (file for file in files_below(root) if _is_data(file[below:], endings))
         wanted = f" with the ending {_in_words(endings)}"
     elif os.path.lexists(root):
         if kind := special_kind(root):
             raise DataError(Problem(place, f"{visible(root)} is {kind}", "use a regular file"))
+        _check_format(str(root), endings, place)
         paths = [str(root)]
     else:
         paths = matches(str(root))
-    regular = (file for file in paths if os.path.isfile(file))  # noqa: PTH113 - false where not allowed
+    regular = (file for file in paths if _is_regular(file))
     chosen = set(islice(regular, MOST_FILES + 1))
     if len(chosen) > MOST_FILES:
         raise DataError(
@@ -189,6 +253,12 @@ def _local(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
     return files
 
 
+def _is_regular(path: str) -> bool:
+    if not os.path.isfile(path) and os.path.islink(path):  # noqa: PTH113, PTH114 - false where not allowed
+        _leave_out("broken link")
+    return os.path.isfile(path)  # noqa: PTH113
+
+
 def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile]:
     scheme, _, rest = path.partition("://")
     root, _, name = rest.strip("/").partition("/")
@@ -197,11 +267,14 @@ def _objects(path: str, endings: tuple[str, ...], place: str) -> list[SourceFile
         folder = f"{name}/" if name else ""
         wanted = (
             i for i in store.list(name)
-            if i.key == name or (i.key.startswith(folder) and i.key.lower().endswith(endings))
+            if i.key == name or (i.key.startswith(folder) and _is_data(i.key[len(folder) :], endings))
         )  # fmt: skip
         infos = sorted(islice(wanted, MOST_FILES + 1), key=lambda info: info.key)
     if len(infos) > MOST_FILES:
         raise DataError(Problem(place, f"{path} has more than {MOST_FILES:,} files", "join them into fewer files"))
+    for info in infos:
+        if info.key == name:
+            _check_format(name, endings, place)
     if not infos:
         fault = f"no object at {path}, nor below it with the ending {_in_words(endings)}"
         raise DataError(Problem(place, fault, "use the URL of an object, or of a prefix with objects below it"))
@@ -230,18 +303,42 @@ def too_long(place: str, where: str, noun: str) -> DataError:
     return DataError(Problem(place, fault, f"split it into several {noun}s"))
 
 
-ENDINGS = (".gz", ".zst")
+ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+_KINDS = 6
 MOST_RATIO = 200
 """A file may become this many times as large, beyond the first 64 MiB."""
 _FREE = 64 << 20
 _PIECE = 4096  # of zstd, at most 128 MiB of text
 _YIELDED = 1 << 20
 _WINDOW = 128 << 20
+_MOST_MEMORY = 512 << 20
 
 
 def is_compressed(name: str) -> bool:
     """Whether a file's name says that it is compressed."""
-    return name.lower().endswith(ENDINGS)
+    return bool(_packed(name))
+
+
+def _packed(name: str) -> str:
+    return next((ending for ending in ENDINGS if name.lower().endswith(ending)), "")
+
+
+class _InBlocks:
+    """A decoder of bz2 or xz, whose blocks may become very large at once."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder, self.unused_data = decoder, b""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._decoder.eof)
+
+    def decompress(self, piece: bytes) -> bytes:
+        text: bytes = self._decoder.decompress(piece, _FREE)
+        if not (self.eof or self._decoder.needs_input):
+            raise ValueError(f"a piece of {len(piece):,} bytes becomes more than {_FREE >> 20} MiB")
+        self.unused_data = self._decoder.unused_data
+        return text
 
 
 def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[bytes]:
@@ -294,8 +391,12 @@ def decompressed(chunks: Iterator[bytes], name: str, place: str) -> Iterator[byt
 
 def _decoder(name: str, place: str) -> tuple[Callable[[], Any], type[Exception]]:
     """Returns what makes a decoder of one member, and the error that it raises."""
-    if name.lower().endswith(".gz"):
+    if _packed(name) == ".gz":
         return lambda: zlib.decompressobj(wbits=31), zlib.error
+    if _packed(name) == ".bz2":
+        return lambda: _InBlocks(bz2.BZ2Decompressor()), OSError
+    if _packed(name) == ".xz":
+        return lambda: _InBlocks(lzma.LZMADecompressor(lzma.FORMAT_XZ, _MOST_MEMORY)), lzma.LZMAError
     try:
         import zstandard
     except ImportError as error:

@@ -15,7 +15,7 @@ from raypp.data.corpus import Corpus, joined
 from raypp.data.faults import Faults
 from raypp.data.mixture import Part, part_names, training_corpus
 from raypp.data.packing import PLAN_VERSION, permuted
-from raypp.data.source_files import find_files
+from raypp.data.source_files import counting_left_out, find_files
 from raypp.data.synthetic import CountingTokenizer
 from raypp.data.tokenised import Record, Request, Text, encoded
 from raypp.data.tokenizer import Tokenizer, check_fits, open_tokenizer
@@ -273,8 +273,9 @@ def _request(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Request:
 
 
 def _read(job: Job, tokenizer: Tokenizer, path: str, place: str) -> Corpus:
-    corpus: Corpus = _source(job).build()(_request(job, tokenizer, path, place))
-    return corpus
+    with counting_left_out() as left:
+        corpus: Corpus = _source(job).build()(_request(job, tokenizer, path, place))
+    return replace(corpus, remarks=(*(f"{path}: {words}" for words in left), *corpus.remarks)) if left else corpus
 
 
 def _source(job: Job) -> SourceKind:

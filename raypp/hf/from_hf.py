@@ -17,7 +17,7 @@ from raypp.kinds import known_source
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote
-from raypp.spec.tokenizer_file import TOKENIZER, tokenizer_path
+from raypp.spec.tokenizer_file import MAKE_ONE, OTHER_FORMATS, TOKENIZER, tokenizer_path
 from raypp.untrusted.text import visible
 
 if TYPE_CHECKING:
@@ -58,7 +58,11 @@ def _own_tokenizer(job: Job) -> tuple[str | None, str]:
     source, url = known_source(job.data.kind), job.model.from_hf
     if "tokenizer" in job.data.model_fields_set or source is None or source.ids == "model" or url is None:
         return None, ""
-    if HfFiles(url).store.head(TOKENIZER) is None:
+    files = HfFiles(url)
+    if files.store.head(TOKENIZER) is None:
+        if others := [name for name in OTHER_FORMATS if files.store.head(name) is not None]:
+            fault = f"is not set, and {visible(url)} has no {TOKENIZER}, but {', '.join(others)}"
+            raise JobError(Problem("data.tokenizer", fault, f"{MAKE_ONE}; or name a tokenizer.json, or bytes"))
         return None, f"{visible(url)} has no {TOKENIZER}, and data.tokenizer is not set: bytes is used"
     if is_remote(url):
         fix = "copy the model's tokenizer files to every node, and name their folder; or write bytes"

@@ -191,6 +191,8 @@ class HfFiles:
 
     def _weight_map(self) -> dict[str, str] | list[str]:
         """Returns each tensor's file if there is an index, else the files' names."""
+        if self.store.head(_SINGLE) is not None:  # before an index, which may be of an earlier save
+            return [_SINGLE]
         place = self.place(_INDEX)
         try:
             text = self._whole(_INDEX, _INDEX_BOUNDS.size, CheckpointError)
@@ -204,8 +206,6 @@ class HfFiles:
                 except JobError as error:
                     raise CheckpointError(Problem(place, error.problems[0].fault[:_SHOWN], _FIX)) from None
             return {_full(name): key for name, key in where.items()}
-        if self.store.head(_SINGLE) is not None:
-            return [_SINGLE]
         here = [info.key for info in self.listed()]
         keys = sorted(key for key in here if key.endswith(".safetensors"))
         if keys:

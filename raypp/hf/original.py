@@ -7,6 +7,7 @@ so they are in the run's job and in every COMMIT.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,6 +29,12 @@ _CONTEXT = 2048
 """The context of a model that names none."""
 _CONTEXT_KEY = "max_position_embeddings"
 _MOST_IDS = 1000
+_UNUSED = (
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "sequence_bias", "min_length", "min_new_tokens", "num_beams", "exponential_decay_length_penalty", "guidance_scale",
+    "stop_strings", "encoder_repetition_penalty", "penalty_alpha", "top_k", "min_p", "typical_p",
+)  # fmt: skip
+"""Settings of generation that change a text."""
 
 
 def with_original(options: DecoderOptions, files: HfFiles, config: Mapping[str, Any]) -> DecoderOptions:
@@ -140,6 +147,21 @@ def original_generation(options: DecoderOptions) -> dict[str, Any] | None:
     """Returns the original's generation_config.json; None if there is none."""
     text = None if options.original is None else options.original.generation_config
     return None if text is None else parse_object(text.encode(), "model.original.generation_config", _BOUNDS, JobError)
+
+
+def repeat_settings(options: DecoderOptions) -> tuple[float, int]:
+    """Returns `repetition_penalty` and `no_repeat_ngram_size` of generation_config.json."""
+    given = original_generation(options) or {}
+    penalty, ngram = given.get("repetition_penalty"), given.get("no_repeat_ngram_size")
+    good = isinstance(penalty, int | float) and 0 < penalty < math.inf
+    return float(penalty) if good else 1.0, ngram if isinstance(ngram, int) and ngram > 0 else 0
+
+
+def unused_settings(options: DecoderOptions) -> list[str]:
+    """Returns a remark on what else generation_config.json changes of texts, if it does."""
+    given = original_generation(options) or {}
+    named = [key for key in _UNUSED if given.get(key) not in (None, False, 0, 1, [])]
+    return [f"{', '.join(named)} of generation_config.json: not used, raypp has no such settings"] if named else []
 
 
 def default_generation(options: DecoderOptions) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raypp.data.chat_files import learnt_ends
 from raypp.data.tokenizer import END_NAMES, ByteTokenizer, open_tokenizer
 from raypp.errors import DataError, JobError, Problem
 from raypp.hf.model_files import GENERATION
@@ -90,6 +91,7 @@ def tokenizer_files(
         return TokenizerFiles(
             alone, remarks=[f"the tokenizer was not exported: {visible(name)} cannot be read ({why}); {fix}"]
         )
+    turns = _turn_ends(data, name if name == "bytes" else str(path))
     count, end = 1 + max(ids.values(), default=-1), _end_of(name, ids)
     if count > options.vocab_size and (end is None or ids[end] >= options.vocab_size):
         fault = f"it has {count} ids, but the model has only {options.vocab_size}"
@@ -107,13 +109,16 @@ def tokenizer_files(
         except DataError as error:
             remarks.append(f"the chat template was not exported: {visible(error.problems[0])}")
     if original is not None:
-        files |= _original_files(original, eos_id)
+        files |= _original_files(original, eos_id, turns)
     elif generation and eos_id is not None:
         theirs: dict[str, Any] = {}
         if path.name == TOKENIZER:
             theirs, more = _their_generation(path.parent / GENERATION)
             remarks += more
-        files[GENERATION] = _json({"pad_token_id": eos_id, **theirs, "eos_token_id": _ends_with(theirs, eos_id)})
+        files[GENERATION] = _json({"pad_token_id": eos_id, **theirs, "eos_token_id": _ends_with(theirs, eos_id, turns)})
+    elif not generation and (missing := set(turns) - set(original_ends(options))):
+        names = ", ".join(visible(word) for word, one in ids.items() if one in missing)
+        remarks.append(f"turns end with {names}, which is no end of the base: set eos_token_id to it to generate")
     others = _special_ids(files[CONFIG], ids)
     return TokenizerFiles(files, {**others, "eos_id": eos_id}, remarks)
 
@@ -130,14 +135,21 @@ def _special_ids(config: bytes, ids: Mapping[str, int]) -> dict[str, int | None]
     return named
 
 
-def _original_files(model: DecoderOptions, eos_id: int | None) -> dict[str, bytes]:
-    """Returns the original's generation_config.json, with the end of the run's texts in it."""
+def _turn_ends(data: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Returns the ids that end the turns that the run has learnt."""
+    with suppress(DataError):
+        return learnt_ends({**data, "tokenizer": name}, open_tokenizer(name))
+    return ()
+
+
+def _original_files(model: DecoderOptions, eos_id: int | None, turns: tuple[int, ...] = ()) -> dict[str, bytes]:
+    """Returns the original's generation_config.json, with the ends of the run's texts and turns."""
     assert model.original is not None
     text = model.original.generation_config
-    if eos_id is None or eos_id in original_ends(model):
+    if eos_id is None or {eos_id, *turns} <= set(original_ends(model)):
         return {} if text is None else {GENERATION: text.encode()}
     theirs = original_generation(model) or default_generation(model)
-    return {GENERATION: _json({**theirs, "eos_token_id": _ends_with(theirs, eos_id)})}
+    return {GENERATION: _json({**theirs, "eos_token_id": _ends_with(theirs, eos_id, turns)})}
 
 
 def _end_of(name: str, ids: Mapping[str, int]) -> str | None:
@@ -214,12 +226,10 @@ def _their_generation(path: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{GENERATION} was not copied but generated: {visible(error.problems[0])}"]
 
 
-def _ends_with(generation: Mapping[str, Any], eos_id: int) -> int | list[int]:
-    """Returns the ends of a generation config, with `eos_id`."""
+def _ends_with(generation: Mapping[str, Any], eos_id: int, turns: tuple[int, ...]) -> int | list[int]:
+    """Returns the ends of a generation config, with `eos_id` and the ends of turns."""
     ends = generation.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if eos_id not in ends:
-        ends = [*ends, eos_id]
+    ends = list(dict.fromkeys([*(ends if isinstance(ends, list) else [] if ends is None else [ends]), eos_id, *turns]))
     return ends[0] if len(ends) == 1 else ends
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from raypp.data.chat_template import ChatTemplate, TemplateFault
+from raypp.data.chat_files import learnt_ends, turn_ends
+from raypp.data.chat_template import ChatTemplate
 from raypp.data.tokenizer import NotEncodable, PromptTokenizer, framed, lacking
 from raypp.errors import DataError, JobError, Problem
 from raypp.inference.source import Source
@@ -21,7 +22,6 @@ _MOST_BYTES = 256 << 20
 _LINE = Bounds(size=16 << 20)
 _SHOWN = 5
 _UNFINISHED = "\ufffd"
-_CONTENT = "what-the-assistant-writes"
 
 
 class _Row(TypedDict):
@@ -136,31 +136,13 @@ def encode_conversation(source: Source, tokenizer: PromptTokenizer, text: str, m
 def end_ids(source: Source, tokenizer: PromptTokenizer) -> tuple[int, ...]:
     """Returns the ids that end a text; for a run, those that its export has."""
     own = (tokenizer.eos_id,) if source.run or not source.eos_ids else ()
+    own += learnt_ends((source.document or {}).get("data") or {}, tokenizer)
     return tuple(dict.fromkeys((*source.eos_ids, *own)))
 
 
-def end_of_turn(template: ChatTemplate) -> str:
-    """Returns what a template writes right behind an assistant's turn, up to the next blank; ""
-    if nothing.
-
-    A model that was trained on conversations writes it where it has answered.
-    """
-    try:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
-        _, _, behind = template.render(turns).text.rpartition(_CONTENT)
-    except TemplateFault:  # the conversation will tell
-        return ""
-    return next(iter(behind.split()), "")
-
-
 def chat_end_ids(source: Source, tokenizer: PromptTokenizer, template: ChatTemplate) -> tuple[int, ...]:
-    """Returns the ids that end an answer: those of a text, and that of the end of a turn if it is
-    one token."""
-    try:
-        turn = tokenizer.encode(end_of_turn(template)).tolist()
-    except NotEncodable:
-        turn = []
-    return tuple(dict.fromkeys((*end_ids(source, tokenizer), *(turn if len(turn) == 1 else ()))))
+    """Returns the ids that end an answer: those of a text, and those of the ends of turns."""
+    return tuple(dict.fromkeys((*end_ids(source, tokenizer), *turn_ends(template, tokenizer))))
 
 
 @dataclass

@@ -21,13 +21,14 @@ from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.errors import EXIT_OK, CheckpointError, Problem, ResourcesError
 from raypp.hf.initial_weights import load_from_hf
 from raypp.hf.model_files import HfFiles, with_base_id
+from raypp.hf.original import repeat_settings
 from raypp.inference.processes import error_document
 from raypp.inference.source import Source
 from raypp.models.stage import DecoderStage, build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
-from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, length_that_changes_keys
+from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, Repeats, length_that_changes_keys
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Seat
 from raypp.spec.job import Job
@@ -117,6 +118,7 @@ def open_decoder(source: Source, seat: Seat) -> Iterator[PipelineDecoder]:
         "device": device,
         "kernel": kernel,
         "border": length_that_changes_keys(job.model),
+        "repeats": Repeats(*repeat_settings(job.model)),
     }
     if pp == 1:
         yield PipelineDecoder(**place)

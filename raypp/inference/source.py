@@ -23,7 +23,15 @@ from raypp.data.tokenizer import AddBos, FileTokenizer, PromptTokenizer, check_f
 from raypp.errors import CheckpointError, DataError, JobError, Problem
 from raypp.hf.from_hf import hf_options
 from raypp.hf.model_files import GENERATION, HfFiles
-from raypp.hf.original import end_ids, model_context, original_ends, saved_options, section_of, trained_length
+from raypp.hf.original import (
+    end_ids,
+    model_context,
+    original_ends,
+    saved_options,
+    section_of,
+    trained_length,
+    unused_settings,
+)
 from raypp.planning.resolve import cut_of
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -257,7 +265,7 @@ def _of_run(store: ObjectStore, commit: Commit, skipped: list[Problem], trust: b
         run=commit.run,
         step=commit.step,
         document=document,
-        remarks=tuple(remarks),
+        remarks=(*remarks, *unused_settings(options)),
         add_bos=data.get("add_bos", False),
     )
 
@@ -276,6 +284,7 @@ def _of_folder(argument: str) -> Source:
         precision=next((known.name for known in DTYPES.values() if known.torch == dtype), FP32.name),
         tokenizer=files.place(TOKENIZER) if there else None,
         eos_ids=original_ends(options) or end_ids(None, config),
+        remarks=tuple(unused_settings(options)),
     )
 
 

@@ -93,6 +93,33 @@ def length_that_changes_keys(options: DecoderOptions) -> int | None:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """What a model's generation_config.json says about tokens that a row has already.
+
+    Attributes:
+        penalty: Divides their logits that are positive, and multiplies the others.
+        ngram: No sequence of so many tokens comes twice; 0: any may.
+    """
+
+    penalty: float = 1.0
+    ngram: int = 0
+
+    def applied(self, logits_BV: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the logits `[B, V]` of the rows' next tokens, as transformers changes them."""
+        if self == Repeats():
+            return logits_BV
+        logits_BV = logits_BV.float().clone()
+        for logits_V, row in zip(logits_BV, map(list, rows), strict=True):
+            there = sorted(set(row))
+            had = logits_V[there]
+            logits_V[there] = torch.where(had < 0, had * self.penalty, had / self.penalty)
+            begun = row[len(row) - self.ngram + 1 :]
+            starts = range(len(row) - self.ngram + 1 if self.ngram else 0)
+            logits_V[[row[at + self.ngram - 1] for at in starts if row[at : at + self.ngram - 1] == begun]] = -torch.inf
+        return logits_BV
+
+
+@dataclass(frozen=True)
 class PipelineDecoder:
     """Decodes on the stages of this rank. All ranks of the pipeline run the same prompts.
 
@@ -107,6 +134,7 @@ class PipelineDecoder:
         world: The global rank of each pipeline rank, for tokens.
         kernel: Attention within prompts; None: the plain one.
         border: See `length_that_changes_keys`. A group is computed again when a row passes it.
+        repeats: How tokens that a row has are made less likely.
     """
 
     stages: Mapping[int, nn.Module]
@@ -119,6 +147,7 @@ class PipelineDecoder:
     world: Sequence[int] = (0,)
     kernel: AttentionKernel | None = None
     border: int | None = None
+    repeats: Repeats = Repeats()
 
     @torch.no_grad()
     def run(
@@ -197,6 +226,7 @@ class PipelineDecoder:
                 raise RunFailedError(
                     Problem("", "the model's logits are not finite", "use an older checkpoint (--step)")
                 )
+            logits_BV = self.repeats.applied(logits_BV, group.rows)
             numbers = range(group.first, group.first + len(lengths))
             self._choose(group, next_tokens(logits_BV, numbers, lengths, choice))
         group.waiting = True

@@ -25,7 +25,7 @@ from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import exists, is_glob, is_hub_name, is_remote
 from raypp.spec.precision import DTYPES
 from raypp.spec.rope import CONTEXT_FIXING, rope_problems
-from raypp.spec.tokenizer_file import TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
+from raypp.spec.tokenizer_file import MAKE_ONE, TOKENIZER, read_tokenizer, tokenizer_path, vocabulary
 from raypp.spec.trackers import check_trackers
 from raypp.untrusted.files import files_below, special_kind
 from raypp.untrusted.text import visible
@@ -452,8 +452,7 @@ def _tokenizer(job: Job, directory: Path | None) -> Iterator[Problem]:
         folder = Path(path).parent
         if Path(path).name == TOKENIZER and not is_remote(path) and folder.is_dir():
             fault = f"the folder {visible(folder)} has no {TOKENIZER}"
-            fix = "write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            missing = [Problem("data.tokenizer", fault, fix)]
+            missing = [Problem("data.tokenizer", fault, MAKE_ONE)]
         yield from missing
         return
     try:

@@ -20,6 +20,12 @@ from raypp.untrusted.text import visible
 BOUNDS = Bounds(size=256 << 20, values=4_000_000)
 """Limits of the file. One with 260,000 tokens has 35 MB and 2 million values."""
 TOKENIZER, _CONFIG, _MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+OTHER_FORMATS = (
+    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "tiktoken.model", "qwen.tiktoken", "added_tokens.json", _CONFIG, _MAP,
+)  # fmt: skip
+"""Files of tokenizers that raypp does not read without a tokenizer.json."""
+MAKE_ONE = "write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 _OF_MODEL = ("generation_config.json", "config.json")
 BESIDE = (_CONFIG, _MAP, *_OF_MODEL)
 """The files that name special tokens."""

@@ -191,6 +191,8 @@ def main(arguments: Sequence[str] | None = None, remember: Remember | None = Non
         seat = seat_from_environment(file.job)
         if seat.rank == 0 and (ignored := for_a_controller(file.job)):
             log.warning("without effect under torchrun, which starts and restarts the ranks: %s", ", ".join(ignored))
+        for remark in file.remarks if seat.rank == 0 else ():
+            log.warning("note: %s", remark)
         return _run(file.job, seat, remember)
     except RayppError as error:
         if options.debug:

@@ -199,35 +199,44 @@ def same_place(url: str, other: str) -> bool:
 
 
 def files_below(root: Path) -> Iterator[str]:
-    """Yields all files of a folder and of those in it. Follows no link to a folder."""
-    for folder, _, names in os.walk(root):
-        yield from (os.path.join(folder, name) for name in names)  # noqa: PTH118 - quick for many files
+    """Yields the files of a folder and of those in it that are not hidden, as `matches` does for
+    `root/**`."""
+    return (path for folder, names in _tree(str(root)) for path in names)
 
 
 def matches(pattern: str) -> Iterator[str]:
     """Yields the paths that `glob` with `recursive` matches, but `**` follows no link to a folder
-    above, so it ends and yields no file twice."""
+    that it finds without it, or above, so it ends and yields no file twice."""
     deep = _ANY_DEPTH.fullmatch(pattern)
     if deep is None:
         yield from glob.iglob(pattern)  # noqa: PTH207 - Path.glob matches hidden files
         return
     rest = deep[2].strip("/")
     for start in glob.iglob(deep[1]) if deep[1] else ["."]:  # noqa: PTH207
-        for path in _tree(start, files=not deep[2]):
+        for folder, names in _tree(start):
             if rest:
-                yield from matches(os.path.join(glob.escape(path), rest))  # noqa: PTH118
-            elif path != ".":
-                yield path
+                yield from matches(os.path.join(glob.escape(folder), rest))  # noqa: PTH118
+            else:
+                yield from (path for path in (folder, *([] if deep[2] else names)) if path != ".")
 
 
-def _tree(root: str, *, files: bool) -> Iterator[str]:
-    """Yields a folder and all folders below it that are not hidden, with their files if wanted."""
+def _tree(root: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields a folder and all folders below it that are not hidden, each with its files."""
+    top, seen = Path(root).resolve(), set[Path]()
     for folder, folders, names in os.walk(root, followlinks=True):
         here = Path(folder)
-        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_up(here / name)]
-        yield folder
-        yield from (str(here / name) for name in names if files and not name.startswith("."))
+        folders[:] = [
+            name for name in sorted(folders) if not name.startswith(".") and not _again(here / name, top, seen)
+        ]
+        yield folder, [str(here / name) for name in names if not name.startswith(".")]
 
 
-def _leads_up(path: Path) -> bool:
-    return path.is_symlink() and any(path.samefile(above) for above in path.absolute().parents)
+def _again(path: Path, top: Path, seen: set[Path]) -> bool:
+    """Whether a folder is a link to what is walked without it: below or above `top`, or seen."""
+    if not path.is_symlink():
+        return False
+    real = path.resolve()
+    below = real.is_relative_to(top) and not any(part.startswith(".") for part in real.relative_to(top).parts)
+    known = below or top.is_relative_to(real) or real in seen
+    seen.add(real)
+    return known

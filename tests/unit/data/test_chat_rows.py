@@ -200,7 +200,6 @@ WRONG = [
     ({}, "has no keys"),
     ({"prompt": "a"}, "it has 'prompt'"),
     ({"prompt": ["a"], "completion": "b"}, "'prompt' is a list, not a text"),
-    ({"prompt": "a", "completion": ""}, "'completion' is empty"),
     ({"messages": []}, "messages is empty"),
     ({"messages": None}, "messages is null, not a list"),
     ({"messages": "hi"}, "messages is a text, not a list"),

@@ -223,6 +223,11 @@ def test_a_job_with_from_hf_takes_the_tokenizer_of_the_model(tmp_path: Path) -> 
     (tmp_path / "job.yaml").write_text(f"name: a\nmodel: {{from_hf: {tmp_path}/model}}\ndata: {{path: a.txt}}\n")
     plain = with_hf_sizes(load_job(tmp_path / "job.yaml"))
     assert plain.job.data.tokenizer == "bytes" and "has no tokenizer.json" in plain.remarks[0]
+    for other in ("vocab.json", "tokenizer.model", "tokenizer_config.json"):
+        (tmp_path / "model" / other).write_text("{}")
+        with pytest.raises(JobError, match=rf"has no tokenizer\.json, but {other}\n  fix: write one with transformers"):
+            with_hf_sizes(load_job(tmp_path / "job.yaml"))
+        (tmp_path / "model" / other).unlink()
     tokenizer = write_family("smollm", tmp_path / "model")
     assert with_hf_sizes(load_job(tmp_path / "job.yaml")).job.data.tokenizer == str(tokenizer)
     file = load_checked_job(tmp_path / "job.yaml")

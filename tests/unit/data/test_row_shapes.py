@@ -278,11 +278,11 @@ def test_what_is_not_used_is_said_once_for_each_file(tmp_path: Path) -> None:
         for file in files
         for what in ("column id is not used", "key mood of turns is not used: the chat template does not read it")
     ]
-    assert list(look_at(asked, 1).remarks) == expected
+    assert list(look_at(asked, 1).remarks) == [f"{remark} (3 rows)" for remark in expected]
     table = pa.Table.from_pylist([{**row, "score": 1.5, "images": []}])
     pq.write_table(table, tmp_path / "c.parquet")
     remarks = look_at(of(tmp_path / "c.parquet", tmp_path, CHATML, kind="hf"), 1).remarks
-    assert [remark.partition(": ")[2] for remark in remarks] == [
+    assert [remark.partition(": ")[2].removesuffix(" (1 row)") for remark in remarks] == [
         "column id is not used",
         "column score is not used",
         "key mood of turns is not used: the chat template does not read it",

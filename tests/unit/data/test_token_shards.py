@@ -207,7 +207,7 @@ def test_what_is_not_used_is_remarked(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "id": 1}\n' * 9)
     remarks: list[str] = []
     written({"kind": "chat", "path": str(tmp_path / "a.jsonl")}, tmp_path / "out", remarked=remarks.append)
-    assert remarks == [f"{tmp_path / 'a.jsonl'}: column id is not used"]
+    assert remarks == [f"{tmp_path / 'a.jsonl'}: column id is not used (9 rows)"]
 
 
 OLD = {

@@ -24,8 +24,10 @@ from raypp.hf.export_model import export_hf
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles
 from raypp.hf.tokenizer_files import TokenizerFiles, bytes_tokenizer, tokenizer_files
+from raypp.inference.prompts import end_ids
+from raypp.inference.source import Source
 from raypp.spec.families import FAMILIES
-from raypp.spec.models import DecoderOptions
+from raypp.spec.models import DecoderOptions, OriginalFiles
 from raypp.storage.directory import DirectoryStore
 
 transformers: Any = Lazily("transformers")
@@ -226,3 +228,30 @@ def test_another_tokenizer_can_be_named(tmp_path: Path) -> None:
     assert not remarks and transformers.AutoTokenizer.from_pretrained(out)("a")["input_ids"] == [97]
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == 2
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 256]
+
+
+CHATML = "{% for m in messages %}{{ m.content }} <|im_end|>\n{% endfor %}"
+CALLS = CHATML.replace("<|im_end|>", "{{ '?' if m.tool_calls else '<|im_end|>' }}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "ends"),
+    [("chat", CHATML, [3, 4]), ("chat", CALLS, [3, 4, 5]), ("hf", CHATML, [3, 4]), ("text", CHATML, 3)],
+)
+def test_what_ends_a_learnt_turn_is_an_end_of_the_export(kind: str, template: str, ends: Any, tmp_path: Path) -> None:
+    source = words_file(tmp_path / "source")
+    special = [{"content": word, "id": at} for word, at in (("<|endoftext|>", 3), ("<|im_end|>", 4), ("?", 5))]
+    tokens = {str(one["id"]): {"content": one["content"], "special": True} for one in special}
+    config = {"eos_token": "<|endoftext|>", "chat_template": template, "added_tokens_decoder": tokens}
+    (source.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    job: dict[str, Any] = {"data": {"kind": kind, "tokenizer": str(source)}}
+    mixed = {"data": {"kind": "mixture", "parts": [{"kind": "text"}, {"kind": kind}], "tokenizer": str(source)}}
+    original = OriginalFiles(config="{}", generation_config='{"eos_token_id": 3, "max_new_tokens": 7}')
+    for options in (DecoderOptions(vocab_size=6), DecoderOptions(vocab_size=6, original=original)):
+        for run in (job, mixed):
+            written = tokenizer_files(run, None, options).files["generation_config.json"]
+            assert json.loads(written)["eos_token_id"] == ends
+    adapters = tokenizer_files(job, None, options, generation=False)
+    assert ("turns end with <|im_end|>" in str(adapters.remarks)) == (ends != 3)
+    source_of = Source("here", {"vocab_size": 6}, 32, "fp32", str(source), run="mine", document=job)
+    assert end_ids(source_of, FileTokenizer(source)) == tuple([ends] if ends == 3 else ends)

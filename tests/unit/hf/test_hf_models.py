@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,17 @@ def test_pickles_torn_files_and_no_files_are_told_apart(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * 64)
     with pytest.raises(CheckpointError, match="is not a safetensors file: its header would have"):
         files.tensors()
+
+
+def test_one_file_of_weights_comes_before_the_index_and_shards_of_an_earlier_save(tmp_path: Path) -> None:
+    written("llama", tmp_path / "base", shard="50KB")
+    (tmp_path / "again").mkdir()
+    torch.manual_seed(8)
+    new = written("llama", tmp_path / "again")
+    shutil.copy(tmp_path / "again" / "model.safetensors", tmp_path / "base")
+    for _ in range(2):
+        files = HfFiles(str(tmp_path / "base"))
+        tensor = files.tensors()["model.embed_tokens.weight"]
+        assert files.rows(tensor, 0, tensor.shape[0]).tolist() == new.model.embed_tokens.weight.tolist()
+        for shard in (tmp_path / "base").glob("model-0*.safetensors"):
+            shard.unlink()

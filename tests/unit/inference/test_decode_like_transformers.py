@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from their_models import FAMILY_CASES, family_cases, keys_of, loaded, their_config, their_instance
+from their_models import FAMILY_CASES, family_cases, keys_of, loaded, options_in, their_config, their_instance
 
-from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, length_that_changes_keys
+from raypp.hf.original import repeat_settings, unused_settings
+from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, Repeats, length_that_changes_keys
+from raypp.spec.models import DecoderOptions, OriginalFiles
 
 NEW = 6
 PROMPTS = ((5, 17, 3, 80, 41, 9, 66, 12, 31, 58, 2, 90), (44, 7, 13))
 
 
-def decoded(stages: list[torch.nn.Module], prompts: tuple[tuple[int, ...], ...], *, rows: int) -> list[list[int]]:
+def decoded(
+    stages: list[torch.nn.Module], prompts: tuple[tuple[int, ...], ...], *, rows: int, new: int = NEW, **more: Any
+) -> list[list[int]]:
     """Returns the new tokens of each prompt, from all stages in one process."""
     found: list[list[int]] = [[] for _ in prompts]
     held = dict(enumerate(stages))
@@ -25,9 +31,10 @@ def decoded(stages: list[torch.nn.Module], prompts: tuple[tuple[int, ...], ...],
         torch.float32,
         torch.device("cpu"),
         border=length_that_changes_keys(stages[0].options),
+        **more,
     )
     decoder.run(
-        [Prompt(prompt, NEW) for prompt in prompts],
+        [Prompt(prompt, new) for prompt in prompts],
         Choice(),
         (),
         lambda number, token, finish: found[number].append(token),
@@ -53,3 +60,30 @@ def test_greedy_tokens_are_those_of_transformers(kind: str, case: str, tmp_path:
         theirs.append(out[0, len(prompt) :].tolist())
     assert len({tuple(tokens) for tokens in theirs}) > 1, "prompts have different answers"
     assert decoded(loaded(tmp_path, 1), PROMPTS, rows=2) == theirs
+
+
+@pytest.mark.parametrize(("penalty", "ngram"), [(1.8, 3), (0.6, 2), (1.0, 1), (1.3, 0)])
+def test_repeats_are_avoided_as_a_generation_config_says(penalty: float, ngram: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = their_instance("llama", their_config("llama", keys_of("llama", "plain"))).eval()
+    model.generation_config.update(repetition_penalty=penalty, no_repeat_ngram_size=ngram, eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    theirs = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, pad_token_id=0
+        )
+        theirs.append(out[0, len(prompt) :].tolist())
+    options = options_in(tmp_path)
+    assert repeat_settings(options) == (penalty, ngram) and not unused_settings(options)
+    stages = loaded(tmp_path, 1)
+    ours = decoded(stages, PROMPTS, rows=2, new=30, repeats=Repeats(*repeat_settings(options)))
+    assert ours == theirs != decoded(stages, PROMPTS, rows=2, new=30)
+
+
+def test_settings_of_a_generation_config_that_are_not_used_are_named() -> None:
+    given = '{"suppress_tokens": [3], "num_beams": 4, "min_length": 0, "repetition_penalty": "much", "do_sample": true}'
+    options = DecoderOptions(original=OriginalFiles(config="{}", generation_config=given))
+    assert repeat_settings(options) == (1.0, 0)
+    assert unused_settings(options)[0].startswith("suppress_tokens, num_beams of generation_config.json: not used")

@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
+from raypp.data.chat_files import end_of_turn
 from raypp.data.chat_template import ChatTemplate
 from raypp.data.tokenizer import ByteTokenizer, open_tokenizer
 from raypp.errors import DataError, JobError
@@ -21,7 +22,6 @@ from raypp.inference.prompts import (
     chat_end_ids,
     encode_prompts,
     end_ids,
-    end_of_turn,
     read_prompts,
 )
 from raypp.inference.source import Source

@@ -37,8 +37,8 @@ def test_a_search_finds_what_glob_finds(tmp_path: Path, monkeypatch: pytest.Monk
             theirs = {os.path.normpath(path) for path in glob.glob(prefix + pattern, recursive=True)}  # noqa: PTH207
             ours = {os.path.normpath(path) for path in matches(prefix + pattern)}
             assert ours == theirs, prefix + pattern
-    theirs = {str(path) for path in tmp_path.rglob("*") if path.is_file()}
-    assert set(files_below(tmp_path)) == theirs
+    theirs = glob.glob(f"{tmp_path}/**", recursive=True)  # noqa: PTH207
+    assert set(files_below(tmp_path)) == {path for path in theirs if Path(path).is_file()}
 
 
 def test_loops_of_links_end(tmp_path: Path) -> None:
@@ -49,4 +49,22 @@ def test_loops_of_links_end(tmp_path: Path) -> None:
             (tmp_path / name / f"up{number}").symlink_to(tmp_path)
     found = list(matches(f"{tmp_path}/**/*.txt"))
     assert {Path(path).resolve() for path in found} == {tmp_path / "a/x.txt", tmp_path / "b/x.txt"}
-    assert len(list(files_below(tmp_path))) == 2  # links to folders are not followed
+    assert len(list(files_below(tmp_path))) == 2
+
+
+def test_a_linked_folder_is_read_like_a_pattern_does_and_what_is_there_anyway_only_once(tmp_path: Path) -> None:
+    for name in ("data/a.txt", "data/part-1/b.txt", "data/.hidden/c.txt", "disk/d.txt", "disk/.e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for link, target in (
+        ("latest", "part-1"),
+        ("more", "../disk"),
+        ("again", "../disk"),
+        ("own", ".hidden"),
+        ("up", ".."),
+    ):
+        (tmp_path / "data" / link).symlink_to(target)
+    found = sorted(files_below(tmp_path / "data"))
+    assert found == sorted(path for path in matches(f"{tmp_path}/data/**") if Path(path).is_file())
+    names = [os.path.relpath(path, tmp_path / "data") for path in found]
+    assert names == ["a.txt", "again/d.txt", "own/c.txt", "part-1/b.txt"]
