@@ -21,6 +21,7 @@ from raypp.hf.names import hf_parts
 from raypp.hf.tensor import GrownTensor, HfTensor, Mxfp4Tensor, dequantised, stored_names, with_dequantised
 from raypp.spec.family import Shape
 from raypp.spec.models import DecoderOptions
+from raypp.spec.paths import is_hub_name
 from raypp.storage import NotFound, ObjectInfo, ObjectStore, open_store
 from raypp.storage.store import check_key
 from raypp.untrusted.documents import Bounds, parse_as, parse_object
@@ -68,7 +69,7 @@ class HfFiles:
             self.store: ObjectStore = open_store(url)
         except JobError as error:
             raise JobError(Problem(KEY, error.problems[0].fault, error.problems[0].fix)) from error
-        self.bytes_read = 0
+        self._named, self.bytes_read = url, 0
         """Bytes of tensors read so far."""
         self._means: dict[str, bytes] = {}
         self._averaging = Lock()
@@ -88,6 +89,11 @@ class HfFiles:
             text = self._whole(_CONFIG, _CONFIG_BOUNDS.size, JobError)
         except NotFound:
             fix = "name a directory, or the URL of one in a store, with config.json and safetensors files"
+            if is_hub_name(self._named):
+                fix = (
+                    f"run `hf download {self._named} --local-dir DIR` where there is a network (with HF_TOKEN, if the "
+                )
+                fix += "model is gated), copy DIR to where every node can read it, or to a store, and name that"
             raise JobError(Problem(KEY, f"there is no {place}", fix)) from None
         config = parse_object(text, place, _CONFIG_BOUNDS, JobError, _FIX)
         if _depth(config) > _CONFIG_DEPTH:

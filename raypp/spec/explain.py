@@ -23,6 +23,7 @@ from raypp.spec.families import FAMILIES, family_options, kinds_with
 from raypp.spec.job import Job
 from raypp.spec.load import all_sections, field_at, literals_of, section_at, section_of, shown, words_of
 from raypp.spec.models import DecoderOptions
+from raypp.spec.other_names import translated
 from raypp.spec.section import Section, dotted, undotted
 
 WIDTH = 88
@@ -182,4 +183,5 @@ def _no_such_place(section: str) -> Problem:
     homes = [key for key in keys if key.rpartition(".")[2] == name]
     close = homes[:1] or difflib.get_close_matches(section, [*places, *keys], n=1)
     fix = f"did you mean {close[0]}?" if close else f"there are: {', '.join(places)}"
+    fix = translated(name) or fix
     return Problem("", f"the job file has no {section!r}", fix)

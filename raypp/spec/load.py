@@ -20,6 +20,7 @@ from raypp.errors import JobError, Problem
 from raypp.spec import limits
 from raypp.spec.families import model_options
 from raypp.spec.job import Job
+from raypp.spec.other_names import translated, translated_section
 from raypp.spec.section import KeyPath, Section, dotted
 
 _PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -131,10 +132,14 @@ def unknown_key(path: KeyPath, document: Any) -> Problem:
     known = list(section.model_fields) if section else []
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     homes = [f"{key}.{name}" if key else name for key, other in all_sections() if name in other.model_fields]
-    if close:
+    if theirs := translated(name):
+        fix = theirs
+    elif close:
         fix = f"did you mean {close[0]}?"
     elif len(homes) in (1, 2):
         fix = f"did you mean {' or '.join(homes)}?"
+    elif theirs := translated_section(_value(path, document)):
+        fix = theirs
     else:
         fix = f"remove it; {dotted(path[:-1]) or 'a job'} has: {', '.join(known)}"
     return Problem(dotted(path), "unknown key", fix)

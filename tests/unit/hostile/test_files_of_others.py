@@ -149,7 +149,8 @@ def test_import_names_the_file_and_the_tensor_and_writes_nothing(tmp_path: Path)
         done = CliRunner().invoke(command, ["checkpoints", "import", str(model), f"{store}/run"])
         assert isinstance(done.exception, RayppError), (said, done.exception)
         assert said in str(done.exception) and "model.safetensors" in str(done.exception)
-    index = {"weight_map": {"lm_head.weight": "../store/secret", "model.norm.weight": "model.safetensors"}}
+    (model / "model.safetensors").rename(model / "part.safetensors")
+    index = {"weight_map": {"lm_head.weight": "../store/secret", "model.norm.weight": "part.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     done = CliRunner().invoke(command, ["checkpoints", "import", str(model), f"{store}/run"])
     assert "index.json: object key '../store/secret' is absolute, or has" in str(done.exception)
