@@ -19,6 +19,29 @@ _claims: deque[socket.socket] = deque()
 """Names of ports that this process has chosen, newest last; the kernel frees them at its end."""
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Returns the family of an IP address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def place_of(address: str, port: int) -> str:
+    """Returns an address with a port as URLs write them: one of IPv6 is in brackets."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def address_towards(name: str) -> str:
+    """Returns this machine's address on the way to another, of IPv4 if there is a choice.
+
+    Raises:
+        OSError: The name has no address here, or there is no way.
+    """
+    found = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)
+    family, _, _, _, there = min(found, key=lambda one: one[0] != socket.AF_INET)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(there)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Returns distinct ports of this host that are free and lie below the kernel's ephemeral range.
 
@@ -43,7 +66,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Returns whether a server could listen on this port."""
-    with socket.socket() as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -99,7 +122,7 @@ def _room() -> range:
 
 def _ephemeral_ports(count: int, host: str) -> list[int]:
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        probes = [stack.enter_context(socket.socket(family_of(host))) for _ in range(count)]
         for probe in probes:  # all are held until all are chosen, so that they are distinct
             probe.bind((host, 0))
         return [int(probe.getsockname()[1]) for probe in probes]

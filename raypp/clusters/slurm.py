@@ -30,7 +30,7 @@ from raypp.clusters.ray_head import START_NODE, short_temporary_directory
 from raypp.clusters.user_folder import private_directory, raypp_home, write_private
 from raypp.environment import check_node
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, in_words
-from raypp.ports import free_port, free_ports
+from raypp.ports import address_towards, free_port, free_ports, place_of
 
 _START_S = 300.0
 """A node imports Ray from a shared folder, which takes a minute on a busy file server."""
@@ -183,7 +183,7 @@ def slurm_cluster(allocation: Allocation) -> Iterator[SlurmCluster]:
     write_private(folder / "token", token)
     own = _address_towards(others[0]) if others else "127.0.0.2"
     gcs, dashboard = free_ports(2, own)
-    cluster = SlurmCluster(f"http://{own}:{dashboard}", folder / "token")
+    cluster = SlurmCluster(f"http://{place_of(own, dashboard)}", folder / "token")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
     client, end = Dashboard(cluster.address, token), time.monotonic() + _START_S
     try:
@@ -194,7 +194,7 @@ def slurm_cluster(allocation: Allocation) -> Iterator[SlurmCluster]:
             # --overlap: beside other steps. A step without --gpus gets all GPUs of its node.
             step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={name}", "--mpi=none"]
             step += ["--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", f"--job-name=ray-{name}"]
-            cluster._start(name, f"--join={own}:{gcs}", step_environment, step)
+            cluster._start(name, f"--join={place_of(own, gcs)}", step_environment, step)
         cluster._wait_for(len(allocation.nodes), client, end)
         yield cluster
     finally:
@@ -224,14 +224,11 @@ def _address_towards(node: str) -> str:
         UnreachableError: The node's name has no address.
     """
     try:
-        address = socket.getaddrinfo(node, None, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0]
+        return address_towards(node)
     except OSError as error:
         raise UnreachableError(
             Problem(f"node {node}", f"its name has no address here: {error}", "check DNS or /etc/hosts")
         ) from None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _run(*command: str) -> str:
@@ -269,11 +266,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{here} has {versions}, but the first node has {given['expect']}", file=sys.stderr)  # noqa: T201
         return 2
     if "head" in given:
-        own, gcs, dashboard = given["head"].split(":")
+        own, gcs, dashboard = given["head"].rsplit(":", 2)
         role = ["--head", f"--port={gcs}", f"--dashboard-host={own}", f"--dashboard-port={dashboard}"]
         role += [f"--ray-client-server-port={free_port(own)}", "--include-log-monitor=false"]
     else:
-        own, role = _address_towards(given["join"].partition(":")[0]), [f"--address={given['join']}"]
+        own, role = _address_towards(given["join"].rpartition(":")[0].strip("[]")), [f"--address={given['join']}"]
     # A node's files are on its own disk, under a short path: Ray makes sockets there.
     folder = Path(f"/tmp/raypp-slurm-{os.environ.get('SLURM_JOB_ID', '0')}-{secrets.token_hex(3)}")
     folder.mkdir(mode=0o700)

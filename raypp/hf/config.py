@@ -51,7 +51,10 @@ def options_from_config(
     if family is None:
         named = visible(", ".join(config.get("architectures") or [])[:_SHOWN]) or "no architecture"
         fault = f"{place}: model_type {brief(model_type)} ({named}) is not supported"
-        raise JobError(Problem(KEY, fault, f"use a model of one of these families: {', '.join(FAMILIES)}"))
+        if isinstance(config.get("text_config"), dict):
+            fault += ": it is multimodal, and raypp does not take the text part out of such a model yet"
+        types = sorted({family.hf.model_type for family in FAMILIES.values()})
+        raise JobError(Problem(KEY, fault, f"use a model of text with one of these model_types: {', '.join(types)}"))
     rope_key = source_of(config)
     refused = f"{place}: {rope_key} {brief(config.get(rope_key))}"
     lifted = as_version_4(config, family.hf)

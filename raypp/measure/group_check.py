@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from raypp.errors import RayppError, in_words
+from raypp.ports import place_of
 from raypp.train.cuda_settings import prepare_driver
 from raypp.train.lost_peer import explained, lost_peer
 
@@ -41,7 +42,7 @@ def check(rank: int, world: int, address: str, port: int, device: torch.device) 
         RayppError: A number has changed on its way.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    where = f"tcp://{address}:{port}"
+    where = f"tcp://{place_of(address, port)}"
     dist.init_process_group(backend, where, timedelta(seconds=60), world, rank)
     pattern = torch.arange(_VALUES, dtype=torch.float32, device=device) % 251
     data, received = torch.empty_like(pattern), torch.empty_like(pattern)

@@ -9,6 +9,7 @@ own traffic is not.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from raypp.crc32 import crc32
 from raypp.errors import CheckpointError
 from raypp.memory.files import CONTROL_BYTES, Control, decode_control, keeper
 from raypp.memory.slot import Slot, checksum
+from raypp.ports import address_towards
 from raypp.retry import Backoff
 from raypp.storage.rate_limit import LOW_PRIORITY, Abandoned, Pace
 from raypp.untrusted.sockets import Listener, introduce, receive
@@ -76,12 +78,9 @@ def own_address(address: str, master: str) -> str:
 
     This is `address` if it is an IP address, else the local address of the route to `master`.
     """
-    with contextlib.suppress(OSError):
-        socket.inet_aton(address)
-        return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))
-        return str(probe.getsockname()[0])
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(address))
+    return address_towards(master)
 
 
 class CopyReceiver:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -36,6 +36,14 @@ CONNECT_S = 5.0
 SILENCE_S = 30.0
 """Longest silence on a connection, unless it is set."""
 _STYLES = ("path", "virtual", "auto")
+_ADDED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "RAYPP_S3_REQUEST_PAYER": ("RequestPayer", ("requester",)),
+    "RAYPP_S3_ENCRYPTION": ("ServerSideEncryption", ("AES256", "aws:kms", "aws:kms:dsse")),
+    "RAYPP_S3_KMS_KEY": ("SSEKMSKeyId", ()),
+    "RAYPP_S3_ACL": ("ACL", ()),
+    "RAYPP_S3_BUCKET_OWNER": ("ExpectedBucketOwner", ()),
+}
+"""Variables whose value requests carry: the parameter, and its values; (): any."""
 CONFLICT = 409
 REFUSED_CONDITION = 412
 _UNKNOWN_KEY = {"InvalidAccessKeyId", "InvalidClientTokenId"}
@@ -161,8 +169,8 @@ class S3Clients:
             server = str(client.meta.endpoint_url)
             if _is_aws(server) == bool(guess):
                 client = make(server, style, None) if _is_aws(server) else make(server, *elsewhere)
-            if _requester_pays():
-                client.meta.events.register("before-parameter-build.s3", _ask_as_requester)
+            if added := _added_parameters():
+                client.meta.events.register("before-parameter-build.s3", partial(_add, added))
             prepare_client(client)
             if not _is_aws(str(client.meta.endpoint_url)):
                 client.meta.events.register_last("before-parameter-build.s3", _follow_no_redirect)
@@ -299,13 +307,17 @@ def _checksums_are_set(profile: dict[str, Any]) -> bool:
     return any(name in profile or os.environ.get(f"AWS_{name.upper()}") for name in names)
 
 
-def _requester_pays() -> bool:
-    payer = os.environ.get("RAYPP_S3_REQUEST_PAYER", "").strip().lower()
-    if payer not in ("", "requester"):
-        raise JobError(
-            Problem("RAYPP_S3_REQUEST_PAYER", f"{payer!r} is not a payer", "leave it empty, or set it to requester")
-        )
-    return payer == "requester"
+def _added_parameters() -> dict[str, str]:
+    """Returns the parameters that the environment adds to every request that accepts them."""
+    added = {}
+    for name, (parameter, values) in _ADDED.items():
+        given = os.environ.get(name, "").strip()
+        value = next((one for one in values if one.lower() == given.lower()), "" if values else given)
+        if given and not value:
+            fix = f"leave it empty, or set it to {' or '.join(values)}"
+            raise JobError(Problem(name, f"{visible(given)!r} is none of its values", fix))
+        added |= {parameter: value} if value else {}
+    return added
 
 
 def _follow_no_redirect(context: dict[str, Any], **_others: Any) -> None:
@@ -314,10 +326,10 @@ def _follow_no_redirect(context: dict[str, Any], **_others: Any) -> None:
     context.setdefault("s3_redirect", {})["redirected"] = True
 
 
-def _ask_as_requester(params: dict[str, Any], model: Any, **_: Any) -> None:
-    """Adds RequestPayer to every request that accepts it."""
-    if model.input_shape is not None and "RequestPayer" in model.input_shape.members:
-        params.setdefault("RequestPayer", "requester")
+def _add(added: dict[str, str], params: dict[str, Any], model: Any, **_: Any) -> None:
+    """Adds parameters to a request that accepts them."""
+    for name in added.keys() & (model.input_shape.members.keys() if model.input_shape is not None else ()):
+        params.setdefault(name, added[name])
 
 
 def _is_aws(endpoint: str) -> bool:
@@ -509,7 +521,8 @@ def _refusal(error: Exception, store: S3Store, place: str, after: str) -> RayppE
             Problem(
                 place,
                 f"access denied{at} ({code or status}{': ' + message if message else ''})",
-                f"allow the key to list, read, write and delete in the bucket {store.bucket!r}",
+                f"allow the key to list, read, write and delete in the bucket {store.bucket!r}; if its policy asks "
+                "for encryption or an ACL on writes, set RAYPP_S3_ENCRYPTION (AES256, aws:kms) or RAYPP_S3_ACL",
             )
         )
     if status == 301 or code in _MOVED:

@@ -143,6 +143,28 @@ def test_the_requester_says_that_he_pays_with_every_request(proxy: FaultProxy, m
 
 
 @pytest.mark.gate
+@pytest.mark.usefixtures("keys")
+def test_every_write_asks_for_the_encryption_that_a_policy_wants(
+    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
+    monkeypatch.setenv("RAYPP_S3_ENCRYPTION", "AES256")
+    monkeypatch.setenv("RAYPP_S3_ACL", "bucket-owner-full-control")
+    store = open_store(f"s3://{BUCKET}/encrypted")
+    assert works(store)
+    writes = [one for one in proxy.seen if _creates(one.method, one.path)]
+    assert any(one.method == "POST" for one in writes) and any(one.method == "PUT" for one in writes)
+    for name, value in (("x-amz-server-side-encryption", "AES256"), ("x-amz-acl", "bucket-owner-full-control")):
+        assert all(one.headers.get(name) == value for one in writes)
+        assert not any(name in one.headers for one in proxy.seen if one not in writes)
+
+
+def _creates(method: str, path: str) -> bool:
+    """Whether a request creates an object or begins an upload."""
+    return (method == "PUT" and "partNumber" not in path) or (method == "POST" and "?uploads" in path)
+
+
+@pytest.mark.gate
 @pytest.mark.parametrize("value", ["when_supported", "when_required"])
 @pytest.mark.usefixtures("keys")
 def test_botos_checksums_are_off_for_servers_that_are_not_aws_unless_they_are_asked_for(
@@ -164,7 +186,8 @@ def test_botos_checksums_are_off_for_servers_that_are_not_aws_unless_they_are_as
     ("name", "value", "message"),
     [
         ("RAYPP_S3_ADDRESSING_STYLE", "host", "not a way to address a bucket"),
-        ("RAYPP_S3_REQUEST_PAYER", "me", "is not a payer"),
+        ("RAYPP_S3_REQUEST_PAYER", "me", "is none of its values"),
+        ("RAYPP_S3_ENCRYPTION", "yes", "is none of its values"),
         ("RAYPP_STORE_PATIENCE_S", "long", "not a number of seconds"),
         ("RAYPP_STORE_TIMEOUT_S", "-1", "not a number of seconds"),
         ("AWS_PROFILE", "nobody", "AWS settings are invalid"),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from raypp import ports
-from raypp.ports import free_ports, held_port
+from raypp.memory.peer import own_address
+from raypp.ports import address_towards, free_ports, held_port, place_of
 
 
 def test_ports_are_free_all_different_and_none_that_the_kernel_deals_out() -> None:
@@ -81,3 +82,16 @@ def test_a_port_of_ones_own_choice_is_held_by_one_process_until_its_server_liste
         server.listen()
         with held_port(port) as mine:
             assert not mine, "a server listens there"
+
+
+def test_addresses_of_ipv6_are_addresses_too(kernels: Path) -> None:
+    for text in ("1024 65535", "30000 60999"):  # chosen by the kernel, and below its range
+        kernels.write_text(text)
+        (port,) = free_ports(1, "::1")
+        with socket.socket(socket.AF_INET6) as server:
+            server.bind(("::1", port))
+            server.listen()
+            assert not ports.port_is_free(port, "::1")
+    assert address_towards("::1") == own_address("::1", "nowhere") == own_address("name", "::1") == "::1"
+    assert address_towards("127.0.0.1") == "127.0.0.1" and own_address("10.1.2.3", "nowhere") == "10.1.2.3"
+    assert [place_of(host, 80) for host in ("::1", "10.0.0.1", "node")] == ["[::1]:80", "10.0.0.1:80", "node:80"]
