@@ -28,20 +28,20 @@ _CHUNK = 16 << 20
 _watch: ContextVar[Callable[[int], None]] = ContextVar("watch", default=lambda count: None)
 _left: ContextVar[Counter[str]] = ContextVar("left")
 _USUAL_RATIO = 5
-_ABOUT = {
-    f"{name}{ending}" for name in ("readme", "license", "licence") for ending in (".md", ".txt")
-} | {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}  # fmt: skip
+_ABOUT = ("readme.md", "license.md", "license.txt", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 """Files in a folder that are about the data."""
-_OTHER_FORMATS = (
-    ".csv", ".tsv", ".parquet", ".arrow", ".jsonl", ".ndjson", ".xls", ".xlsx", ".pdf", ".html", ".xml", ".pkl", ".pt",
-    ".npy", ".bin", ".safetensors", ".sqlite", ".db", ".zip", ".tar", ".tgz", ".tbz", ".txz", ".7z", ".rar", ".lz4",
-    ".lzma", ".br", ".sz", ".snappy", ".z",
+_FORMATS = (
+    ".csv", ".tsv", ".parquet", ".arrow", ".jsonl", ".ndjson", ".xlsx", ".pdf", ".html", ".xml", ".pkl", ".pt", ".npy",
+    ".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".lzma", ".br", ".z",
 )  # fmt: skip
-"""Endings that say how a file's content is written."""
+"""Endings that say how a content is written."""
 _BEGINNINGS = {
-    b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"PK\x03\x04": ".zip",
-    b"PAR1": ".parquet", b"ARROW1": ".arrow",
-}  # fmt: skip
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ": ".xz",
+    b"PK\x03\x04": ".zip",
+}
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -170,7 +170,7 @@ def _is_data(name: str, endings: tuple[str, ...]) -> bool:
     path = PurePosixPath(name.lower())
     if any(part.startswith((".", "__", "_temporary")) for part in path.parts):
         return False
-    about = str(path) in _ABOUT or (path.name in _ABOUT and path.suffix == ".json")
+    about = path.name in _ABOUT and (path.suffix == ".json" or len(path.parts) == 1)
     if path.name.endswith(endings) and not about:
         return True
     _leave_out(PurePosixPath(name).name if about else path.suffix or "without an ending")
@@ -184,7 +184,7 @@ def _leave_out(kind: str) -> None:
 def _check_format(name: str, endings: tuple[str, ...], place: str) -> None:
     """Refuses a file that the path names, if its ending says that it is of another format."""
     ending = PurePosixPath(name.lower().removesuffix(_packed(name))).suffix
-    if ending not in _OTHER_FORMATS or name.lower().endswith(endings):
+    if ending not in _FORMATS or name.lower().endswith(endings):
         return
     reader = next((kind.name for kind in SOURCES.usable() if ending in kind.endings), "")
     fix = f"set data.kind to {reader}" if reader else "convert or unpack it, for example to .jsonl"

@@ -1,6 +1,6 @@
 """What transformers, TRL, axolotl, LLaMA-Factory, torchtitan, Megatron-LM and DeepSpeed call the
 keys of a job. `docs/tasks/coming_from.md` has the same table."""
-# ruff: noqa: E501 - a line each
+# ruff: noqa: E501
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ fp8 fp8_format float8 = train.precision | ! raypp has no fp8 yet: set train.prec
 gradient_checkpointing use_gradient_checkpointing activation_checkpoint recompute_activations recompute_granularity = train.activation_checkpointing | full for true; selective is quicker
 torch_compile use_compile = train.compile
 attn_implementation flash_attention flash_attn use_flash_attn use_flash_attention_2 sdp_attention = train.attention | auto takes the quickest that is there
-max_length max_seq_length max_seq_len cutoff_len sequence_len sequence_length seq_length block_size = data.seq_len
-sample_packing neat_packing = data.packing
+max_length max_seq_length max_seq_len cutoff_len sequence_len sequence_length seq_length block_size = data.seq_len ; sample_packing neat_packing = data.packing
 train_on_inputs train_on_prompt mask_prompt assistant_only_loss completion_only_loss = data.loss | assistant, last or all
 dataset datasets dataset_name dataset_path data_path dataset_dir train_file train_files = data.path | a file, a folder, a glob, s3://…; with kind: hf org/name
 dataset_text_field text_column text_field = data.text_key
@@ -39,37 +38,25 @@ eval_steps eval_interval val_check_interval = train.eval_every_steps
 template chat_template_jinja = data.chat_template | a file with a Jinja template
 tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_model tokenizer_config = data.tokenizer | a tokenizer.json or its folder
 model_name_or_path model_name model_path model_id base_model pretrained_model_name_or_path hf_assets_path = model.from_hf | a folder, or s3://…
-num_hidden_layers n_layers n_layer = model.num_layers
-n_embd d_model = model.hidden_size
-intermediate_size ffn_hidden_size ffn_dim d_ff n_inner = model.ffn_size
-num_attention_heads n_heads n_head = model.num_heads
-num_key_value_heads num_query_groups n_kv_heads = model.num_kv_heads
-kv_channels = model.head_dim
-max_position_embeddings = model.max_context
-rms_norm_eps layer_norm_eps layernorm_epsilon norm_epsilon = model.norm_eps
-tie_word_embeddings = model.tie_embeddings
+num_hidden_layers n_layers n_layer = model.num_layers ; n_embd d_model = model.hidden_size ; intermediate_size ffn_hidden_size ffn_dim d_ff n_inner = model.ffn_size
+num_attention_heads n_heads n_head = model.num_heads ; num_key_value_heads num_query_groups n_kv_heads = model.num_kv_heads ; kv_channels = model.head_dim ; max_position_embeddings = model.max_context
+rms_norm_eps layer_norm_eps layernorm_epsilon norm_epsilon = model.norm_eps ; tie_word_embeddings = model.tie_embeddings
 rope_scaling = model.rope | with rope_type as kind, original_max_position_embeddings as original_context
 initializer_range init_method_std = model.init_std
 adapter finetuning_type peft use_lora use_peft = model.lora | a section: {rank: 16, alpha: 32}
-lora_r lora_rank r = model.lora.rank
-lora_alpha = model.lora.alpha
-lora_dropout = model.lora.dropout
+lora_r lora_rank r = model.lora.rank ; lora_alpha = model.lora.alpha ; lora_dropout = model.lora.dropout
 target_modules lora_target lora_target_modules lora_target_linear = model.lora.targets | a list of names; all is [all-linear]
 load_in_4bit load_in_8bit quantization_bit = model.lora.base | nf4 or int8
-num_local_experts n_routed_experts = model.num_experts
-num_experts_per_tok moe_router_topk = model.experts_per_token
-moe_intermediate_size moe_ffn_hidden_size = model.expert_ffn_size
+num_local_experts n_routed_experts = model.num_experts ; num_experts_per_tok moe_router_topk = model.experts_per_token ; moe_intermediate_size moe_ffn_hidden_size = model.expert_ffn_size
 router_aux_loss_coef moe_aux_loss_coeff = model.aux_loss_weight
 pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree pp_size = mesh.pp
 dp dp_size data_parallel_size data_parallel_replicate_degree num_gpus world_size = mesh.dp_replicate | ranks with a whole copy of the weights
 fsdp_size dp_shard data_parallel_shard_degree zero_stage zero_optimization fsdp_config deepspeed = mesh.fsdp | the number of ranks that share weights and moments, as with ZeRO-3
-context_parallel_size context_parallel_degree sequence_parallel_degree sequence_parallel_size = mesh.cp
-expert_parallel_size expert_model_parallel_size expert_parallel_degree = mesh.ep
+context_parallel_size context_parallel_degree sequence_parallel_degree sequence_parallel_size = mesh.cp ; expert_parallel_size expert_model_parallel_size expert_parallel_degree = mesh.ep
 tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree = mesh.fsdp | ! raypp has no tensor parallelism yet: share weights by mesh.fsdp, layers by mesh.pp, long rows by mesh.cp
 pipeline_parallel_schedule = pipeline.schedule
 num_layers_per_virtual_pipeline_stage = pipeline.layers_per_stage | a list
-save_steps save_interval save_freq checkpoint_interval = checkpoint.every_steps
-save_total_limit keep_latest_k = checkpoint.keep
+save_steps save_interval save_freq checkpoint_interval = checkpoint.every_steps ; save_total_limit keep_latest_k = checkpoint.keep
 output_dir save_dir save_folder dump_folder checkpoint_dir = checkpoint.url | a folder that all nodes share, or s3://…; the run's name is added
 report_to wandb_project use_wandb enable_wandb use_tensorboard = observe.trackers | [{kind: wandb}], or tensorboard
 run_name experiment_name exp_name = name
@@ -80,14 +67,14 @@ logging_steps log_interval log_freq = observe | ! leave it out: raypp records ev
 num_workers dataloader_num_workers dataset_num_proc preprocessing_num_workers = data | ! leave it out: raypp reads ahead by itself; `raypp data tokenize --processes N` tokenises once
 num_nodes nnodes nproc_per_node devices num_gpus_per_node = mesh | ! leave it out: the product of the axes of mesh is the number of GPUs
 """
-"""A line each: names = our key | how its value translates, where it is not the same; with `!` what
+"""Each: names = our key | how its value translates, where it is not the same; with `!` what
 to do instead."""
 
 
 def other_names() -> dict[str, tuple[str, str]]:
     """Returns our key for each name, and how the value translates; "" where it is the same."""
     names: dict[str, tuple[str, str]] = {}
-    for line in _TABLE.strip().splitlines():
+    for line in _TABLE.strip().replace(" ; ", "\n").splitlines():
         theirs, _, ours = line.partition(" = ")
         key, _, how = ours.partition(" | ")
         names |= dict.fromkeys(theirs.split(), (key, how))
