@@ -153,8 +153,8 @@ def repeat_settings(options: DecoderOptions) -> tuple[float, int]:
     """Returns `repetition_penalty` and `no_repeat_ngram_size` of generation_config.json."""
     given = original_generation(options) or {}
     penalty, ngram = given.get("repetition_penalty"), given.get("no_repeat_ngram_size")
-    good = isinstance(penalty, int | float) and 0 < penalty < math.inf
-    return float(penalty) if good else 1.0, ngram if isinstance(ngram, int) and ngram > 0 else 0
+    penalty = float(penalty) if isinstance(penalty, int | float) and 0 < penalty < math.inf else 1.0
+    return penalty, ngram if isinstance(ngram, int) and ngram > 0 else 0
 
 
 def unused_settings(options: DecoderOptions) -> list[str]:
