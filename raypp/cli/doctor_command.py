@@ -27,8 +27,13 @@ from raypp.untrusted.files import expand_home
 from raypp.untrusted.text import shell_word
 
 _EXAMINATION_S = 1800.0
-_WORDS = {Severity.BREAKS: "breaks a run", Severity.SLOWS: "slows a run", Severity.NOTE: "note"}
-_COLOURS = {Severity.BREAKS: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cyan"}
+_WORDS = {
+    Severity.BREAKS: "breaks a run",
+    Severity.EXPOSES: "exposes a run",
+    Severity.SLOWS: "slows a run",
+    Severity.NOTE: "note",
+}
+_COLOURS = {Severity.BREAKS: "red", Severity.EXPOSES: "red", Severity.SLOWS: "yellow", Severity.NOTE: "cyan"}
 
 
 @click.command("doctor")

@@ -27,7 +27,7 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from raypp.clusters.dashboard import Dashboard
-from raypp.clusters.ray_head import NODE_IP, SlowStartError, start_ray_head, wait_for_ray
+from raypp.clusters.ray_head import LOOPBACK_ONLY, NODE_IP, RAY_FILES, SlowStartError, start_ray_head, wait_for_ray
 from raypp.clusters.seaweed import SeaweedServer
 from raypp.clusters.user_folder import locked, private_directory, raypp_home, write_private
 from raypp.environment import need
@@ -61,7 +61,8 @@ class LocalCluster:
         ray: The Ray head's process.
         s3: The S3 server; it holds the bucket `raypp`.
         token_path: File with the token that this cluster requires.
-        ray_dir: Ray's session files and logs; removed by `down`.
+        ray_dir: Only its owner may enter it; contains Ray's folder, of session files and logs.
+            Removed by `down`.
         python: The interpreter that runs the cluster.
         prometheus_port: Where on 127.0.0.1 the dashboard looks for Prometheus; 0 in the state of
             an older raypp.
@@ -98,6 +99,7 @@ class LocalCluster:
     def ray_environment(self) -> dict[str, str]:
         """Returns the variables with which a process on this machine can join the cluster."""
         ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_path, "RAY_ADDRESS": self.gcs}
+        ray |= LOOPBACK_ONLY if self.gcs.startswith(f"{NODE_IP}:") else {}
         return ray | loopback_without_proxy()
 
 
@@ -263,7 +265,7 @@ def _start_prometheus(program: str, directory: Path, ray_dir: str, port: int) ->
     folder may get `_TARGETS` later.
     """
     private_directory(directory)
-    targets = {"files": [str(Path(ray_dir) / _TARGETS)], "refresh_interval": _SCRAPE_INTERVAL}
+    targets = {"files": [str(Path(ray_dir) / RAY_FILES / _TARGETS)], "refresh_interval": _SCRAPE_INTERVAL}
     config = {
         "global": {"scrape_interval": _SCRAPE_INTERVAL},
         "scrape_configs": [{"job_name": "ray", "file_sd_configs": [targets]}],

@@ -16,9 +16,13 @@ from raypp.proxies import loopback_without_proxy
 
 log = logging.getLogger(__name__)
 
-# Ray replaces 127.0.0.1 and localhost by the machine's external address, but keeps other loopback
-# addresses.
-NODE_IP = "127.0.0.2" if sys.platform.startswith("linux") else "127.0.0.1"
+NODE_IP = "127.0.0.1"
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray's switch for clusters of one machine. Without it, Ray replaces 127.0.0.1 by an address of the
+network; with a node on 127.0.0.1, all processes of Ray listen on that address only."""
+RAY_FILES = "r"
+"""Ray lets everybody write to its folder and to what is in it, whatever modes they were made with.
+So that folder is in one that only the owner may enter."""
 _SETUP_WORKER = str(Path(__file__).with_name("setup_worker.py"))
 _PROGRAM = f"""
 import sys
@@ -58,7 +62,7 @@ def start_ray_head(
 
     Args:
         home: Contains `token`; gets `ray.log`.
-        ray_dir: Ray's folder, with a short path.
+        ray_dir: A folder with a short path that only its owner may enter. Ray's own is in it.
         num_cpus: Number of logical CPU slots.
         gcs_port: On NODE_IP.
         client_port: Of Ray Client, on NODE_IP.
@@ -79,7 +83,7 @@ def start_ray_head(
         "--dashboard-agent-listen-port=0",
         f"--num-cpus={num_cpus}",
         "--include-log-monitor=false",
-        f"--temp-dir={ray_dir}",
+        f"--temp-dir={Path(ray_dir) / RAY_FILES}",
     ]
     # The operator's keys and Ray settings do not belong to the cluster: a job carries what it
     # needs.
@@ -90,6 +94,7 @@ def start_ray_head(
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_PROMETHEUS_HOST": prometheus_url,
+        **LOOPBACK_ONLY,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **short_temporary_directory(),
         **loopback_without_proxy(),
@@ -103,6 +108,7 @@ def start_ray_head(
             cwd=ray_dir,
             env=environment,
             start_new_session=True,
+            umask=0o077,
         )
 
 

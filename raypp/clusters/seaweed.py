@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raypp.clusters.seaweed_locks import check_program, write_locks
 from raypp.errors import Problem, RayppError, UnreachableError
 from raypp.own_process import OwnProcess
 from raypp.ports import free_ports
@@ -44,7 +45,8 @@ class SeaweedServer:
         pid: The server's process id.
         started: When that process started (`OwnProcess`).
         ports: All ports that it listens on, on the endpoint's address.
-        directory: Contains its data, `weed.log` and `s3.json` (the keys, mode 0600).
+        directory: Contains its data, `weed.log`, `s3.json` (the keys, mode 0600) and the keys of
+            its inner ports (`seaweed_locks`).
     """
 
     endpoint: str
@@ -79,13 +81,15 @@ class SeaweedServer:
             launched: Gets the server before it answers, and again if it is started again.
 
         Raises:
-            UnreachableError: The program is not installed, or did not start; the message contains
-                the end of its log.
+            UnreachableError: The program is not installed, is not the one of its package, or did
+                not start; the message contains the end of its log.
         """
+        check_program(find_weed())
         directory = expand_home(directory).absolute()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         (directory / "data").mkdir(mode=0o700, exist_ok=True)
         access_key, secret_key = _keys(directory / "s3.json")
+        write_locks(directory)
         for left in reversed(range(3)):
             process, ports = _launch(directory, detached, host)
             endpoint = f"http://{host}:{ports['s3.port']}"
@@ -222,6 +226,8 @@ def _launch(directory: Path, detached: bool, host: str) -> tuple[subprocess.Pope
         f"-s3.config={directory / 's3.json'}",
         "-s3.autoCreateBucket=false",
         "-s3.iam=false",
+        "-s3.allowedOrigins=",
+        "-filer.allowedOrigins=",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         "-volume.max=100",
@@ -241,6 +247,8 @@ def _launch(directory: Path, detached: bool, host: str) -> tuple[subprocess.Pope
             stderr=descriptor,
             start_new_session=detached,
             cwd=directory,
+            env={name: value for name, value in os.environ.items() if not name.startswith("WEED_")},
+            umask=0o077,
         )
     finally:
         os.close(descriptor)

@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 
 from raypp.clusters.dashboard import Dashboard, NodeResources
-from raypp.clusters.ray_head import START_NODE, short_temporary_directory
+from raypp.clusters.ray_head import LOOPBACK_ONLY, NODE_IP, RAY_FILES, START_NODE, short_temporary_directory
 from raypp.clusters.user_folder import private_directory, raypp_home, write_private
 from raypp.environment import check_node
 from raypp.errors import JobError, Problem, RayppError, UnreachableError, in_words
@@ -181,7 +181,7 @@ def slurm_cluster(allocation: Allocation) -> Iterator[SlurmCluster]:
     folder = private_directory(raypp_home() / "slurm" / allocation.job_id)
     token = secrets.token_hex(32)
     write_private(folder / "token", token)
-    own = _address_towards(others[0]) if others else "127.0.0.2"
+    own = _address_towards(others[0]) if others else NODE_IP
     gcs, dashboard = free_ports(2, own)
     cluster = SlurmCluster(f"http://{place_of(own, dashboard)}", folder / "token")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
@@ -274,17 +274,19 @@ def main(arguments: Sequence[str]) -> int:
     # A node's files are on its own disk, under a short path: Ray makes sockets there.
     folder = Path(f"/tmp/raypp-slurm-{os.environ.get('SLURM_JOB_ID', '0')}-{secrets.token_hex(3)}")
     folder.mkdir(mode=0o700)
+    os.umask(0o077)
     command = [
         *START_NODE,
         *role,
         *(f"--{name}={port}" for name, port in zip(_PORTS, free_ports(len(_PORTS), own), strict=True)),
         f"--node-ip-address={own}",
         f"--num-cpus={os.environ.get('SLURM_CPUS_ON_NODE', os.cpu_count() or 1)}",
-        f"--temp-dir={folder}",
+        f"--temp-dir={folder / RAY_FILES}",
     ]
     if gpus := os.environ.get("SLURM_GPUS_ON_NODE"):
         command.append(f"--num-gpus={gpus}")
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", **short_temporary_directory()}
+    environment |= LOOPBACK_ONLY if own == NODE_IP else {}
     over = threading.Event()
     threading.Thread(target=_wait_for_the_end, args=(over,), daemon=True).start()
     try:

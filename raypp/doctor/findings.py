@@ -30,9 +30,11 @@ _REASONS = {
 
 
 class Severity(StrEnum):
-    """breaks: runs fail or hang. slows: runs are slower, or fail later. note: information."""
+    """breaks: runs fail or hang. exposes: others can take part. slows: runs are slower, or fail
+    later. note: information."""
 
     BREAKS = "breaks"
+    EXPOSES = "exposes"
     SLOWS = "slows"
     NOTE = "note"
 
@@ -262,6 +264,11 @@ def _machines(report: dict[str, Any]) -> Iterator[Finding]:
     if full := those(lambda node: node["disk_free"] is not None and node["disk_free"] < DISK_BYTES):
         fault = f"less than 2 GiB of disk is free where Ray keeps its files on {_some(full)}"
         yield _found(Severity.BREAKS, fault, "free disk space, or start Ray with --temp-dir on another disk")
+    if exposed := those(lambda node: bool(node.get("open_folder"))):
+        node = next(one for one in _working(report) if one["ip"] == exposed[0])
+        fault = f"other users of {_some(exposed)} can replace Ray's files in {node['open_folder']}, so run code as you"
+        fix = "there: ray stop; umask 077; ray start --temp-dir=$(mktemp -d /tmp/ray-XXXXXX)/r …, as before"
+        yield _found(Severity.EXPOSES, fault, fix)
     if torchless := those(lambda node: "error" in (node.get("torch") or {})):
         node = next(one for one in _working(report) if one["ip"] == torchless[0])
         fault = f"torch does not work on {_some(torchless)}: {node['torch']['error']}"

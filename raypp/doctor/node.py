@@ -29,6 +29,7 @@ from raypp.ports import free_ports
 from raypp.spec.job import Job
 from raypp.storage import open_store
 from raypp.train.network import interface_to, interfaces
+from raypp.untrusted.files import open_to_others
 from raypp.untrusted.sockets import Listener, connect, receive
 
 PACKAGES = ("torch", "ray", "numpy", "pydantic", "safetensors", "boto3", "tokenizers")
@@ -47,6 +48,13 @@ class Measured(IntEnum):
     ROUND_TRIPS = 1
     OUT = 2
     IN = 3
+
+
+def _open_folder() -> str | None:
+    """Returns the folder in which other users of the node can replace Ray's files."""
+    ray = sys.modules.get("ray")  # tests use a probe without a cluster
+    found = open_to_others(Path(ray.get_runtime_context().get_temp_dir())) if ray and ray.is_initialized() else None
+    return str(found) if found else None
 
 
 class NodeProbe:
@@ -83,6 +91,7 @@ class NodeProbe:
             "memory_free": memory.available,
             "shm_free": _free("/dev/shm"),
             "disk_free": _free(str(Path.cwd())),
+            "open_folder": _open_folder(),
             "interfaces": [
                 {
                     "name": one.name,

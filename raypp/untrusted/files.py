@@ -30,6 +30,22 @@ _KINDS = (
 )
 
 
+def open_to_others(folder: Path) -> Path | None:
+    """Returns the first folder in which other users can replace files, of this one and its parents.
+
+    None if there is none, or if one above it lets only its owner in.
+    """
+    folder = folder.resolve()
+    for one in [*reversed(folder.parents), folder]:
+        seen = one.stat()
+        writable = seen.st_mode & 0o022 and not seen.st_mode & stat.S_ISVTX
+        if writable or seen.st_uid not in (0, os.geteuid()):
+            return one
+        if not seen.st_mode & 0o011:
+            return None
+    return None
+
+
 def special_kind(path: Path) -> str | None:
     """Returns in words what kind of file a path is; None for regular files and folders.
 

@@ -139,7 +139,7 @@ def _assert_told(run: Run, kills: list[Kill]) -> None:
     assert len(restarts) == len(kills)
     for number, kill in enumerate(kills, start=1):
         event = failed[kill.pid]
-        assert (event.attempt, event.rank, event.node) == (number, int(kill.label[2:]), "127.0.0.2")
+        assert (event.attempt, event.rank, event.node) == (number, int(kill.label[2:]), "127.0.0.1")
         assert f"pid {kill.pid}" in event.details["cause"] and kill.label in restarts[number - 1].message
         kill.seconds["known"] = event.time - kill.at
         kill.seconds["seats"] = _first(run, "seated", number + 1) - kill.at

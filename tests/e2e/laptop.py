@@ -82,14 +82,14 @@ class Laptop:
     def down(self) -> list[str]:
         """Ends the cluster. Returns what is left of it despite that."""
         answer = self.raypp("local", "down", "--delete-data", "--yes")
-        wait_for(lambda: not self._processes(), "", patience_s=60, fail=False)
+        wait_for(lambda: not self.processes(), "", patience_s=60, fail=False)
         left = [] if answer.code == 0 else [f"`raypp local down` left with {answer}"]
-        left += [f"process {one.pid}: {' '.join(one.cmdline())[:200]}" for one in self._processes()]
+        left += [f"process {one.pid}: {' '.join(one.cmdline())[:200]}" for one in self.processes()]
         left += [path for path in (self.state["ray_dir"], str(self.directory / "home/local/s3")) if Path(path).exists()]
         left += [str(path) for port in self.state["s3"]["ports"] for path in Path("/tmp").glob(f"seaweedfs-*-{port}.*")]
         return left
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         """Returns the living processes that mention this home directory or this Ray session."""
         marks = (str(self.directory), self.state["ray_dir"])
         found = []

@@ -172,7 +172,7 @@ def test_without_any_cluster_the_way_to_start_one_is_told(laptop: Laptop) -> Non
 def test_too_few_places_are_told_with_a_mesh_that_would_fit(laptop: Laptop) -> None:
     job = laptop.job(NAME, mesh={"pp": 2, "fsdp": 6})
     told = laptop.raypp("submit", str(job))
-    _refused(told, 4, "12 ranks", "8 are free", "127.0.0.2 8 of 8", "--set mesh.fsdp=4")
+    _refused(told, 4, "12 ranks", "8 are free", "127.0.0.1 8 of 8", "--set mesh.fsdp=4")
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ import os
 import signal
 from dataclasses import dataclass
 
+import psutil
 import pytest
 from held_back import held_back
-from laptop import EVERY, STEPS, Answer, Laptop, Run
+from laptop import EVERY, REPOSITORY, STEPS, Answer, Laptop, Run
+from listeners import Listener, listeners
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -19,10 +21,11 @@ NAME = "journey"
 
 @dataclass
 class Journey:
-    """The run as first submitted, its ranks' processes by attempt, and the answers of `raypp stop`
-    and, on one rank, of `raypp submit --resume`."""
+    """The run as first submitted, its ranks' processes by attempt, where the cluster listened while
+    they trained, and the answers of `raypp stop` and, on one rank, of `raypp submit --resume`."""
 
     run: Run
+    heard: set[Listener]
     pids: dict[int, list[int]]
     stopped: Answer
     resumed: Answer
@@ -36,6 +39,8 @@ def journey(laptop: Laptop) -> Journey:
     first = run.wait_seats(1)
     with held_back([rank.pid for rank in first.values()], pause_s=0.05):
         run.until(run.commits, "a commit")
+        started = psutil.Process(laptop.state["ray"]["pid"]).children(recursive=True)
+        heard = listeners([*laptop.processes(), *started])
         run.wait_step(EVERY + 2)
         first["pp1"].kill()
     second = run.wait_seats(2)
@@ -52,7 +57,7 @@ def journey(laptop: Laptop) -> Journey:
     run.wait()
     resumed = laptop.raypp("submit", str(job), "--resume", "--set", "mesh.pp=1", "--json")
     pids = {1: [first[label].pid for label in ("pp0", "pp1")], 2: [second[label].pid for label in ("pp0", "pp1")]}
-    return Journey(run, pids, stopped, resumed)
+    return Journey(run, heard, pids, stopped, resumed)
 
 
 def test_a_killed_rank_is_told_and_replaced_and_the_other_keeps_its_process(journey: Journey) -> None:
@@ -61,6 +66,14 @@ def test_a_killed_rank_is_told_and_replaced_and_the_other_keeps_its_process(jour
         (1, 1, "killed", journey.pids[1][1])
     ]
     assert [one == other for one, other in zip(journey.pids[1], journey.pids[2], strict=True)] == [True, False]
+
+
+def test_the_cluster_listens_on_loopback_only_and_asks_for_what_its_page_says(journey: Journey) -> None:
+    assert {address for _, address, _ in journey.heard} == {"127.0.0.1"}
+    page = (REPOSITORY / "docs" / "ports.md").read_text().partition("## On one machine")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")][2:]
+    said = {(name.strip(), asked.strip()) for name, _, asked in rows}
+    assert said == {(name, asked) for name, _, asked in journey.heard if name != "prometheus"}
 
 
 def test_a_killed_controller_finds_its_ranks_and_leads_them_on(journey: Journey) -> None:

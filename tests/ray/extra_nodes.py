@@ -26,13 +26,24 @@ _PATIENCE_S = 300.0
 
 
 def ray_command(embedded: LocalCluster, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """Returns a Ray CLI command, and the environment that makes it act on this cluster."""
-    program = "import sys; from ray.scripts.scripts import main; sys.argv[0] = 'ray'; sys.exit(main())"
+    """Returns a Ray CLI command, and the environment that makes it act on this cluster.
+
+    Ray replaces the head's 127.0.0.1 by an address on which the head does not listen.
+    """
+    program = """if True:
+        import sys
+        from ray._private import services
+        from ray.scripts.scripts import main
+        services.resolve_ip_for_localhost = lambda host: host
+        sys.argv[0] = "ray"
+        sys.exit(main())
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "RAY_"))}
     environment |= embedded.ray_environment() | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a head may take long on a busy machine
     }
+    environment.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)  # such a node has neighbours
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', '')}"
     return [sys.executable, "-c", program, *arguments], environment
 

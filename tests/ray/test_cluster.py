@@ -30,6 +30,7 @@ from raypp.errors import ResourcesError, UnreachableError
 from raypp.ports import port_is_free
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
+from raypp.untrusted.files import open_to_others
 from tests.ray.conftest import running
 from tests.ray.extra_nodes import ExtraNodes
 
@@ -44,6 +45,17 @@ def test_starting_it_twice_starts_it_once(cluster: Cluster) -> None:
 def test_its_files_are_private(cluster: Cluster) -> None:
     for name in ("state.json", "token"):
         assert (local.directory() / name).stat().st_mode & 0o077 == 0
+
+
+def test_no_other_user_reaches_what_ray_lets_everybody_write(cluster: Cluster) -> None:
+    assert cluster.embedded is not None
+    (opened,) = [path for path in Path(cluster.embedded.ray_dir).iterdir() if path.is_dir()]
+    assert opened.stat().st_mode & 0o002, "Ray no longer opens its folder"
+    assert open_to_others(opened / "session_latest") is None
+    if os.geteuid() == 0:
+        program = "import os, sys; os.setuid(65534); os.listdir(sys.argv[1])"
+        told = run_python("-c", program, str(opened), code=1).stderr
+        assert "PermissionError" in told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems set workers up with Ray's own script")
@@ -87,8 +99,8 @@ def test_a_node_that_has_just_come_has_its_address(cluster: Cluster) -> None:
         seen: set[str] = set()
         every = Backoff(30, first_s=0.1, longest_s=0.1)
         assert every.wait(lambda: bool(seen.update(node.ip for node in cluster.dashboard.nodes()) or len(seen) > 1))
-        assert [node.ip for node in cluster.dashboard.nodes() if node.head] == ["127.0.0.2"]
-    assert seen == {"127.0.0.2", "127.0.0.77"}
+        assert [node.ip for node in cluster.dashboard.nodes() if node.head] == ["127.0.0.1"]
+    assert seen == {"127.0.0.1", "127.0.0.77"}
 
 
 _EXAMINATION = """
@@ -118,7 +130,7 @@ def _examined(cluster: Cluster, part: str) -> Any:
 @pytest.mark.slow
 def test_doctor_tells_why_a_node_cannot_listen(cluster: Cluster) -> None:
     (link,) = _examined(cluster, "links")
-    assert (link["from"], link["to"]) == ("127.0.0.2", "192.0.2.1")
+    assert (link["from"], link["to"]) == ("127.0.0.1", "192.0.2.1")
     assert "Cannot assign requested address" in link["error"]
 
 

@@ -52,3 +52,26 @@ def test_the_file_for_skypilot_declares_every_variable_that_it_uses() -> None:
     used = set(re.findall(r"\$\{?([A-Z_]+)", config["run"])) - {"PATH"}
     of_skypilot = {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"}
     assert used - of_skypilot <= {*config["envs"], *config["secrets"]}
+
+
+def test_every_start_of_ray_has_its_folder_in_a_private_one() -> None:
+    files = [*(_ROOT / "cluster").rglob("*.yaml"), *(_ROOT / "docs").glob("*.md"), _ROOT / "docs/tasks/two_sites.md"]
+    commands = [
+        (path.name, command)
+        for path in files
+        for command in re.findall(r"(?<!`)\bray start\s+--(?:[^`\n]|\n +--)+", path.read_text())
+    ]
+    assert len(commands) >= 12
+    private = (
+        "--temp-dir=$(mktemp -d /tmp/ray-XXXXXX)/r",
+        '--temp-dir="$folder/r"',
+        "--temp-dir=/home/ray/r",
+        "--temp-dir=/var/lib/ray-head/r",
+    )
+    assert [one for one in commands if not any(option in one[1] for option in private)] == []
+    image = (_ROOT / "cluster" / "Dockerfile").read_text()
+    assert "chmod 700 /home/ray " in image
+    starts = re.findall(
+        r"rayStartParams:(?: \{(.*)\}|((?:\n      .*)+))", (_ROOT / "cluster/kuberay/raycluster.yaml").read_text()
+    )
+    assert [("temp-dir: /home/ray/r" in "".join(one)) for one in starts] == [True, True]

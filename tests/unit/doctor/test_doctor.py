@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -14,6 +16,7 @@ from raypp.doctor.driver import MANY_NODES, rounds
 from raypp.doctor.findings import Severity, findings, links_document
 from raypp.doctor.node import NodeProbe, slowest
 from raypp.spec.job import Job
+from raypp.untrusted.files import open_to_others
 
 _PACKAGES = dict.fromkeys(("boto3", "safetensors", "pydantic"), "1.0") | {"torch": "2.13.0", "ray": "2.60.0"}
 
@@ -51,6 +54,26 @@ def _report() -> dict[str, Any]:
 
 def test_nothing_is_found_on_two_equal_nodes_with_a_good_link() -> None:
     assert findings(_report()) == []
+
+
+def test_a_folder_of_ray_that_others_may_write_is_found_with_what_to_type() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        folder = Path(place) / "r" / "session"
+        folder.mkdir(parents=True)
+        folder.parent.chmod(0o777)
+        assert open_to_others(folder) is None, "its parent is private"
+        Path(place).chmod(0o711)
+        assert open_to_others(folder) == folder.parent
+        folder.parent.chmod(0o1777)
+        assert open_to_others(folder) is None, "in a folder with the sticky bit nobody replaces others' files"
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, 65534)
+            assert open_to_others(folder) == folder
+    report = _report()
+    report["nodes"][1]["open_folder"] = "/tmp/ray"
+    (finding,) = findings(report)
+    assert finding.severity is Severity.EXPOSES and "10.0.0.2" in finding.problem.fault
+    assert "/tmp/ray" in finding.problem.fault and "ray start --temp-dir=$(mktemp -d" in finding.problem.fix
 
 
 def test_a_group_that_works_is_no_finding() -> None:
