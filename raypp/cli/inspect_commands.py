@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -25,11 +27,13 @@ from raypp.cli.render import one_line, runs_table, show_event, status_view
 from raypp.clusters import known_runs
 from raypp.clusters.find import lend_settings_of
 from raypp.clusters.known_runs import RunPlace
+from raypp.environment import need
 from raypp.errors import JobError, Problem, RayppError
 from raypp.observe.append_log import Cursor
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final, loss_text, quantity
+from raypp.observe.tracked import LOGDIR
 from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
 from raypp.untrusted.text import visible
@@ -262,3 +266,21 @@ def report_command(runs: tuple[str, ...], out: Path, trust: bool) -> None:
     content = page(collected).encode("utf-8", "replace")
     write_file(out, content)
     echo(f"wrote {out} ({size_text(len(content))})")
+
+
+@click.command("tensorboard")
+@click.argument("run")
+@click.argument("options", nargs=-1)
+def tensorboard_command(run: str, options: tuple[str, ...]) -> None:
+    """Open TensorBoard on what RUN's tracker `tensorboard` writes, with the settings of its store.
+
+    OPTIONS after -- are TensorBoard's, such as --port.
+    """
+    need("tensorboard", "tensorboard", "raypp tensorboard")
+    _, reader = find_run(run)
+    told = [event.message.partition(LOGDIR) for event in reader.events() if event.kind == "tracking"]
+    folders = [folder for _, found, folder in told if found]
+    if not folders:
+        fix = "`observe: {trackers: [tensorboard]}` in its job; `raypp report` draws its curves without"
+        raise JobError(Problem("RUN", f"{reader.run} has written nothing for TensorBoard", fix))
+    os.execv(sys.executable, [sys.executable, "-m", "tensorboard.main", "--logdir", folders[-1], *options])

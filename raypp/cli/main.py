@@ -32,6 +32,7 @@ FAMILIES = {
         "events": ("inspect_commands:events_command", "Print the events of a run, with their times."),
         "logs": ("inspect_commands:logs_command", "Print the output of the ranks."),
         "timeline": ("timeline_command:timeline_command", "Trace the next steps: who computes, sends and waits when."),
+        "tensorboard": ("inspect_commands:tensorboard_command", "Open TensorBoard on a run."),
         "report": ("inspect_commands:report_command", "Write one HTML page about a run, or about two."),
         "save": ("run_commands:save_command", "Save a checkpoint now."),
         "stop": ("run_commands:stop_command", "Stop a run after a final checkpoint."),

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from raypp.observe.quantities import CURVES
 from raypp.records import Event, StepReport
 
+LOGDIR = "tensorboard --logdir "
+"""The end of what the tracker `tensorboard` tells, before its folder."""
+
 
 @dataclass(frozen=True)
 class TrackedRun:

@@ -94,7 +94,7 @@ def test_tensorboard_shows_one_curve_and_forgets_what_was_repeated(begin: Any, t
 
     told, _ = two_lives(begin, "tensorboard", {})
     folder = tmp_path / "store/tracked/trackers/tensorboard"
-    assert told.of("tracking") == [f"tracker tensorboard: tensorboard --logdir {folder}"]
+    assert told.of("tracking") == [f"tracker tensorboard: raypp tensorboard tracked, or tensorboard --logdir {folder}"]
     curves = EventAccumulator(str(folder)).Reload()
     assert [(one.step, one.value) for one in curves.Scalars("loss")] == [
         *((step, 10 + step / 8) for step in range(1, 5)),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from seaweed import BUCKET
 
+from raypp.observe.recorder import RunRecorder
 from raypp.observe.tracker_process import identity
 from raypp.observe.tracking import Trackers
 from raypp.records import Event, StepReport
@@ -31,10 +34,16 @@ def test_tensorboard_reads_a_resumed_run_from_s3(tmp_path: Path, monkeypatch: py
             trackers.step(StepReport(step, 1.0 / step, 0.5, 10, 10, 0.1, 100.0, 1))
         trackers.close("STOPPED", 200.0)
     where = f"{URL}/far/trackers/tensorboard"
-    assert [event.message for event in events] == [f"tracker tensorboard: tensorboard --logdir {where}"] * 2
+    told = f"tracker tensorboard: raypp tensorboard far, or tensorboard --logdir {where}"
+    assert [event.message for event in events] == [told] * 2
     curve = EventAccumulator(where).Reload().Scalars("loss")
     assert [(one.step, one.value) for one in curve] == [(step, pytest.approx(1 / step)) for step in range(1, 8)]
     assert not list(tmp_path.glob("raypp-tracker-*"))  # nothing stays on the node
+    with RunRecorder(open_store(URL), "far", "c") as recorder:
+        recorder.event(events[-1])
+    opened = [sys.executable, "-m", "raypp", "tensorboard", f"{URL}/far", "--", "--inspect"]
+    shown = subprocess.run(opened, capture_output=True, text=True, check=True).stdout
+    assert "last_step            7" in shown, shown
 
 
 def test_the_id_of_a_run_stays_and_a_damaged_one_is_not_used() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from raypp.kinds import TrackerKind
-from raypp.observe.tracked import TrackedRun
+from raypp.observe.tracked import LOGDIR, TrackedRun
+from raypp.untrusted.text import shell_word
 
 KIND = TrackerKind(
     "tensorboard",
@@ -35,7 +36,7 @@ class TensorBoard:
         self._events, self._summaries, self._text_pb = event_pb2, summary_pb2, text_pb
         self._folder = run.folder
         self._begin_file()
-        self.where = f"tensorboard --logdir {run.shown_folder}"
+        self.where = f"raypp tensorboard {shell_word(run.name)}, or {LOGDIR}{run.shown_folder}"
 
     def _begin_file(self) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
