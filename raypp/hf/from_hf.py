@@ -65,7 +65,7 @@ def _own_tokenizer(job: Job) -> tuple[str | None, str]:
             raise JobError(Problem("data.tokenizer", fault, f"{MAKE_ONE}; or name a tokenizer.json, or bytes"))
         return None, f"{visible(url)} has no {TOKENIZER}, and data.tokenizer is not set: bytes is used"
     if is_remote(url):
-        fix = "copy the model's tokenizer files to every node, and name their folder; or write bytes"
+        fix = "copy the model's tokenizer files to this machine, and name their folder; or write bytes"
         raise JobError(Problem("data.tokenizer", f"is not set, and the model's own is in a store, at {url}", fix))
     path = str(tokenizer_path(url))
     return path, f"data.tokenizer is not set: {visible(path)} is used, the tokenizer of model.from_hf"

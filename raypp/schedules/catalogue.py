@@ -162,7 +162,7 @@ def from_csv(path: str) -> ScheduleKind:
     try:
         lines = read_file(here(Path(path)), _FILE_BYTES, JobError, _KEY).decode().splitlines()
     except UnicodeDecodeError as error:
-        raise JobError(Problem(_KEY, f"cannot read {path}: {error}", "name a file that every node can read")) from error
+        raise JobError(Problem(_KEY, f"cannot read {path}: {error}", "save the file as UTF-8")) from error
     rows: dict[int, list[Action]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip(" ,"):

@@ -440,7 +440,7 @@ def _file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
 
 def _local_file(key: str, path: str, directory: Path | None) -> Iterator[Problem]:
     if is_remote(path):
-        fix = "copy the file to the same path on every node and on this machine, and name that path"
+        fix = "copy the file to this machine, and name that path"
         yield Problem(key, f"{visible(path)} is a URL, and this must be a file", fix)
     else:
         yield from _file(key, path, directory)

@@ -75,7 +75,8 @@ def test_an_interrupted_deletion_leaves_no_checkpoint_and_keeps_the_name(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _end(store)
-    delete, calls = DirectoryStore.delete, []
+    delete = DirectoryStore.delete
+    calls: list[list[str]] = []
 
     def interrupted(self: DirectoryStore, keys: list[str]) -> None:
         if calls:
