@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -154,8 +155,8 @@ def origin_in_words(error: BaseException) -> str:
     text = f"SyntaxError: {root.msg}" if isinstance(root, SyntaxError) else in_words(root)
     text = text if len(text) <= _LONGEST_WORDS else f"{text[:_LONGEST_WORDS]} …"
     notes = [f"at {place}"] if (place := place_in_user_code(error)) else []
-    ours = [frame for one in chain for frame in _frames(one) if _is_below(frame.filename, _RAYPP)]
-    if ours:
+    frames = (frame for one in chain for frame in traceback.extract_tb(one.__traceback__))
+    if ours := [frame for frame in frames if _is_below(frame.filename, str(_RAYPP))]:
         notes.append(f"raypp was in {Path(ours[-1].filename).resolve().relative_to(_RAYPP.parent)}:{ours[-1].lineno}")
     for one in reversed(outer):  # of those between, only the user's own say more
         if one is error or _user_frame(one) is not None:
@@ -188,25 +189,24 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain[: chain.index(chain[-1]) + 1]
 
 
-def _frames(error: BaseException) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
-
-
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    return next((frame for frame in reversed(_frames(error)) if _is_users(frame.filename)), None)
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if _is_users(frame.filename)), None)
 
 
+@cache
 def _is_users(file: str) -> bool:
     paths = sysconfig.get_paths()
     libraries = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return Path(file).is_absolute() and not any(_is_below(file, folder) for folder in (str(_RAYPP), *libraries))
 
 
-def _is_below(file: str, folder: str | Path) -> bool:
+@cache
+def _is_below(file: str, folder: str) -> bool:
     return Path(folder).resolve() in Path(file).resolve().parents
 
 
 def _shown(file: str) -> str:
     """Returns the path; of a file that travelled with the job, as it is named there."""
-    travelled = _RAYPP.parent.name.startswith("_ray_pkg_") and _is_below(file, _RAYPP.parent)
+    travelled = _RAYPP.parent.name.startswith("_ray_pkg_") and _is_below(file, str(_RAYPP.parent))
     return str(Path(file).resolve().relative_to(_RAYPP.parent)) if travelled else file

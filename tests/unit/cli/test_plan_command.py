@@ -165,3 +165,10 @@ def test_a_job_that_cannot_fit_says_so_and_what_is_nearest(capsys: pytest.Captur
 def test_what_a_fit_cannot_do_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert run(["plan", QUICKSTART, "--fit", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_memory_with_a_chosen_lookahead_is_told_apart_from_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", QUICKSTART, "--device", "rtx4090", "--link-gbps", "1", "--set", "mesh.fsdp=1"]
+    assert run(words) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "with lookahead 1 a rank needs 1.27 GiB (the table, with lookahead 0, less) of the" in told
