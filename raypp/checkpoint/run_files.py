@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raypp.data.node_cache import cache_directory, made_once
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.availability import own_files
 from raypp.spec.job import Job
@@ -66,6 +65,8 @@ def with_run_files(
     store: ObjectStore, run: str, document: dict[str, Any], into: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns a run's job, or `into`, with copies here of the files it was submitted with."""
+    from raypp.data.node_cache import cache_directory, made_once  # NumPy, which the quick commands do not need
+
     into = into or document
     values = {(section, key): (document.get(section) or {}).get(key) for section, key in KEYS}
     names = {at: stored_name(Path(value)) for at, value in values.items() if isinstance(value, str) and "/" in value}
