@@ -80,6 +80,10 @@ class FailureKind(StrEnum):
         "save_failed",
         Traits("the last checkpoint could not be saved", symptom=True, keeps_process=True, save_again=True),
     )
+    NOT_SAVED = (
+        "not_saved",
+        Traits("the store took no last checkpoint for minutes", permanent=True, save_again=True),
+    )
     NONFINITE = (
         "nonfinite",
         Traits("the loss or the gradients are not finite", recurring=True, keeps_process=True, in_numbers=True),

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Literal, Protocol
 
 from raypp.failure_kinds import FailureKind
@@ -27,6 +27,15 @@ class RunState(StrEnum):
     @property
     def final(self) -> bool:
         return self in (RunState.SUCCEEDED, RunState.FAILED, RunState.STOPPED)
+
+
+class SaveProgress(IntEnum):
+    """How far the last save is, the worst last."""
+
+    OVER = 0
+    BUSY = 1
+    STUCK = 2
+    """The store does not take it."""
 
 
 @dataclass(frozen=True)

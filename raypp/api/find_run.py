@@ -14,9 +14,19 @@ from raypp.checkpoint.layout import spec_key
 from raypp.checkpoint.run_spec import newest_number, read_end
 from raypp.clusters import known_runs
 from raypp.clusters.known_runs import RunPlace
+from raypp.control.client import command_run
 from raypp.errors import CheckpointError, JobError, Problem, RayppError, UnreachableError
 from raypp.observe.reader import RunReader
-from raypp.observe.status import MISSED_S, NO_CONTROLLER, RunStatus, date_and_clock, is_final, without_a_sign_of_life
+from raypp.observe.status import (
+    GONE_AFTER_S,
+    MISSED_S,
+    NO_CONTROLLER,
+    STATUS_KEYS,
+    RunStatus,
+    date_and_clock,
+    is_final,
+    without_a_sign_of_life,
+)
 from raypp.records import Event, RunState
 from raypp.storage import ObjectStore, StoreError, open_store
 
@@ -82,6 +92,9 @@ def _present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     # The run may have ended after the first look and before the check.
     if (ended := ended_status(reader)) is not None:
         return ended
+    silent = time.time() - status["updated_at"] > GONE_AFTER_S
+    if alive and silent and status["attempt"] and (told := _told_by_controller(place)) is not None:
+        return dict(told)
     seen = without_a_sign_of_life(status, alive, time.time(), fault if gone else "")
     if seen is status and fault:
         since = date_and_clock(float(status["updated_at"]))
@@ -90,6 +103,25 @@ def _present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     if seen is not status and alive is False and (reason := _why_not_led(place)):
         return {**seen, "error": f"{reason}\nthen resume it with raypp submit --resume"}
     return seen
+
+
+_told: dict[RunPlace, tuple[float, dict[str, Any] | None]] = {}
+
+
+def _told_by_controller(place: RunPlace) -> dict[str, Any] | None:
+    """Returns the status of a run whose records are old, because the store takes none, as its
+    controller knows it; None if it does not answer. Asks it from time to time."""
+    asked, told = _told.get(place, (-GONE_AFTER_S, None))
+    if time.monotonic() - asked >= GONE_AFTER_S:
+        with contextlib.suppress(RayppError):
+            answer = command_run(known_runs.cluster_of(place, _QUICK_S), place, "facts")
+            known = {key: answer[key] for key in STATUS_KEYS} if answer["found"] else None
+            trouble = "the store takes no records of the run"
+            if known and known["error"]:
+                trouble = known["error"].partition("\n")[0]
+            told = known and {**known, "updated_at": time.time(), "trouble": trouble}
+        _told[place] = time.monotonic(), told
+    return told
 
 
 def ended_status(reader: RunReader) -> dict[str, Any] | None:

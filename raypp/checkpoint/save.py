@@ -2,18 +2,20 @@
 
 Every rank uploads its own object and announces it. The committing rank (rank 0) waits for all
 announcements and creates COMMIT. A failed save is reported as an event and not raised, because
-training is worth more than one save. Only `finish` raises: no save follows the last one.
+training is worth more than one save. What the store does not take is tried again until it does, or
+until the next save begins. Only `finish` raises, after a while: no save follows the last one.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,24 +26,39 @@ from raypp.checkpoint.layout import commit_key, rank_key
 from raypp.checkpoint.retention import prune
 from raypp.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from raypp.checkpoint.state import gather_state
-from raypp.checkpoint.upload import RETRIES, is_store_error, upload_snapshot
+from raypp.checkpoint.upload import upload_snapshot
 from raypp.errors import CheckpointError, Problem, RayppError, in_words
 from raypp.failure_kinds import FailureKind
-from raypp.records import EventKind, Reporter, Seat
+from raypp.records import EventKind, Reporter, SaveProgress, Seat
+from raypp.retry import Backoff
 from raypp.storage import ObjectStore, StoreError
 from raypp.storage.rate_limit import Abandoned, Pace
+from raypp.storage.store_retry import WAIT_S
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _OUTCOME = -1
 """The rank under which the committing rank announces whether the commit succeeded."""
 _LONGEST_WHY = 2000
+_TRIES = 4
+"""A store that has not taken a write so often in a row is reported, and no save waits for it."""
+_PAUSES = Backoff(math.inf, first_s=0.5, longest_s=10.0)
+"""Of an upload and of a commit; the store's own client has retried each request before."""
+_POLL_S, _LOOK_S = 0.1, 1.0
 
 
 class NotSavedError(RayppError):
     """The last state of an attempt is in no checkpoint: this rank's part or the commit failed."""
 
     failure_kind = FailureKind.SAVE_FAILED
+
+
+class StoreTookNothingError(NotSavedError):
+    """The same, although the rank has waited for its store: another attempt would not help."""
+
+    failure_kind = FailureKind.NOT_SAVED
 
 
 class PeerNotSavedError(NotSavedError):
@@ -69,6 +86,7 @@ class CheckpointSaver:
         keep_every: Checkpoints whose step is a multiple of it are never removed; 0 for none.
         pace: Rate limit of this rank's uploads; None for no limit.
         commit_timeout_s: How long ranks wait for another one that sends no more of its part.
+        last_save_s: How long `finish` waits for a store that takes no writes.
     """
 
     def __init__(
@@ -84,6 +102,7 @@ class CheckpointSaver:
         keep_every: int = 0,
         pace: Pace | None = None,
         commit_timeout_s: float = 600.0,
+        last_save_s: float = WAIT_S,
     ) -> None:
         self.store = store
         self.run = run
@@ -94,9 +113,11 @@ class CheckpointSaver:
         self._announcements = announcements
         self._reporter = reporter
         self._timeout_s = commit_timeout_s
+        self._last_save_s = last_save_s
         self._buffer = SnapshotBuffer()
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._closed, self._given_up = threading.Event(), threading.Event()
+        self._failures, self._failing, self._trouble = 0, False, ""
         self._pace = (pace or Pace()).shared(self._closed.is_set)
         self._snapshot: Snapshot | None = None
         self._before_s = 0.0
@@ -121,8 +142,8 @@ class CheckpointSaver:
 
         Every rank must call it at the same steps, between two steps, with no gradient pending. It
         sets a hook that makes the optimizer's next step wait for the copy. If the previous save is
-        still in progress, this waits for it first and reports that. Store failures become events
-        and are never raised.
+        still in progress, this waits for it first and reports that; or gives it up, if the store
+        does not take it. Store failures become events and are never raised.
 
         Args:
             step: Number of completed optimizer steps; higher than at the last call.
@@ -142,7 +163,8 @@ class CheckpointSaver:
         elif not self._buffer.busy:
             self._buffer.close()  # its memory is no longer needed
         self._snapshot, self._before_s = snapshot, time.perf_counter() - started
-        self._last_step, self._own_error, self._why = step, None, ""
+        self._last_step, self._own_error, self._why, self._failures = step, None, "", 0
+        self._given_up.clear()
         self._thread = threading.Thread(
             target=self._run,
             args=(step, snapshot, dict(extra), self._before_s),
@@ -160,6 +182,15 @@ class CheckpointSaver:
     def busy(self) -> bool:
         """Whether the last save is still in progress on this rank."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far the last save is on this rank."""
+        return SaveProgress(self.busy + (self.busy and self._is_stuck))
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._failures >= (1 if self._failing else _TRIES)
 
     @property
     def last_stall_s(self) -> float:
@@ -186,8 +217,21 @@ class CheckpointSaver:
         Returns:
             The last step that this saver knows to be committed; None if there is none.
         """
-        if self._thread is not None:
-            self._thread.join()
+        return self._wait(0.0)
+
+    def _wait(self, patience_s: float) -> int | None:
+        """Does what `wait` does, and waits that long for a store that takes no writes."""
+        end = time.monotonic() + patience_s
+        told = not patience_s
+        while self.busy:
+            if self._is_stuck and not told:
+                told, self._failing = True, False
+                words = f"rank {self.seat.rank} waits up to {patience_s / 60:g} min until the store takes it"
+                self._report_failure(self._last_step or 0, f"{words}: {self._trouble}", waits_s=patience_s)
+            if self._is_stuck and time.monotonic() >= end:
+                self._given_up.set()
+            assert self._thread is not None
+            self._thread.join(_POLL_S)
         if self._last_step is not None and self.seat.rank != COMMITTING_RANK:
             self._learn_outcome(self._last_step)
         return self._committed
@@ -195,11 +239,13 @@ class CheckpointSaver:
     def finish(self) -> int | None:
         """Waits for the last save of the attempt, like `wait`, and requires that it is committed.
 
+        A store that takes no writes gets some minutes to do so again.
+
         Raises:
             NotSavedError: It is not: this rank's part or the commit failed.
             PeerNotSavedError: It is not, because of another rank.
         """
-        committed = self.wait()
+        committed = self._wait(self._last_save_s)
         if self._last_step is None or committed == self._last_step:
             return committed
         head = f"the last checkpoint, of step {self._last_step}, was not saved"
@@ -207,12 +253,15 @@ class CheckpointSaver:
         if own is None and (self._why or self.seat.rank != COMMITTING_RANK):
             raise PeerNotSavedError(f"{head}: {self._why or 'rank 0 gave no reason'}")
         problem = own.problems[0] if isinstance(own, RayppError) else Problem("", self._why or "its thread ended")
-        fault = str(replace(problem, fix=""))
-        raise NotSavedError(f"{head}: {fault}", problem.fix or "check the store: `raypp doctor --store URL`") from own
+        fault, kind = f"{head}: {replace(problem, fix='')}", NotSavedError
+        if self._given_up.is_set():
+            fault, kind = f"{fault}; it was tried again for {self._last_save_s / 60:g} min", StoreTookNothingError
+        raise kind(fault, problem.fix or "check the store: `raypp doctor --store URL`") from own
 
     def close(self) -> None:
         """Abandons a save in progress; call `wait` first to finish it."""
         self._closed.set()
+        self._given_up.set()
         if self._thread is not None:
             self._thread.join(timeout=5.0)
         if not self._buffer.busy:
@@ -222,18 +271,23 @@ class CheckpointSaver:
         if self._thread is None or not self._thread.is_alive():
             return
         started = time.perf_counter()
-        before = None
+        before, trouble = None, ""
         while self._thread.is_alive():
+            if self._is_stuck:
+                self._given_up.set()
+            trouble = trouble or str(getattr(self.store, "trouble", ""))
             now = (self._pace.sent, self._others_progress)
             if now != before:  # a wait without it counts as a hang
                 self._reporter.phase("save", f"step {step} waits for the save of step {self._last_step}")
             before = now
-            self._thread.join(self._timeout_s / TELLS_PER_TIMEOUT)
+            self._thread.join(min(_LOOK_S, self._timeout_s / TELLS_PER_TIMEOUT))
+        if self._why:
+            return  # it has failed, which is reported
         waited = time.perf_counter() - started
         self._report(
             "save_waited",
             f"the save of step {step} waited {waited:.2f} s for the save of step {self._last_step}: "
-            "the store is too slow for checkpoint.every_steps",
+            + (trouble or "the store is too slow for checkpoint.every_steps"),
             step,
             seconds=round(waited, 3),
         )
@@ -245,7 +299,7 @@ class CheckpointSaver:
         wait for the outcome as long as its thread lives, since it knows what it waits for.
         """
         alive = itertools.count()
-        rank, value = self.seat.rank, lambda: self._pace.sent
+        rank, value = self.seat.rank, lambda: self._pace.sent + self._failures
         if rank == COMMITTING_RANK:
             rank, value = _OUTCOME, lambda: next(alive)
         with self._announcements.telling(step, rank, value, self._timeout_s / TELLS_PER_TIMEOUT):
@@ -274,6 +328,7 @@ class CheckpointSaver:
                 "yielded_s": self._pace.yielded_s - yielded_s,
             }
             self._announcements.announce(step, rank, {"object": record, "facts": facts})
+            self._failing = self._failing and rank == COMMITTING_RANK
         except Abandoned:
             return
         except Exception as error:  # noqa: BLE001 - nothing catches it in a thread; every failure becomes an event
@@ -335,11 +390,26 @@ class CheckpointSaver:
             return None
         seat = self.seat
         key = rank_key(self.run, step, seat.attempt, seat.rank)
-        if self.store.head(commit_key(self.run, step)) is not None:
+        if self._repeat(step, lambda: self.store.head(commit_key(self.run, step))) is not None:
             self._refuse_own_commit(step)
         self._unsettled[step] = key
         about = {"run": self.run, "step": step, "attempt": seat.attempt, "rank": seat.rank}
-        return upload_snapshot(self.store, key, snapshot, about, self._closed.wait, self._pace)
+        return upload_snapshot(self.store, key, snapshot, about, lambda write: self._repeat(step, write), self._pace)
+
+    def _repeat(self, step: int, request: Callable[[], T]) -> T:
+        """Repeats a request until the store carries it out, or the save is given up."""
+
+        def may_pass(error: Exception) -> bool:
+            if not isinstance(error, StoreError):
+                return False
+            self._failures, self._trouble = self._failures + 1, in_words(error)
+            if self._is_stuck:
+                self._report_failure(step, f"rank {self.seat.rank} tries again: {self._trouble}")
+            return True
+
+        answer = _PAUSES.call(request, may_pass, self._given_up.wait)
+        self._failures = 0
+        return answer
 
     def _refuse_own_commit(self, step: int) -> None:
         """Raises if the step is committed: objects that a commit names are never overwritten."""
@@ -366,8 +436,8 @@ class CheckpointSaver:
         records = tuple(record for message in messages.values() if (record := message.get("object")) is not None)
         commit = Commit(self.run, step, seat.attempt, seat.mesh_sizes.as_dict(), self._job, extra, records)
         self._committing = step
-        RETRIES.call(lambda: write_commit(self.store, commit), is_store_error, self._closed.wait)
-        self._committed = step
+        self._repeat(step, lambda: write_commit(self.store, commit))
+        self._committed, self._failing = step, False
         self._report_commit(commit, [message["facts"] for message in messages.values()], time.monotonic() - started)
         self._try_announce(step, _OUTCOME, {"committed": True})
         try:
@@ -418,8 +488,11 @@ class CheckpointSaver:
         except Exception as error:  # noqa: BLE001 - the other ranks' timeout notices it
             log.debug("cannot announce step %d: %s", step, error)
 
-    def _report_failure(self, step: int, why: str) -> None:
-        self._report("save_failed", f"step {step} was not saved: {why}", step)
+    def _report_failure(self, step: int, why: str, **details: Any) -> None:
+        """Reports that saves fail, once until one succeeds."""
+        if not self._failing:
+            self._failing = True
+            self._report("save_failed", f"step {step} was not saved: {why}", step, **details)
 
     def _report(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
         self._reporter.event(self.seat.event(kind, message, step, **details))

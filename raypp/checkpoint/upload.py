@@ -8,7 +8,6 @@ raypp could check it.
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +15,11 @@ from typing import Any
 
 from raypp.checkpoint.commit import ObjectRecord
 from raypp.checkpoint.snapshot import Snapshot
-from raypp.retry import Backoff
-from raypp.storage import ObjectStore, StoreError
+from raypp.storage import ObjectStore
 from raypp.storage.rate_limit import Pace
 from raypp.storage.store import MemorySource
 
 _HASHED_AT_ONCE = 4 << 20
-RETRIES = Backoff(math.inf, first_s=0.5, longest_s=2.0, tries=4)
-"""Of an upload and of a commit; the store's own client has retried each request before."""
 
 
 def upload_snapshot(
@@ -31,7 +27,7 @@ def upload_snapshot(
     key: str,
     snapshot: Snapshot,
     about: dict[str, Any],
-    pause: Callable[[float], bool],
+    repeat: Callable[[Callable[[], None]], None],
     pace: Pace,
 ) -> ObjectRecord:
     """Writes a snapshot's first object, which is durable when this returns.
@@ -39,7 +35,7 @@ def upload_snapshot(
     Args:
         snapshot: The snapshot; must not be released before this returns.
         about: What its header says of its writer: run, step, attempt, rank.
-        pause: Called with the seconds before the next try; returns True to give up.
+        repeat: Calls a function again while it fails and that may help.
 
     Raises:
         StoreError: The last try failed.
@@ -62,13 +58,9 @@ def upload_snapshot(
         sha256 = pool.submit(hash_all)
         source = MemorySource((memoryview(header), data), pace)
         try:
-            RETRIES.call(lambda: store.put_stream(key, source, source.size), is_store_error, pause)
+            repeat(lambda: store.put_stream(key, source, source.size))
         except BaseException:
             abandoned.set()
             raise
         sums = sha256.result(), hashlib.sha256(header).hexdigest()
         return ObjectRecord(key, source.size, sums[0], about["rank"], len(header), sums[1])
-
-
-def is_store_error(error: Exception) -> bool:
-    return isinstance(error, StoreError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import time
@@ -202,7 +203,7 @@ class LiveView:
         self._shown_events: set[EventKey] = set()
         self._shown_state: str | None = None
         self._shown_step = 0
-        self._trouble_shown = self._ended = False
+        self._trouble_shown, self._ended = "", False
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
 
@@ -232,9 +233,10 @@ class LiveView:
     def update(self, records: Records) -> None:
         """Takes the run's current records and shows what is new."""
         self._records, status = records, records.status
-        if records.trouble and not self._trouble_shown:
+        trouble = re.sub(r"\d+", "#", records.trouble)  # figures may change each time
+        if trouble and trouble != self._trouble_shown:
             self._print(Text(records.trouble, style="yellow"))
-        self._trouble_shown = bool(records.trouble)
+        self._trouble_shown = trouble
         if not self.console.is_terminal:
             self._plain_progress(records)
         for event in records.events:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypp.control.process_log import say
 from raypp.control.protocol import NAMESPACE, WorkerStatus
 from raypp.control.ray_nodes import all_nodes
-from raypp.memory.files import files_of, remove_run
+from raypp.memory.files import files_of, keep_run, remove_run
 
 log = logging.getLogger(__name__)
 
@@ -87,15 +87,15 @@ def end_workers(run: str) -> None:
         ray.wait(waiting, num_returns=len(waiting), timeout=_END_TIMEOUT_S)
 
 
-def remove_snapshots(life: str) -> None:
-    """Removes a run's snapshots from the memory of every living node. The processes that wrote them
-    must have ended.
+def look_after_snapshots(life: str, keep: bool) -> None:
+    """Removes an ended run's snapshots from the memory of every living node, or keeps them there
+    for a resume. The processes that wrote them must have ended.
 
     A node that does not answer in time keeps them until the next job that starts there, or until it
     is shut down.
     """
     nodes = [node["NodeID"] for node in all_nodes() if node["Alive"]]
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(remove_local_snapshots)
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(keep_run if keep else remove_local_snapshots)
     try:
         tasks = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(life)

@@ -93,7 +93,8 @@ class ElasticSizing:
         self._checked_at = now
         if machine.phase is m.RunPhase.LAUNCHING:
             return self._smaller(machine, turn.attempt, turn.placement)
-        if machine.phase is m.RunPhase.RUNNING:
+        # A larger mesh begins with a save, for which the ranks would wait.
+        if machine.phase is m.RunPhase.RUNNING and not turn.record.unsaved(machine.committed_step):
             return self._larger(machine, turn.placement, now)
         return None
 

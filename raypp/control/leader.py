@@ -19,7 +19,7 @@ from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt, AttemptPhase, LivingWorker
-from raypp.control.cleanup import end_actor, end_workers, find_workers, remove_snapshots
+from raypp.control.cleanup import end_actor, end_workers, find_workers, look_after_snapshots
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
@@ -38,6 +38,7 @@ from raypp.recovery.policy import Policy, policy_of
 from raypp.retry import Backoff
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
+from raypp.storage.store_retry import WAIT_S
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Leader:
         self._job = Job.model_validate(request.job)
         self._attempt: Attempt | None = None
         self._launch_now = False
-        self._number = request.number
+        self._number, self._life = request.number, ""
         self._wake_at: float | None = None
         # A turn's cost grows with the ranks, so turns are taken less often: for 1,000 ranks twice a
         # second.
@@ -91,7 +92,7 @@ class Leader:
         """Leads the run until it has ended. Without an outcome, another process leads it."""
         try:
             self._begin()
-            self._store_retry = _STORE_RETRY
+            self._store_retry = replace(_STORE_RETRY, timeout_s=WAIT_S)
             self.begun.set()
             while self.outcome is None and not self.record.machines.overtaken:
                 self._turn()
@@ -319,6 +320,7 @@ class Leader:
         if self.record.machines.overtaken:
             return
         number = self._ask_store(lambda: claim_next_attempt(self._store, self._request.run))
+        self._life = self._ask_store(lambda: life_of(self._store, self._job))
         self._apply(m.Claimed(number))
         self._sizing.prepare(self.machine, self._placement, self._workers)
         message = f"attempt {number} asks for {self._placement.world} ranks"
@@ -339,6 +341,11 @@ class Leader:
         then the processes, then the object that says how it ended and that nothing of it is
         left."""
         state, record, run = finish.state, self.record, self._request.run
+        unsaved = m.save_may_help(self.machine) or bool(record.unsaved(self.machine.committed_step))
+        if unsaved and state is RunState.FAILED and self._job.checkpoint.memory_tier:
+            stays = "the newest state stays in the memory of its hosts, for `raypp submit JOB --resume`"
+            finish = replace(finish, reason=f"{finish.reason}; {stays}")
+            self.machine = m.finished(self.machine, finish)
         record.event(run_events.end_event(finish, self.machine.attempt, record.step))
         record.flush()
         if record.machines.overtaken:
@@ -351,9 +358,9 @@ class Leader:
         record.end_trackers(state)
         # Ranks that end normally remove those on their nodes; a mesh that shrank has left others.
         leaves = state is RunState.FAILED or self._sizing.options is not None
-        if leaves and not m.save_may_help(self.machine):
+        if leaves:
             with contextlib.suppress(Exception):
-                remove_snapshots(life_of(self._store, self._job))
+                look_after_snapshots(self._life or life_of(self._store, self._job), keep=unsaved)
         place, attempt = record.checkpoint_url(), self.machine.attempt
         end = RunEnd(run, state, finish.exit_code, record.step, place, finish.reason, attempt)
         if self._number:

@@ -55,6 +55,8 @@ class RunRecord:
         self._changed = threading.Condition()
         self._status = RunStatus(job.name, RunState.PENDING, steps=job.train.steps, mesh=job.mesh.axes)
         self._known: dict[tuple[Any, ...], None] = {}
+        self._unsaved: Event | None = None
+        """Since when saves fail; None while they succeed."""
         self._newest = (0, 0)
         """Attempt and step of the report that the status is from."""
 
@@ -151,6 +153,14 @@ class RunRecord:
         """Returns URL/NAME/step-N of the newest commit."""
         return self._status.checkpoint
 
+    def unsaved(self, committed_step: int | None) -> str:
+        """Returns what is in no checkpoint while saves fail; empty while they do not."""
+        if self._unsaved is None:
+            return ""
+        newest = "no checkpoint" if committed_step is None else f"newest checkpoint step {committed_step}"
+        steps = max(0, self.step - (committed_step or 0))
+        return f"last save failed, {newest}, {steps} steps in memory only: {self._unsaved.message}"
+
     def add_step(self, report: StepReport, reported_in: int = 0) -> bool:
         """Records a finished step. Older ones may follow newer ones: a rank reports again what was
         not written.
@@ -179,9 +189,17 @@ class RunRecord:
         return newest
 
     def event(self, event: Event) -> None:
-        """Records an event, once."""
+        """Records an event, once; of saves that fail only the first, and that ranks wait for the
+        last."""
         if not self._is_new(_key(event)):
             return
+        if event.kind == "committed":
+            self._unsaved = None
+        elif event.kind == "save_failed":
+            before, self._unsaved = self._unsaved, event
+            if before is not None and ("waits_s" in before.details or "waits_s" not in event.details):
+                self._unsaved = before
+                return
         self._recorder.event(event)
         self._trackers.event(event)
         self._say(f"{event.kind}: {event.message}")
@@ -194,6 +212,7 @@ class RunRecord:
         """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they
         ended."""
         done = machine.state is RunState.SUCCEEDED
+        unsaved = "" if machine.state.final else self.unsaved(machine.committed_step)
         shown = _rank_status(ranks, self._status.ranks) or tuple(
             dataclasses.replace(one, state="done" if done or one.state == "done" else "dead")
             for one in self._status.ranks
@@ -205,7 +224,7 @@ class RunRecord:
             restarts=machine.restarts,
             checkpoint=self._url_of(machine.committed_step),
             ranks=shown,
-            error=machine.error,
+            error="\n".join(filter(None, (unsaved, machine.error))) or None,
         )
         self._recorder.status(self._status)
         self._gauges.status(self._status, machine.committed_step)

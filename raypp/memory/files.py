@@ -54,6 +54,7 @@ _PAGE = 4096
 _FORGET_S = 3600.0
 """A file without a lock holder is kept this long while the process that would start its successor
 (the raylet, the torchrun agent) lives: the run may be between two attempts."""
+_KEPT_S = 10 * 365 * 86400.0
 _YOUNG_S = 60.0
 _Crc = Annotated[int, Ge(0), Lt(1 << 32)]
 _Name = Annotated[str, Len(0, 128)]
@@ -292,11 +293,19 @@ def remove_run(life: str, directory: Path | None = None) -> list[str]:
     return [path.name for path in files_of(life, directory) if remove(path)]
 
 
+def keep_run(life: str, directory: Path | None = None) -> None:
+    """Keeps the files of a run, which hold what could not be saved, until it is resumed or deleted:
+    they count as changed far in the future."""
+    for path in files_of(life, directory):
+        with contextlib.suppress(OSError):
+            os.utime(path, (time.time() + 2 * _KEPT_S,) * 2)
+
+
 def remove_dead(directory: Path | None = None) -> list[str]:
     """Removes stale files and returns their names.
 
     A file is stale when no process holds it, and either the process that would start its writer's
-    successor is gone, or the file has not changed for an hour.
+    successor is gone, or the file has not changed for an hour. One of `keep_run` is not.
     """
     return [path.name for _, path in list_slots(directory or memory_directory()) if _is_dead(path) and remove(path)]
 
@@ -364,6 +373,8 @@ def _is_dead(path: Path) -> bool:
             about = read_control(descriptor)
     except OSError:
         return False  # it is gone, or a living process holds it
+    if age < -_KEPT_S:
+        return False
     if about is None:
         return age > _YOUNG_S  # its creator may be about to write the first block
     pid, started = about.get("keeper", (0, 0.0))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raypp.errors import DataError, Problem
-from raypp.records import Requests
+from raypp.records import Requests, SaveProgress
 
 _UNSAID = -(2**62)
 """Fills the places of other replicas; smaller than any value a rank sends."""
@@ -71,7 +71,7 @@ class StepProposal:
         tokens: Tokens with a label in its replica's rows.
         digest: Digest of its replica's rows, 0 ≤ digest < 2**62.
         requests: The operator's requests that reached this rank.
-        saving: Whether its last save is still in progress.
+        saving: How far its last save is.
         snapshots: State of the memory tier; None, on every rank, if there is none.
         compute_us: W compute times of the last step in microseconds: its own in its place, zeros in
             the others'. Empty, on every rank, if that step was not timed.
@@ -83,7 +83,7 @@ class StepProposal:
     tokens: int
     digest: int
     requests: Requests
-    saving: bool = False
+    saving: SaveProgress = SaveProgress.OVER
     snapshots: SnapshotState | None = None
     compute_us: Sequence[int] = ()
     peak_bytes: Sequence[int] = ()
@@ -97,7 +97,7 @@ class StepPlan:
         seq_lens: M padded lengths, in tokens, of this replica's microbatches.
         global_tokens: Tokens with a label, over all replicas whose ranks agreed.
         requests: The operator's requests, the same on all ranks.
-        saving: Whether some rank has not finished its last save.
+        saving: How far the last save is on the rank where it is worst.
         snapshots: Combined state of all memory tiers; None if there are none.
         compute_us: W compute times of the last step in microseconds, by rank; empty if not timed.
         peak_bytes: P largest peaks of memory, by pipeline rank; empty if not asked for.
@@ -107,7 +107,7 @@ class StepPlan:
     seq_lens: tuple[int, ...]
     global_tokens: int
     requests: Requests
-    saving: bool = False
+    saving: SaveProgress = SaveProgress.OVER
     snapshots: SnapshotState | None = None
     compute_us: tuple[int, ...] = ()
     peak_bytes: tuple[int, ...] = ()
@@ -219,7 +219,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
         seq_lens=tuple(int(length) for length in table[replica, :count]),
         global_tokens=sum(tokens),
         requests=Requests(bool(save), bool(stop), bool(last_save) or not stop, trace),
-        saving=bool(saving),
+        saving=SaveProgress(saving),
         snapshots=memory,
         compute_us=tuple(rest[peaks:]),
         peak_bytes=tuple(rest[:peaks]),

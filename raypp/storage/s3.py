@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, in_words
 from raypp.kinds import StoreKind
 from raypp.storage.s3_client import (
     CONFLICT,
@@ -176,6 +176,8 @@ class S3Store:
         self.prefix = prefix
         self.part_bytes = part_bytes
         self.patience = patience or patience_from_environment()
+        self.trouble = ""
+        """Why the last request is tried again; empty if it is not."""
         usual_s = SILENCE_S if self.patience.budget is None else COMMAND_SILENCE_S
         self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s, usual_s)
         self.sums = UploadSums(self)
@@ -426,8 +428,10 @@ class S3Store:
                                 f"{'; ' if tried else ''}failed requests of a command may take {budget.total_s:g} s"
                             )
                         raise translated(error, self, key, tried) from error
+                    self.trouble = f"the store does not answer: {in_words(translated(error, self, key))}"
                     time.sleep(pause if budget is None else max(0.0, min(pause, budget.left_s)))
         finally:
+            self.trouble = ""
             if failing and budget is not None:
                 budget.end()
 

@@ -16,6 +16,8 @@ LONG_S = 60.0
 """For training processes: the server may be restarted meanwhile."""
 SHORT_S = 8.0
 """While nothing listens at the endpoint: users want to know soon."""
+WAIT_S = 600.0
+"""For a run's last save, and between two attempts: somebody may make room, or mend the store."""
 COMMAND_S = 30.0
 """For all requests of a command at a terminal together."""
 COMMAND_SILENCE_S = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from raypp.records import Requests
+from raypp.records import Requests, SaveProgress
 from raypp.spec.job import Job
 
 
@@ -84,19 +84,21 @@ def before_step(place: Place, requests: Requests, *, savable: bool = True, every
     return replace(place, saved=place.done if save else place.saved, asked=asked and not save, trace=0), due
 
 
-def after_step(place: Place, job: Job, saving: bool) -> tuple[Place, Due]:
+def after_step(place: Place, job: Job, saving: SaveProgress) -> tuple[Place, Due]:
     """Returns what is due after a step, and the place after it.
 
     Args:
         place: Before the step.
-        saving: Whether the last save was in progress on any rank when the step began: all ranks
-            agreed on it, so all leave out the same saves.
+        saving: How far the last save was when the step began, on the rank where it is worst: all
+            ranks agreed on it, so all leave out the same saves. None waits for a store that does
+            not take the last one.
     """
     done, every = place.done + 1, job.checkpoint.every_steps
     last = done == job.train.steps
     save = last or bool(every and done % every == 0)
-    skip = save and not last and saving and job.checkpoint.if_busy == "skip"
-    save = save and not skip
+    stuck = saving is SaveProgress.STUCK
+    skip = save and not last and not stuck and bool(saving) and job.checkpoint.if_busy == "skip"
+    save = save and not skip and (last or not stuck)
     return replace(place, done=done, saved=done if save else place.saved), Due(save=save, skip=skip, last=last)
 
 

@@ -101,7 +101,7 @@ class Training:
         self.runner = StepRunner(
             rank,
             tell=reporter.event if leads else lambda event: None,
-            saving=lambda: self.saver.busy,
+            saving=lambda: self.saver.progress,
             snapshots=self._tier.signals if self._tier is not None else None,
             pace=Pace(rank, restored.step) if timed else None,
             injection=injection,
@@ -149,7 +149,7 @@ class Training:
             with watch.part("memory"):
                 tier.committed = max(tier.committed, -1 if self.saver.committed is None else self.saver.committed)
                 may = self.runner.outer is None or self.runner.outer.quiet
-                tier.step_begins(place.done, plan.snapshots, self._state, self._extra, plan.saving, may=may)
+                tier.step_begins(place.done, plan.snapshots, self._state, self._extra, bool(plan.saving), may=may)
         return read, *before_step(place, plan.requests, savable=savable, everyone=everyone)
 
     def save(self, step: int) -> None:

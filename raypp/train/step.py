@@ -17,7 +17,7 @@ from raypp.models.adapter_dropout import StepKeys
 from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agree_on_step, padded_length
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
 from raypp.pipeline.device_clock import DeviceClock, Span
-from raypp.records import Event, Requests, StepReport
+from raypp.records import Event, Requests, SaveProgress, StepReport
 from raypp.train.assemble import AssembledRank
 from raypp.train.device_memory import peak_memory
 from raypp.train.fault_injection import Injection
@@ -99,7 +99,7 @@ class StepRunner:
 
     Args:
         tell: Called with events; on rank 0, which reports for all.
-        saving: Whether this rank's last save is still in progress; agreed on once per step.
+        saving: How far this rank's last save is; agreed on once per step.
         snapshots: State of the memory tier's snapshots, agreed on once per step. None: no tier.
         pace: Times steps and reports stragglers.
     """
@@ -109,7 +109,7 @@ class StepRunner:
         rank: AssembledRank,
         *,
         tell: Callable[[Event], None] = lambda event: None,
-        saving: Callable[[], bool] = lambda: False,
+        saving: Callable[[], SaveProgress] = lambda: SaveProgress.OVER,
         snapshots: Callable[[], SnapshotState] | None = None,
         pace: Pace | None = None,
         injection: Injection | None = None,

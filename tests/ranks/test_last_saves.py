@@ -24,7 +24,7 @@ from raypp.checkpoint.save import _OUTCOME, CheckpointSaver
 from raypp.control.classify import kind_and_cause
 from raypp.errors import RayppError
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
-from raypp.records import Requests
+from raypp.records import Event, Requests
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -152,6 +152,39 @@ def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(
     # It is restored, in no checkpoint, and saved although no step follows.
     assert life(2, 1, True, "") == ([("stopped", "4")] * 2, 0, 0)
     assert [one.step for one in list_checkpoints(DirectoryStore(tmp_path), "remembers")] == [4]
+
+
+class Mender(Told):
+    """Makes room in the store once a rank says that it waits for it."""
+
+    def __init__(self, blocked: Path, stop_at: int) -> None:
+        super().__init__(lambda asked: Requests(stop=asked >= stop_at))
+        self.blocked = blocked
+
+    def event(self, event: Event) -> None:
+        super().event(event)
+        if "waits_s" in event.details:
+            self.blocked.unlink(missing_ok=True)
+
+
+def mended_life(
+    rank: int, world: int, port: int, job: dict[str, Any], stop_at: int, blocked: str
+) -> tuple[int | None, list[str]]:
+    parsed, mender = parse_job(job), Mender(Path(blocked), stop_at)
+    result = run_rank(parsed, local_seat(rank, world, port, parsed), mender)
+    return result.checkpoint_step, [event.kind for event in mender.events if event.kind.startswith("save_")]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("stop_at", [99, 5])
+def test_at_the_end_and_at_a_stop_the_ranks_wait_for_a_store_that_takes_no_writes(tmp_path: Path, stop_at: int) -> None:
+    job, last = document(url=str(tmp_path), every_steps=2), min(STEPS, stop_at - 1)
+    blocked = tmp_path / "remembers"  # a file where the store needs a folder
+    blocked.write_text("")
+    ends = run_ranks(2, mended_life, job, stop_at, str(blocked))
+    assert [step for step, _ in ends] == [last, last]
+    assert ends[0][1] == ends[1][1] == ["save_failed"] * 2, "that saves fail, and that the last one waits"
+    assert [one.step for one in list_checkpoints(DirectoryStore(tmp_path), "remembers")] == [last]
 
 
 def test_a_stop_without_a_save_needs_no_checkpoint(life: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class Pair:
         self.savers[rank].save(step, [self.stages[rank]], self._optimizers[rank], {})
 
     def wait(self) -> list[int | None]:
-        return [saver.wait() for saver in self.savers]
+        with ThreadPoolExecutor() as pool:  # each waits for what the other announces
+            return list(pool.map(lambda saver: saver.wait(), self.savers))
 
 
 def test_an_object_of_a_save_that_another_rank_failed_makes_room_for_the_next(tmp_path: Path) -> None:

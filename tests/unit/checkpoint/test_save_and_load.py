@@ -14,7 +14,7 @@ import torch
 from in_one_process import InOneProcess
 from safetensors import safe_open
 from safetensors.torch import load_file
-from stand_in_clock import StandInClock
+from stand_in_clock import StandInClock, wait_until
 from told import Told
 from torch import nn
 
@@ -30,7 +30,7 @@ from raypp.checkpoint.tensor_file import BLOCK_BYTES
 from raypp.control.classify import kind_and_cause
 from raypp.errors import CheckpointError
 from raypp.failure_kinds import FailureKind
-from raypp.records import Coordinates, Seat
+from raypp.records import Coordinates, SaveProgress, Seat
 from raypp.storage import StoreError
 from raypp.storage.directory import DirectoryStore
 
@@ -98,13 +98,15 @@ def saver(
     world: int = 1,
     pp: int = 1,
     commit_timeout_s: float = 5,
+    last_save_s: float = 0.0,
     talk: InOneProcess | None = None,
 ) -> CheckpointSaver:
     seat = Seat(RUN, attempt, rank, world, Coordinates(pp=rank % pp), Coordinates(pp, 1, 1, 1))
     job = {"model": {"kind": "llama"}, "resources": {"env": {"TOKEN": "secret"}}}
     talk = talk or InOneProcess(patient=False)
-    made = CheckpointSaver(store, RUN, job, seat, talk, reporter, keep, commit_timeout_s=commit_timeout_s)
-    made._closed.wait = lambda timeout=None: False  # type: ignore[method-assign]  # no pause before another try
+    limits = {"commit_timeout_s": commit_timeout_s, "last_save_s": last_save_s}
+    made = CheckpointSaver(store, RUN, job, seat, talk, reporter, keep, **limits)
+    made._given_up.wait = lambda timeout=None: threading.Event.wait(made._given_up, 0.01)  # type: ignore[method-assign]
     return made
 
 
@@ -310,15 +312,48 @@ def test_an_upload_is_tried_again_before_it_counts_as_failed(tmp_path: Path) -> 
     assert verify_checkpoint(store, RUN, 1) == []
 
 
-def test_a_failed_save_is_an_event_and_training_goes_on_to_the_next(tmp_path: Path) -> None:
-    store, reporter, stage = FailingStore(tmp_path, 4), Told(), model()
+def test_saves_that_fail_are_one_event_until_one_succeeds_and_training_goes_on(tmp_path: Path) -> None:
+    store, reporter, stage = FailingStore(tmp_path, 0), Told(), model()
     saving, optimizer = saver(store, reporter), adamw(stage)
-    saving.save(1, [stage], optimizer, {})
-    assert saving.wait() is None
-    assert set(reporter.kinds()) == {"save_failed"}
-    assert "bad day" in reporter.events[0].message
-    saving.save(2, [stage], optimizer, {})
-    assert saving.wait() == 2
+    for step, failures in [(1, 10**9), (2, 10**9), (3, 10**9), (4, 0), (5, 10**9)]:
+        store.failures = failures
+        saving.save(step, [stage], optimizer, {})
+        assert saving.wait() == (None if step < 4 else 4)
+    assert reporter.kinds() == ["save_failed", "committed", "save_failed"]
+    assert "rank 0 tries again: the server is having a bad day" in reporter.events[0].message
+
+
+def test_a_save_is_tried_again_until_the_store_takes_it(tmp_path: Path) -> None:
+    store = FailingStore(tmp_path, 10**9)
+    saving, reporter = begun(store)
+    wait_until(lambda: saving.progress is SaveProgress.STUCK)
+    store.failures = 0
+    wait_until(lambda: saving.progress is SaveProgress.OVER)
+    assert saving.wait() == 1 and reporter.kinds() == ["save_failed", "committed"]
+
+
+def test_a_save_that_is_due_gives_up_one_that_the_store_does_not_take(tmp_path: Path) -> None:
+    store, reporter, stage = FailingStore(tmp_path, 10**9), Told(), model()
+    saving, optimizer = saver(store, reporter), adamw(stage)
+    for step in (1, 2):
+        saving.save(step, [stage], optimizer, {})
+    store.failures = 0
+    assert saving.finish() == 2 and reporter.kinds() == ["save_failed", "committed"]
+    assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [2]
+
+
+def test_the_last_save_waits_for_a_store_that_takes_no_writes_and_says_so(tmp_path: Path) -> None:
+    store, reporter, stage = FailingStore(tmp_path, 10**9), Told(), model()
+    saving = saver(store, reporter, last_save_s=90.0)
+    saving.save(1, [stage], adamw(stage), {})
+    ended: list[int | None] = []
+    waiting = threading.Thread(target=lambda: ended.append(saving.finish()), daemon=True)
+    waiting.start()
+    wait_until(lambda: any("waits up to 1.5 min" in event.message for event in reporter.events))
+    assert "waits_s" in reporter.events[-1].details
+    store.failures = 0
+    waiting.join()
+    assert ended == [1]
 
 
 class FullStore(DirectoryStore):
@@ -341,7 +376,8 @@ def test_the_last_save_of_an_attempt_raises_what_made_it_fail(tmp_path: Path) ->
     with pytest.raises(NotSavedError, match=r"of step 1, was not saved: .* the disk is full") as full:
         saving.finish()
     kind, cause = kind_and_cause(full.value)
-    assert kind is FailureKind.DISK_FULL and cause.startswith(str(tmp_path)), cause
+    assert kind is FailureKind.NOT_SAVED and f"{tmp_path}/" in cause and "it was tried again for 0 min" in cause
+    assert kind.traits.permanent, "another attempt would wait as long"
     assert "fix: free some space" in str(full.value)
     store.full = False
     saving.save(2, [stage], optimizer, {})
@@ -353,6 +389,9 @@ def both_saved(*stores: DirectoryStore) -> list[tuple[CheckpointSaver, Told]]:
     talk, ranks = InOneProcess(patient=False), []
     for rank in (1, 0):
         ranks.insert(0, begun(stores[rank], 4, rank=rank, world=2, talk=talk))
+        wait_until(lambda: ranks[0][0].progress is not SaveProgress.BUSY)
+        if ranks[0][0].progress is SaveProgress.STUCK:
+            ranks[0][0]._given_up.set()
         ranks[0][0]._thread.join()  # type: ignore[union-attr]
     return ranks
 
@@ -366,11 +405,12 @@ def test_ranks_agree_that_the_last_save_failed_and_on_whose_fault_it_was(
     store, ends = DirectoryStore(tmp_path), []
     if at_fault == 0:
         claim_attempt(store, RUN, 2)
-    for saving, _ in both_saved(store, FailingStore(tmp_path, 9) if at_fault == 1 else store):
+    for saving, _ in both_saved(store, FailingStore(tmp_path, 10**9) if at_fault == 1 else store):
         with pytest.raises(NotSavedError, match=rf"of step 4, was not saved: .*{why}") as failed:
             saving.finish()
         ends.append(kind_and_cause(failed.value)[0])
-    assert ends == [FailureKind.SAVE_FAILED if rank == at_fault else FailureKind.LOST_PEER for rank in (0, 1)]
+    fault = FailureKind.NOT_SAVED if at_fault == 1 else FailureKind.SAVE_FAILED
+    assert ends == [fault if rank == at_fault else FailureKind.LOST_PEER for rank in (0, 1)]
 
 
 def test_what_fails_after_the_commit_does_not_make_the_save_a_failed_one(

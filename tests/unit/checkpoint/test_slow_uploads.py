@@ -146,7 +146,7 @@ def test_a_rank_that_waits_for_its_last_save_marks_progress_while_there_is_any(
     give_up(saver, announcements)
     waiting.join()
     assert marks.waits == marked, "none for the time without progress"
-    assert marks.kinds()[-1] == "save_waited"
+    assert marks.kinds()[-1] == "save_failed"
 
 
 class SlowStore(DirectoryStore):

@@ -76,7 +76,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     monkeypatch.setattr(attempt_module, "death_during_controller_outage", lambda rank: gone)
     monkeypatch.setattr(leader_module, "Placement", SimpleNamespace(of=lambda *_: Devices()))
     monkeypatch.setattr(leader_module, "WorkerGroup", lambda *_: Workers())
-    monkeypatch.setattr(leader_module, "remove_snapshots", lambda run: None)
+    monkeypatch.setattr(leader_module, "look_after_snapshots", lambda life, keep: None)
     return stand_still(monkeypatch, leader_module, reports, watchers)
 
 

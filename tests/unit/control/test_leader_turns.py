@@ -124,7 +124,7 @@ class Led(Leader):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     monkeypatch.setattr(watchers, "draining_nodes", dict)
-    monkeypatch.setattr(leader_module, "remove_snapshots", lambda life: None)
+    monkeypatch.setattr(leader_module, "look_after_snapshots", lambda life, keep: None)
     monkeypatch.setattr(watchers, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
     return stand_still(monkeypatch, leader_module, reports, watchers)
 
@@ -306,11 +306,11 @@ def test_data_that_are_wrong_end_the_run_at_once_with_the_exit_code_of_wrong_inp
 def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_could_not_be_saved(
     clock: StandInClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: FailureKind, kept: bool
 ) -> None:
-    removed: list[str] = []
-    monkeypatch.setattr(leader_module, "remove_snapshots", removed.append)
+    looked: list[tuple[str, bool]] = []
+    monkeypatch.setattr(leader_module, "look_after_snapshots", lambda life, keep: looked.append((life, keep)))
     leader = Led(tmp_path, max_restarts=0)
     leader.seat()
     leader.attempt.tells(0, RankFailure(0, "pp0-fsdp0", "10.0.0.1", 100, kind, "the disk is full"))
     leader.end()
     assert leader.outcome is not None and leader.outcome.state == "FAILED"
-    assert removed == ([] if kept else [life_of(leader._store, leader._job)])
+    assert looked == [(life_of(leader._store, leader._job), kept)]

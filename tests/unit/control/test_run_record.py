@@ -159,3 +159,27 @@ def test_the_status_says_how_each_rank_stands_now(tmp_path: Path) -> None:
     assert statuses == [(one.rank, one.coordinates, one.node, one.pid, one.state) for one in ranks]
     record.update_status(machine, ranks[:2])
     assert len(record.status().ranks) == 2
+
+
+def test_saves_that_fail_are_told_once_and_the_status_says_what_is_in_memory_only(tmp_path: Path) -> None:
+    record = _record(DirectoryStore(tmp_path), "c-1")
+    record.begin(6)
+    machine = Machine(RunState.RUNNING, committed_step=6, error="an earlier failure")
+    for step in (8, 10, 12):
+        record.add_step(_report(step), 1)
+        for rank in (0, 1):
+            record.event(Event("save_failed", f"step {step}: the disk is full", attempt=1, step=step, rank=rank))
+    record.update_status(machine, ())
+    says = "last save failed, newest checkpoint step 6, 6 steps in memory only: step 8: the disk is full"
+    assert record.status().error == f"{says}\nan earlier failure"
+    for rank in (0, 1):
+        record.event(Event("save_failed", "waits", attempt=1, step=12, rank=rank, details={"waits_s": 600.0}))
+    record.update_status(machine, ())
+    assert (record.status().error or "").partition("\n")[0].endswith("6 steps in memory only: waits")
+    record.event(Event("committed", "step 12", attempt=1, step=12))
+    record.update_status(machine, ())
+    assert record.status().error == "an earlier failure" and not record.unsaved(12)
+    record.event(Event("save_failed", "step 14: the disk is full", attempt=1, step=14))
+    record.close()
+    kinds = [event.kind for event in RunReader(DirectoryStore(tmp_path), "told").events()]
+    assert kinds == ["save_failed", "save_failed", "committed", "save_failed"]

@@ -73,7 +73,7 @@ def whole(options: DecoderOptions) -> torch.nn.Module:
 def saved(stage: torch.nn.Module, options: DecoderOptions, root: Path) -> tuple[DirectoryStore, Commit]:
     store, buffer = DirectoryStore(root), SnapshotBuffer()
     snapshot = buffer.take(gather_state([stage], None).values())
-    record = upload_snapshot(store, rank_key("run", 1, 1, 0), snapshot, {"rank": 0}, lambda seconds: False, Pace())
+    record = upload_snapshot(store, rank_key("run", 1, 1, 0), snapshot, {"rank": 0}, lambda write: write(), Pace())
     assert isinstance(record, ObjectRecord)
     job = {"model": options.model_dump(mode="json"), "train": {"seed": 7}}
     write_commit(store, Commit("run", 1, 1, {}, job, {}, (record,)))

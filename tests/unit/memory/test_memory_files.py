@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import socket
 import threading
 import time
@@ -27,9 +28,11 @@ from raypp.memory.files import (
     DIRECTORY_VARIABLE,
     LIMIT_VARIABLE,
     SlotName,
+    keep_run,
     keeper,
     list_slots,
     parse_name,
+    remove_dead,
     remove_run,
     room,
 )
@@ -161,6 +164,19 @@ def test_a_slow_reader_does_not_own_a_file(tmp_path: Path) -> None:
         assert again is not None
         assert Slot.open(path, parse_name(path.name) or NAME) is None  # an owner is not waited for
         again.close()
+
+
+def test_a_state_that_could_not_be_saved_outlives_its_cluster_until_its_run_goes_on(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    slot.close()
+    os.utime(slot.path, (0, 0))
+    keep_run(NAME.life, tmp_path)
+    assert remove_dead(tmp_path) == [] and intact(slot.path)
+    assert keep_run("f" * 12, tmp_path) is None and remove_run(NAME.life, tmp_path) == [slot.path.name]
+    slot = sealed(tmp_path)
+    slot.close()
+    os.utime(slot.path, (0, 0))
+    assert remove_dead(tmp_path) == [slot.path.name], "any other is forgotten after an hour"
 
 
 def test_files_of_others_and_links_are_left_alone(tmp_path: Path) -> None:

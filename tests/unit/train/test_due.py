@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypp.records import Requests
+from raypp.records import Requests, SaveProgress
 from raypp.spec.load import parse_job
 from raypp.train.due import Due, Place, after_step, before_step, is_due
 
@@ -78,12 +78,15 @@ def test_what_one_replica_was_asked_waits_until_all_know(requests: Requests, due
         (9, True, {"if_busy": "skip"}, 10, Due(save=True, last=True)),
         (9, False, {"every_steps": 0}, 10, Due(save=True, last=True)),
         (3, False, {"every_steps": 0}, 0, Due()),
+        (3, SaveProgress.STUCK, {}, 0, Due()),
+        (3, SaveProgress.STUCK, {"if_busy": "skip"}, 0, Due()),
+        (9, SaveProgress.STUCK, {}, 10, Due(save=True, last=True)),
     ],
 )
-def test_after_a_step(done: int, saving: bool, checkpoint: dict[str, Any], saved: int, due: Due) -> None:
+def test_after_a_step(done: int, saving: int, checkpoint: dict[str, Any], saved: int, due: Due) -> None:
     job = parse_job({"name": "a-run", "train": {"steps": 10}, "checkpoint": {"every_steps": 4, **checkpoint}})
     place = Place(done, 0, 0, asked=True)
-    assert after_step(place, job, saving) == (Place(done + 1, 0, saved, asked=True), due)
+    assert after_step(place, job, SaveProgress(saving)) == (Place(done + 1, 0, saved, asked=True), due)
 
 
 def test_evaluation_and_samples_are_due_every_so_many_steps_and_at_the_end() -> None:
