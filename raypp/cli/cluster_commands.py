@@ -35,8 +35,12 @@ def local_group() -> None:
 @click.option("--cpus", type=click.IntRange(1), default=None, help="CPU slots of Ray.  [default: max(8, cores)]")
 def up(cpus: int | None) -> None:
     """Start the cluster, unless it is already running."""
+    left = local.remains()
+    dead = left.dead() if left else ()
     cluster, started = local.up(cpus)
     echo("the embedded cluster is up" if started else "the embedded cluster was already up")
+    for name in dead:
+        echo(f"its {name} had ended and was started again; the other server, with what it held, went on")
     _describe(cluster)
     if not started and cpus not in (None, cluster.num_cpus):
         echo(f"--cpus {cpus} has no effect on a running cluster; run `raypp local down` first", err=True)
@@ -57,7 +61,8 @@ def down(delete_data: bool, yes: bool) -> None:
 
 def _stop_runs(yes: bool) -> None:
     """Saves and stops the active runs of the embedded cluster; asks before, unless `yes`."""
-    cluster = local.find()
+    cluster = local.remains()
+    cluster = cluster if cluster and cluster.ray.find() else None
     active = [Run(place) for place in known_runs.active_runs(find_cluster(cluster.dashboard))] if cluster else []
     for run in active:
         status = run.status()
@@ -83,6 +88,9 @@ def status(as_json: bool) -> None:
     cluster = local.find()
     if as_json:
         echo_json({"up": cluster is not None, **(_facts(cluster) if cluster else {})})
+    elif cluster is None and (left := local.remains()) is not None:
+        (dead,) = left.dead() or ("server that was asked",)
+        echo(f"the {dead} of the embedded cluster has ended; `raypp local up` starts it beside the other server")
     elif cluster is None:
         echo("no embedded cluster is running; start it with `raypp local up`")
     else:

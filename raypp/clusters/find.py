@@ -42,7 +42,7 @@ def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster
         JobError: The address is invalid.
         UnreachableError: No address is given and no embedded cluster runs.
     """
-    embedded = local.find()
+    embedded = local.remains()
     given = address or os.environ.get("RAYPP_ADDRESS")
     if given:
         url = _dashboard_of(given, embedded)
@@ -52,6 +52,9 @@ def find_cluster(address: str | None = None, timeout_s: float = 20.0) -> Cluster
         fault = "no address of a Ray cluster is given, and no embedded cluster runs"
         fix = "start one with `raypp local up`, or give an address: --address http://host:8265 or RAYPP_ADDRESS"
         raise UnreachableError(Problem("address", fault, fix))
+    if embedded.ray.find() is None:
+        fault = "the Ray head of the embedded cluster has ended, and its runs with it; its S3 server runs"
+        raise UnreachableError(Problem("address", fault, "`raypp local up` starts it again, beside the S3 server"))
     return Cluster(embedded.dashboard, Dashboard(embedded.dashboard, embedded.token(), timeout_s), embedded)
 
 
@@ -70,7 +73,7 @@ def lend_store_settings(embedded: local.LocalCluster | EllipsisType | None = ...
         embedded cluster is used.
     """
     if isinstance(embedded, EllipsisType):
-        embedded, address = None if _loan.refused else local.find(), os.environ.get("RAYPP_ADDRESS")
+        embedded, address = None if _loan.refused else local.remains(), os.environ.get("RAYPP_ADDRESS")
         if embedded is not None and address and not _is_at(embedded, _url_of(address)):
             embedded = None
     else:
@@ -93,7 +96,7 @@ def lend_settings_of(*addresses: str | None) -> None:
     if _loan.refused:
         return
     urls = {_url_of(address) for address in addresses if address}
-    embedded = local.find()
+    embedded = local.remains()
     if embedded is not None and any(_is_at(embedded, url) for url in urls):
         lend_store_settings(embedded)
     elif urls and not any(urlsplit(url).hostname in _LOOPBACK for url in urls):  # an earlier life had another port
@@ -126,7 +129,7 @@ def _url_of(address: str) -> str:
     """Returns the dashboard's URL; the address itself if it is invalid, which commands report that
     use it."""
     try:
-        return _dashboard_of(address, local.find())
+        return _dashboard_of(address, local.remains())
     except JobError:
         return address
 

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from raypp.clusters import local
 from raypp.clusters.dashboard import FINAL_JOB_STATES, Dashboard
 from raypp.clusters.find import Cluster, find_cluster, lend_settings_of, lend_store_settings
 from raypp.clusters.user_folder import raypp_home, write_private
@@ -148,8 +149,10 @@ def cluster_fault(place: RunPlace) -> tuple[str, bool]:
         cluster_of(place, _QUICK_S).dashboard.ray_version()
     except RayppError as error:
         fault = error.problems[0].fault
-        local = place.address is not None and is_loopback(place.address)
-        return fault, local and os.strerror(errno.ECONNREFUSED) in fault
+        left, here = local.remains(), place.address is not None and is_loopback(place.address)
+        if left is not None and left.dashboard == place.address and left.ray.find() is None:
+            return fault, True
+        return fault, here and os.strerror(errno.ECONNREFUSED) in fault
     return "", False
 
 

@@ -23,6 +23,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Lt
 
@@ -80,6 +81,11 @@ class LocalCluster:
     prometheus_port: Annotated[int, Ge(0), Lt(65536)] = 0
     prometheus: OwnProcess | None = None
 
+    def dead(self) -> tuple[str, ...]:
+        """Returns the names of those of its two servers that do not run."""
+        running = {"Ray head": self.ray.find() is not None, "S3 server": self.s3.running()}
+        return tuple(name for name, runs in running.items() if not runs)
+
     def token(self) -> str:
         fix = "restart the embedded cluster: raypp local down, then raypp local up"
         return (
@@ -110,15 +116,20 @@ def directory() -> Path:
 
 def find() -> LocalCluster | None:
     """Returns the embedded cluster of this RAYPP_HOME if both its servers run; else None."""
+    cluster = remains()
+    return None if cluster is None or cluster.dead() else cluster
+
+
+def remains() -> LocalCluster | None:
+    """Returns the embedded cluster of this RAYPP_HOME if any of its servers runs; else None."""
     cluster = _read_state()
-    if cluster is None or cluster.ray.find() is None or not cluster.s3.running():
-        return None
-    return cluster
+    return None if cluster is None or len(cluster.dead()) == 2 else cluster
 
 
 def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
     """Starts the embedded cluster unless it runs; returns when both servers answer.
 
+    If only one of them runs, it goes on, and the other is started beside it, at the same address.
     Prometheus is started, too, if it is installed and does not run. A Prometheus that fails stops
     nothing: see `LocalCluster.has_prometheus`.
 
@@ -130,10 +141,16 @@ def up(num_cpus: int | None = None) -> tuple[LocalCluster, bool]:
         UnreachableError: A server did not start; the message contains the end of its log.
     """
     with locked(directory() / "lock"):
-        running = find()
-        if running is not None:
-            return _with_prometheus(running), False
+        left = remains()
+        if left is not None and not left.dead():
+            return _with_prometheus(left), False
         need("ray", "local", "raypp local up")
+        if left is not None and left.s3.running():
+            _end_ray(left)
+            # The port of its dashboard, by which known runs name their cluster.
+            return _start(num_cpus or left.num_cpus, urlsplit(left.dashboard).port, left.s3), True
+        if left is not None:
+            return _with_prometheus(_with_s3(left)), True
         _end_leftovers()
         # At least 8: on a laptop, several ranks deliberately share a core.
         num_cpus = num_cpus or max(8, os.cpu_count() or 1)
@@ -176,19 +193,42 @@ def _end_leftovers() -> bool:
     cluster = _read_state()
     if cluster is None:
         return False
-    alive = cluster.ray.find() is not None or cluster.s3.running()
-    cluster.ray.end(patience_s=15)
+    alive = len(cluster.dead()) < 2
+    _end_ray(cluster)
     cluster.s3.stop()
-    if cluster.prometheus is not None:
-        cluster.prometheus.end(patience_s=10)
-    shutil.rmtree(cluster.ray_dir, ignore_errors=True)
     (directory() / "state.json").unlink(missing_ok=True)
     remove_dead()
     return alive
 
 
-def _start(num_cpus: int, wanted_port: int | None) -> LocalCluster:
-    """Starts the servers, the dashboard on any free port unless one is wanted."""
+def _end_ray(cluster: LocalCluster) -> None:
+    """Ends the Ray head, and Prometheus, which reads its folder."""
+    cluster.ray.end(patience_s=15)
+    if cluster.prometheus is not None:
+        cluster.prometheus.end(patience_s=10)
+    shutil.rmtree(cluster.ray_dir, ignore_errors=True)
+
+
+def _with_s3(cluster: LocalCluster) -> LocalCluster:
+    """Starts the S3 server again, at its address, which the runs of the Ray head know."""
+
+    def write(s3: SeaweedServer) -> None:
+        _write_state(dataclasses.replace(cluster, s3=s3))
+
+    s3 = SeaweedServer.start(
+        directory() / "s3", buckets=(BUCKET,), detached=True, ports=cluster.s3.ports, launched=write
+    )
+    return dataclasses.replace(cluster, s3=s3)
+
+
+def _start(num_cpus: int, wanted_port: int | None, storage: SeaweedServer | None = None) -> LocalCluster:
+    """Starts the servers, the dashboard on any free port unless one is wanted.
+
+    Args:
+        num_cpus: Slots of Ray.
+        wanted_port: Of the dashboard.
+        storage: An S3 server that runs already.
+    """
     home = private_directory(directory())
     write_private(home / "token", secrets.token_hex(32))
     # A short path: Ray creates sockets in it, whose paths may not exceed 107 bytes.
@@ -198,7 +238,7 @@ def _start(num_cpus: int, wanted_port: int | None) -> LocalCluster:
     settings = (home, ray_dir, num_cpus, gcs_port, client_port, dashboard_port, f"http://127.0.0.1:{prometheus_port}")
     head = start_ray_head(*settings)
     own = OwnProcess.of(head.pid)  # at once, so that a process that ends early can be identified
-    storage: SeaweedServer | None = None
+    kept = storage
 
     def cluster_with(s3: SeaweedServer) -> LocalCluster:
         return LocalCluster(
@@ -216,10 +256,13 @@ def _start(num_cpus: int, wanted_port: int | None) -> LocalCluster:
     try:
         # Written before the servers answer, so that `down` also ends what an interrupted `up`
         # started.
-        storage = SeaweedServer.start(
-            home / "s3", buckets=(BUCKET,), detached=True, launched=lambda s3: _write_state(cluster_with(s3))
-        )
+        if kept is None:
+            storage = SeaweedServer.start(
+                home / "s3", buckets=(BUCKET,), detached=True, launched=lambda s3: _write_state(cluster_with(s3))
+            )
+        assert storage is not None
         cluster = cluster_with(storage)
+        _write_state(cluster)
         try:
             wait_for_ray(cluster.client(), head, home / "ray.log")
         except SlowStartError:
@@ -233,10 +276,10 @@ def _start(num_cpus: int, wanted_port: int | None) -> LocalCluster:
     except BaseException:
         own.end(patience_s=10)
         head.wait()
-        if storage is not None:
-            storage.stop()
         shutil.rmtree(ray_dir, ignore_errors=True)
-        (home / "state.json").unlink(missing_ok=True)
+        if storage is not None and kept is None:
+            storage.stop()
+            (home / "state.json").unlink(missing_ok=True)
         raise
     return _with_prometheus(cluster)
 

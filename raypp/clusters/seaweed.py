@@ -65,6 +65,7 @@ class SeaweedServer:
         buckets: tuple[str, ...] = (),
         detached: bool = False,
         host: str = "127.0.0.1",
+        ports: tuple[int, ...] = (),
         launched: Callable[[SeaweedServer], None] = lambda server: None,
     ) -> SeaweedServer:
         """Starts a server on free ports and waits until an object can be written.
@@ -78,6 +79,7 @@ class SeaweedServer:
                 dies with its terminal.
             host: The only address it listens on. Other machines can use it if they can reach that
                 address.
+            ports: Those of an earlier server, so that its users find this one; empty: free ones.
             launched: Gets the server before it answers, and again if it is started again.
 
         Raises:
@@ -91,15 +93,15 @@ class SeaweedServer:
         access_key, secret_key = _keys(directory / "s3.json")
         write_locks(directory)
         for left in reversed(range(3)):
-            process, ports = _launch(directory, detached, host)
-            endpoint = f"http://{host}:{ports['s3.port']}"
+            process, taken = _launch(directory, detached, host, ports)
+            endpoint = f"http://{host}:{taken[0]}"
             server = cls(
                 endpoint,
                 access_key,
                 secret_key,
                 process.pid,
                 OwnProcess.of(process.pid).started,
-                tuple(ports.values()),
+                taken,
                 str(directory),
             )
             try:
@@ -111,8 +113,8 @@ class SeaweedServer:
             except BaseException as error:
                 server.stop()
                 process.wait(_STOP_S)
-                taken = "address already in use" in _log_end(directory)
-                if not (taken and left and isinstance(error, UnreachableError)):
+                in_use = "address already in use" in _log_end(directory)
+                if not (in_use and left and isinstance(error, UnreachableError)):
                     raise
         raise AssertionError("unreachable")
 
@@ -214,8 +216,10 @@ def _keys(path: Path) -> tuple[str, str]:
     return access_key, secret_key
 
 
-def _launch(directory: Path, detached: bool, host: str) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
-    ports = dict(zip(_PORTS, free_ports(len(_PORTS), host), strict=True))
+def _launch(
+    directory: Path, detached: bool, host: str, ports: tuple[int, ...]
+) -> tuple[subprocess.Popen[bytes], tuple[int, ...]]:
+    ports = ports or tuple(free_ports(len(_PORTS), host))
     command = [
         str(find_weed()),
         "server",
@@ -236,7 +240,7 @@ def _launch(directory: Path, detached: bool, host: str) -> tuple[subprocess.Pope
         # The ports change with every start; a stored election result would name the old ones.
         "-master.resumeState=false",
         "-master.telemetry=false",
-        *(f"-{name}={port}" for name, port in ports.items()),
+        *(f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=True)),
     ]
     descriptor = os.open(directory / "weed.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

@@ -24,6 +24,7 @@ import raypp
 from raypp.clusters import known_runs, local, setup_worker
 from raypp.clusters.dashboard import Dashboard
 from raypp.clusters.find import Cluster, find_cluster
+from raypp.clusters.known_runs import RunPlace
 from raypp.clusters.user_folder import raypp_home, write_private
 from raypp.control import client
 from raypp.errors import ResourcesError, UnreachableError
@@ -256,3 +257,35 @@ def test_only_one_of_two_clusters_gets_the_usual_port_of_the_dashboard(tmp_path:
     finally:
         for home in homes:
             run_python("-c", _DOWN, env=home, timeout=120)
+
+
+def test_a_dead_s3_server_is_started_again_beside_the_living_head_where_its_runs_look_for_it(cluster: Cluster) -> None:
+    before = local.remains()
+    assert before is not None and before.dead() == ()
+    before.s3.store(local.BUCKET).put("kept", b"it was")
+    before.s3.stop(grace_s=0.0)
+    left = local.remains()
+    assert left is not None and left.dead() == ("S3 server",) and local.find() is None
+    assert find_cluster().address == cluster.address, "commands still find the Ray head"
+    after, started = local.up()
+    assert started and (after.ray, after.s3.environment()) == (before.ray, before.s3.environment())
+    assert after.s3.store(local.BUCKET).get("kept") == b"it was"
+    assert local.find() == after and cluster.dashboard.ray_version()
+
+
+@pytest.mark.slow
+def test_a_dead_head_is_named_and_started_again_beside_the_living_s3_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAYPP_HOME", str(tmp_path))
+    before, _ = local.up(1)
+    try:
+        before.ray.end(patience_s=0.0)
+        with pytest.raises(UnreachableError, match="Ray head of the embedded cluster has ended.*its S3 server runs"):
+            find_cluster()
+        assert known_runs.cluster_fault(RunPlace("s3://raypp", "a-run", before.dashboard))[1], "it is gone for good"
+        after, started = local.up()
+        assert started and (after.s3, after.dashboard, after.num_cpus) == (before.s3, before.dashboard, 1)
+        assert after.client().ray_version()
+    finally:
+        local.down()
