@@ -98,8 +98,11 @@ def _present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     seen = without_a_sign_of_life(status, alive, time.time(), fault if gone else "")
     if seen is status and fault:
         since = date_and_clock(float(status["updated_at"]))
-        trouble = f"the run's cluster does not answer: {fault}; its last sign of life is of {since}"
-        return {**status, "error": trouble, "trouble": trouble}
+        trouble = (
+            f"the cluster's head does not answer since {since} ({fault}); the run trains on without it, or is lost"
+        )
+        state = status["state"] if status["state"] == RunState.PENDING else str(RunState.RECOVERING)
+        return {**status, "state": state, "error": trouble, "trouble": trouble}
     if seen is not status and alive is False and (reason := _why_not_led(place)):
         return {**seen, "error": f"{reason}\nthen resume it with raypp submit --resume"}
     return seen

@@ -198,7 +198,7 @@ class Leader:
             attempt.adopt(seated, self.record.status().ranks, self.record.step)
             self._attempt = attempt
             self.reports.start_attempt(last)
-            self.record.event(run_events.adoption_event(last, attempt.ranks))
+            self.record.event(run_events.adoption_event(last, attempt.ranks, self.record.status().updated_at))
             self._start_watch(attempt)
         elif not over:
             message = "the controller restarted; no rank was left"
@@ -264,7 +264,9 @@ class Leader:
             told = {(one.kind, one.cause) for one in self.machine.failures if not one.kind.traits.node_lost}
             if (event.failure.kind, event.failure.cause) not in told:  # one error of all ranks is told once
                 self.record.event(run_events.failure_event(event.failure, self.machine.attempt))
+            self.reports.recovery.over("noticed")
         elif isinstance(event, m.Seated) and attempt is not None:
+            self.reports.recovery.over("seated")
             for seated in run_events.seat_events(attempt.ranks, attempt.number):
                 self.record.event(seated)
             self._start_watch(attempt)
@@ -274,6 +276,7 @@ class Leader:
                 self._placement.lost_nodes.add({rank.node_id for rank in attempt.ranks if rank.rank in lost})
             self._attempt = None
             self.reports.end_attempt()
+            self.reports.recovery.over("ended")
             if self._preemption.reset():
                 self._workers.empty_bundles()
                 self._placement.remove()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from raypp.checkpoint.commit import COMMITTING_RANK, Commit
 from raypp.control.machine import Finish, Machine
 from raypp.control.seats import Rank
+from raypp.observe.status import date_and_clock
 from raypp.records import END_EVENTS, Event, RankFailure, Requests
 from raypp.recovery.policy import describe, root_cause
 
@@ -57,10 +58,15 @@ def restart_event(machine: Machine, delay_s: float, kept: int, world: int, memor
     return Event("restarting", message, attempt=machine.attempt, details={"kept": kept})
 
 
-def adoption_event(attempt: int, ranks: Iterable[Rank]) -> Event:
-    """A restarted controller takes over the ranks of a running attempt."""
+def adoption_event(attempt: int, ranks: Iterable[Rank], since: float) -> Event:
+    """A restarted controller takes over the ranks of a running attempt.
+
+    Args:
+        since: When the earlier one last wrote, in seconds since 1970.
+    """
     living = [rank for rank in ranks if not rank.ended]
-    message = f"the controller restarted; {len(living)} ranks of attempt {attempt} kept running without it"
+    ran = f"{len(living)} ranks of attempt {attempt} kept running without it"
+    message = f"the controller restarted; {ran} since {date_and_clock(since)}"
     details = {"pids": [rank.pid for rank in living]}
     return Event("controller_restarted", message, attempt=attempt, details=details)
 

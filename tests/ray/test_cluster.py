@@ -281,7 +281,7 @@ def test_a_dead_head_is_named_and_started_again_beside_the_living_s3_server(
     before, _ = local.up(1)
     try:
         before.ray.end(patience_s=0.0)
-        with pytest.raises(UnreachableError, match="Ray head of the embedded cluster has ended.*its S3 server runs"):
+        with pytest.raises(UnreachableError, match=r"Ray head of the embedded cluster has ended.*its S3 server runs"):
             find_cluster()
         assert known_runs.cluster_fault(RunPlace("s3://raypp", "a-run", before.dashboard))[1], "it is gone for good"
         after, started = local.up()

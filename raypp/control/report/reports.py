@@ -15,10 +15,40 @@ from raypp.control.machine import Committed
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.run_record import RunRecord
 from raypp.control.seats import Rank
-from raypp.records import Requests
+from raypp.records import Event, Requests
 
 Item = ReportBatch | Requests
 Notice = Committed | Requests
+
+
+class Recovery:
+    """Where the time between the last step before a failure and the first after it goes."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._parts: dict[str, float] = {}
+
+    def stepped(self) -> None:
+        """A step is done; unless it is the first after a failure, the next would begin here."""
+        if not self._parts:
+            self._since = time.monotonic()
+
+    def over(self, part: str) -> None:
+        """A part is over: noticed, ended or seated. The first failure of several is noticed."""
+        if (part == "noticed") == bool(self._parts):
+            return
+        now = time.monotonic()
+        self._parts[part] = round(self._parts.get(part, 0.0) + now - self._since, 4)
+        self._since = now
+
+    def told(self, event: Event) -> Event:
+        """Returns the event of the first step, with what was before, if a failure was."""
+        if not self._parts:
+            return event
+        seconds, self._parts = {**self._parts, **event.details.get("seconds", {})}, {}
+        parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+        message = f"{event.message}, {sum(seconds.values()):.1f} s after the failed attempt's last: {parts}"
+        return replace(event, message=message, details={**event.details, "recovery_s": seconds})
 
 
 class Reports:
@@ -32,6 +62,7 @@ class Reports:
         stop: The stop request for all ranks.
         save_wanted: Rank 0 is asked to save with the next answer.
         trace_wanted: Rank 0 is asked to trace so many steps with the next answer.
+        recovery: Times the recovery from a failure.
         relayed_calls: How many times relays have reported.
         watch: Gets the heartbeats of the running attempt; None without one.
         stepped: The ranks have finished a step in this turn; the leader resets it.
@@ -47,6 +78,7 @@ class Reports:
         self.watch: HangWatch | None = None
         self.stepped = False
         self.preempted: Rank | None = None
+        self.recovery = Recovery()
         self._record = record
         self._queue: queue.Queue[Item] = queue.Queue()
         self._attempt = 0
@@ -147,7 +179,10 @@ class Reports:
                 for one in attempt.ranks:
                     one.step = report.step
             self.stepped = True
+            self.recovery.stepped()
         for event in batch.events:
+            if event.kind == "first_step":
+                event = self.recovery.told(event)
             self._record.event(event)
             if event.kind == "committed" and event.step is not None:
                 yield Committed(event.step)

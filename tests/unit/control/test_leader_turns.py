@@ -18,6 +18,7 @@ from raypp.control import rank_ends, watchers
 from raypp.control.leader import Leader
 from raypp.control.protocol import ReportBatch, RunRequest
 from raypp.control.report import reports
+from raypp.control.report.reports import Recovery
 from raypp.failure_kinds import FailureKind
 from raypp.memory.files import life_of
 from raypp.observe.reader import RunReader
@@ -314,3 +315,18 @@ def test_a_failed_run_keeps_its_snapshots_only_where_they_hold_a_state_that_coul
     leader.end()
     assert leader.outcome is not None and leader.outcome.state == "FAILED"
     assert looked == [(life_of(leader._store, leader._job), kept)]
+
+
+def test_the_first_step_after_a_failure_says_where_the_seconds_went(clock: StandInClock) -> None:
+    recovery, first = Recovery(), Event("first_step", "step 4 done", step=4, details={"seconds": {"load": 0.5}})
+    recovery.over("seated")
+    assert recovery.told(first) == first, "no failure was before"
+    recovery.stepped()
+    for part, seconds in [("noticed", 2.0), ("noticed", 1.0), ("ended", 2.0), ("seated", 0.25)]:
+        clock.now += seconds
+        recovery.over(part)
+    recovery.stepped()
+    told = recovery.told(first)
+    parts = "noticed 2.0 s, ended 3.0 s, seated 0.2 s, load 0.5 s"
+    assert told.message == f"step 4 done, 5.8 s after the failed attempt's last: {parts}"
+    assert recovery.told(first) == first
