@@ -92,11 +92,11 @@ def _present_status(place: RunPlace, reader: RunReader) -> dict[str, Any]:
     # The run may have ended after the first look and before the check.
     if (ended := ended_status(reader)) is not None:
         return ended
-    silent = time.time() - status["updated_at"] > GONE_AFTER_S
-    if alive and silent and status["attempt"] and (told := _told_by_controller(place)) is not None:
+    silence = time.time() - float(status["updated_at"])
+    if alive and silence > GONE_AFTER_S and status["attempt"] and (told := _told_by_controller(place)) is not None:
         return dict(told)
     seen = without_a_sign_of_life(status, alive, time.time(), fault if gone else "")
-    if seen is status and fault:
+    if seen is status and fault and silence > MISSED_S:
         since = date_and_clock(float(status["updated_at"]))
         trouble = (
             f"the cluster's head does not answer since {since} ({fault}); the run trains on without it, or is lost"
