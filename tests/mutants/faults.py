@@ -292,7 +292,7 @@ FAULTS = [
     ),
     Fault(
         "agree-own-save-only", _AGREE,
-        "saving=bool(saving)",
+        "saving=SaveProgress(saving)",
         "saving=proposal.saving",
         "ranks disagree on whether a save is in progress, and hang",
     ),

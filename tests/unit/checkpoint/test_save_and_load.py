@@ -104,7 +104,7 @@ def saver(
     seat = Seat(RUN, attempt, rank, world, Coordinates(pp=rank % pp), Coordinates(pp, 1, 1, 1))
     job = {"model": {"kind": "llama"}, "resources": {"env": {"TOKEN": "secret"}}}
     talk = talk or InOneProcess(patient=False)
-    limits = {"commit_timeout_s": commit_timeout_s, "last_save_s": last_save_s}
+    limits: dict[str, Any] = {"commit_timeout_s": commit_timeout_s, "last_save_s": last_save_s}
     made = CheckpointSaver(store, RUN, job, seat, talk, reporter, keep, **limits)
     made._given_up.wait = lambda timeout=None: threading.Event.wait(made._given_up, 0.01)  # type: ignore[method-assign]
     return made
@@ -392,7 +392,7 @@ def both_saved(*stores: DirectoryStore) -> list[tuple[CheckpointSaver, Told]]:
         wait_until(lambda: ranks[0][0].progress is not SaveProgress.BUSY)
         if ranks[0][0].progress is SaveProgress.STUCK:
             ranks[0][0]._given_up.set()
-        ranks[0][0]._thread.join()  # type: ignore[union-attr]
+        ranks[0][0]._thread.join()
     return ranks
 
 
