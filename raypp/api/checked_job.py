@@ -95,10 +95,19 @@ def _remarks(job: Job) -> Iterator[str]:
     if warm_up > steps:
         reached = f"the learning rate reaches {job.train.learning_rate(steps):.3g} of {job.train.optimizer.lr:g}"
         yield f"train.lr_schedule.warmup_steps: {warm_up:,} is longer than the run of {steps:,} steps: {reached}"
-    if SOURCES.get(job.data.kind).endings:
-        from raypp.data.loader import passes_of_small_data
+    if SOURCES.get(job.data.kind).endings and not _is_one_pass(job):
+        from raypp.data.loader import passes_of_small_data  # imports NumPy
 
         yield from filter(None, [passes_of_small_data(job)])
+
+
+def _is_one_pass(job: Job) -> bool:
+    """Whether a run surely takes no row twice: a plain text has a token for each byte, and a row at
+    most `seq_len` of them."""
+    data = job.data
+    if (data.kind, data.tokenizer) != ("text", "bytes") or data.path is None or not Path(data.path).is_file():
+        return False
+    return job.train.steps * job.rows_per_step * data.seq_len <= Path(data.path).stat().st_size
 
 
 def _job_problems(file: JobFile, before: Sequence[Problem]) -> list[Problem]:
