@@ -106,10 +106,12 @@ test-slow: venv
 	@$(BIN)/python -m pytest -m slow $(or $(TESTS),tests)
 
 # Prints every test that was not green in all of N runs beside LOAD busy processes. TESTS=… narrows it.
+# FREEZE=1: and with random processes of the tests stopped for 50 ms each.
 N ?= 10
 LOAD ?= 2
+FREEZE ?=
 test-again: venv
-	@$(BIN)/python -m tests.again --runs $(N) --load $(LOAD) $(TESTS)
+	@$(BIN)/python -m tests.again --runs $(N) --load $(LOAD) $(if $(FREEZE),--freeze) $(TESTS)
 
 # docs/benchmarks/mutants.md has the results. ONLY='machine- commit-' takes the faults whose names begin so.
 ONLY ?=

@@ -1,22 +1,27 @@
 """`make test-again N=10 LOAD=2`: runs `make test` N times beside LOAD busy processes and reports
-every test that was not green in all runs. It reruns nothing silently.
+every test that was not green in all runs. It reruns nothing silently. With FREEZE=1, a random
+process of the tests stands still for 50 ms, again and again.
 
 Each run has a folder, `build/again/run-01/`, with the output and one JUnit file per tier.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
 import click
+import psutil
 
 Outcomes = dict[str, str]
 """What became of every test of a tier: passed, skipped, or failed."""
@@ -29,14 +34,15 @@ _WORST = ("passed", "skipped", "failed")
 @click.command()
 @click.option("--runs", default=10, show_default=True, type=click.IntRange(1))
 @click.option("--load", default=2, show_default=True, type=click.IntRange(0), help="Busy processes beside the tests.")
+@click.option("--freeze", is_flag=True, help="Stop random processes of the tests for 50 ms each.")
 @click.option("--out", default=Path("build/again"), show_default=True, type=click.Path(path_type=Path))
 @click.argument("tests", nargs=-1)
-def main(runs: int, load: int, out: Path, tests: tuple[str, ...]) -> None:
+def main(runs: int, load: int, freeze: bool, out: Path, tests: tuple[str, ...]) -> None:
     """Runs `make test`, or only TESTS, several times, and exits with 1 unless all was green."""
     shutil.rmtree(out, ignore_errors=True)
     found: list[dict[str, Outcomes]] = []
     codes: list[int] = []
-    with _busy(load):
+    with _busy(load), _freezing(freeze):
         for number in range(1, runs + 1):
             folder = out / f"run-{number:02}"
             begun = time.monotonic()
@@ -63,6 +69,29 @@ def _busy(count: int) -> Iterator[None]:
         for process in processes:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def _freezing(on: bool) -> Iterator[None]:
+    mark, over = f"TESTS_AGAIN_{os.getpid()}", threading.Event()
+
+    def freeze() -> None:
+        while on and not over.wait(0.02):
+            with suppress(psutil.Error):
+                one = psutil.Process(random.choice(psutil.pids()))
+                if one.pid != os.getpid() and mark in one.environ() and one.status() != psutil.STATUS_STOPPED:
+                    one.suspend()
+                    over.wait(0.05)
+                    one.resume()
+
+    os.environ[mark] = "1"  # in the environment of all that the tests start, also of what outlives its parent
+    thread = threading.Thread(target=freeze)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _run(folder: Path, tests: Sequence[str]) -> int:
