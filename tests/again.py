@@ -28,6 +28,7 @@ Outcomes = dict[str, str]
 
 # Ends with its parent, even if that is killed.
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(1_000_000))"
+_MARK = "TESTS_AGAIN"  # in the environment of all that the tests start
 _WORST = ("passed", "skipped", "failed")
 
 
@@ -42,7 +43,10 @@ def main(runs: int, load: int, freeze: bool, out: Path, tests: tuple[str, ...]) 
     shutil.rmtree(out, ignore_errors=True)
     found: list[dict[str, Outcomes]] = []
     codes: list[int] = []
-    with _busy(load), _freezing(freeze):
+    os.environ[_MARK] = "1"
+    if freeze:
+        threading.Thread(target=_freeze, daemon=True).start()
+    with _busy(load):
         for number in range(1, runs + 1):
             folder = out / f"run-{number:02}"
             begun = time.monotonic()
@@ -71,27 +75,15 @@ def _busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-@contextmanager
-def _freezing(on: bool) -> Iterator[None]:
-    mark, over = f"TESTS_AGAIN_{os.getpid()}", threading.Event()
-
-    def freeze() -> None:
-        while on and not over.wait(0.02):
-            with suppress(psutil.Error):
-                one = psutil.Process(random.choice(psutil.pids()))
-                if one.pid != os.getpid() and mark in one.environ() and one.status() != psutil.STATUS_STOPPED:
-                    one.suspend()
-                    over.wait(0.05)
-                    one.resume()
-
-    os.environ[mark] = "1"  # in the environment of all that the tests start, also of what outlives its parent
-    thread = threading.Thread(target=freeze)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def _freeze() -> None:
+    while True:
+        time.sleep(0.02)
+        with suppress(psutil.Error):
+            one = psutil.Process(random.choice(psutil.pids()))
+            if _MARK in one.environ() and one.status() != psutil.STATUS_STOPPED:
+                one.suspend()
+                time.sleep(0.05)
+                one.resume()
 
 
 def _run(folder: Path, tests: Sequence[str]) -> int:

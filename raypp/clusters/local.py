@@ -41,6 +41,8 @@ from raypp.untrusted.documents import parse_as
 from raypp.untrusted.files import read_file
 
 BUCKET = "raypp"
+_STARTS = 4
+"""How often Ray is started, whose own time for a start is too short for an overloaded machine."""
 _STATE_BYTES = 64 << 10
 _DASHBOARD_PORT = 8265
 """Ray's own, for the dashboard of the first cluster on a machine. Others get one that is free."""
@@ -263,16 +265,19 @@ def _start(num_cpus: int, wanted_port: int | None, storage: SeaweedServer | None
         assert storage is not None
         cluster = cluster_with(storage)
         _write_state(cluster)
-        try:
-            wait_for_ray(cluster.client(), head, home / "ray.log")
-        except SlowStartError:
+        for again in reversed(range(_STARTS)):
+            try:
+                wait_for_ray(cluster.client(), head, home / "ray.log")
+                break
+            except SlowStartError:
+                if not again:
+                    raise
             own.end(patience_s=10)
             head.wait()
             head = start_ray_head(*settings)
             own = OwnProcess.of(head.pid)
             cluster = dataclasses.replace(cluster, ray=own)
             _write_state(cluster)
-            wait_for_ray(cluster.client(), head, home / "ray.log")
     except BaseException:
         own.end(patience_s=10)
         head.wait()

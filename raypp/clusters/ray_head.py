@@ -130,7 +130,7 @@ def wait_for_ray(client: Dashboard, head: subprocess.Popen[bytes], log: Path) ->
     """Waits until a node is alive and the Jobs service answers.
 
     Raises:
-        SlowStartError: Ray gave up; a second start may succeed.
+        SlowStartError: Ray gave up; another start may succeed.
         UnreachableError: It ended, or does not answer; the message contains the end of `log`.
     """
     end = time.monotonic() + _RAY_PATIENCE_S

@@ -24,7 +24,8 @@ _HEARTBEAT_DUE_S = 5.0  # ranks send up to four a second; a loaded machine may b
 _SLOW_STEPS = 10.0
 _SLOW_STORE = 10.0  # a rank may wait this many times as long for the upload before its own
 _GAPS_KEPT = 20
-_OWN_LIMIT = ("finish",)  # waits for the last upload, which has its own time limit
+_ENDED = "ended"  # the last thing a rank reports; its process then tells the controller how it ended
+_OWN_LIMIT = ("finish", _ENDED)  # waits for the last upload, which has its own time limit
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class HangWatch:
         there is none."""
         limit = self.limit_s()
         ranks = range(len(self._activities))
-        silent = [rank for rank in ranks if now - self._heartbeat_at[rank] > limit + _HEARTBEAT_DUE_S]
+        silent = [rank for rank in ranks if self._overdue(rank, now - limit)]
         if not silent and not all(self._is_idle(rank, now, limit) for rank in ranks):
             return None  # a rank that makes progress may free the others
         # All are idle. A rank whose heartbeat is overdue does not merely wait.
@@ -132,7 +133,8 @@ class HangWatch:
         return self._activities[rank].idle_s > limit or (self._overdue(rank, now) and self._idle_s(rank, now) > limit)
 
     def _overdue(self, rank: int, now: float) -> bool:
-        return now - self._heartbeat_at[rank] > _HEARTBEAT_DUE_S
+        due_s = _START_LIMIT_S if self._activities[rank].phase == _ENDED else _HEARTBEAT_DUE_S
+        return now - self._heartbeat_at[rank] > due_s
 
     def _idle_s(self, rank: int, now: float) -> float:
         return self._activities[rank].idle_s + now - self._heartbeat_at[rank]

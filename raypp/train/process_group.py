@@ -277,6 +277,7 @@ def leave_together(seat: Seat) -> None:
     except Exception as error:  # noqa: BLE001 - this rank has come to its end, which they do not change
         log.debug("rank %d does not wait for the others: %s", seat.rank, error)
         cut_connections(seat.master_port)  # else the groups' end would wait for a frozen rank
+        abort_groups()
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h

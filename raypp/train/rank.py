@@ -128,8 +128,6 @@ def _restored(
     """Opens the store and the memory tier, and restores the newest state. Collective over the
     world."""
     seat = rank.seat
-    # Connects before the ranks agree on what they load: otherwise rank 0 could end, and its server
-    # with it, before all have connected, if no step is left.
     announcements = Announcements(rank.rendezvous, seat.attempt)
     store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
     if injection is not None:

@@ -149,7 +149,7 @@ class Ordeal:
                 put(done, {})
                 self.laptop.wait_until_store_is_missed(self.name, STORE_SILENT_S)
             return
-        wait_for(lambda: self._killed(strike.outside), f"a {strike.outside} to kill", 60)
+        wait_for(lambda: self._killed(strike.outside), f"a {strike.outside} to kill")
         put(done, {})
 
     def _killed(self, what: str) -> bool:
@@ -163,7 +163,7 @@ class Ordeal:
         if what == "driver":
             job = next(job for job in self.laptop.jobs() if job["metadata"]["raypp_run"] == self.name)
             return int(job["driver_info"]["pid"])
-        return int(wait_for(lambda: self.laptop.actors().get(f"raypp/{self.name}"), "the controller", 30)["pid"])
+        return int(wait_for(lambda: self.laptop.actors().get(f"raypp/{self.name}"), "the controller")["pid"])
 
     # Checks ---------------------------------------------------------------------------------------
 

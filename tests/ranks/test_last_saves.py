@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from raypp.checkpoint.save import _OUTCOME, CheckpointSaver
 from raypp.control.classify import kind_and_cause
 from raypp.errors import RayppError
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
+from raypp.ports import port_is_free
 from raypp.records import Event, Requests
 from raypp.retry import Backoff
 from raypp.spec.load import parse_job
@@ -45,23 +45,17 @@ def newest_in(folder: Path) -> int:
 
 
 def reads_late(rank: int, _world: int, port: int) -> None:
-    """Makes a rank read the outcome of a save when rank 0 has had the time to end after it, and its
-    server with it."""
+    """Makes a rank read the outcome of a save when rank 0 has had the time to end after it."""
     read = CheckpointSaver._learn_outcome
 
     def wait_and_read(self: CheckpointSaver, step: int) -> None:
         with contextlib.suppress(dist.DistError):  # the server is gone already
             self._announcements.wait_all(step, [_OUTCOME], PATIENCE_S)
-        Backoff(1.0, first_s=0.01, longest_s=0.01).wait(lambda: not listens(port))
+        Backoff(1.0, first_s=0.01, longest_s=0.01).wait(lambda: port_is_free(port))
         read(self, step)
 
     if rank:
         CheckpointSaver._learn_outcome = wait_and_read  # type: ignore[method-assign]
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 FAULTS = ["disk_full@upload:rank=1", "disk_full@commit:rank=0"]
@@ -72,9 +66,7 @@ def test_a_run_whose_last_save_fails_has_failed_and_its_next_attempt_saves_what_
     fault: str, tmp_path: Path, shared_memory: Any, undisturbed: Any
 ) -> None:
     folder = shared_memory()
-    lives = Lives(
-        document(), tmp_path, [folder] * 2, [0, 0], environment={VARIABLE: f"{SLOW}; {fault}"}, prepare=reads_late
-    )
+    lives = Lives(document(), tmp_path, [folder] * 2, [0, 0], {VARIABLE: f"{SLOW}; {fault}"}, prepare=reads_late)
     first = lives.attempt_once()
     assert not first.results and first.steps == list(range(1, STEPS + 1)), first
     guilty = 1 if "upload" in fault else 0
@@ -141,9 +133,7 @@ def life(tmp_path: Path, shared_memory: Any) -> Iterator[Any]:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_stop_whose_save_fails_is_an_error_and_the_next_attempt_saves_at_once(
-    fault: str, life: Any, tmp_path: Path
-) -> None:
+def test_a_stop_whose_save_fails_is_an_error_and_the_next_saves_at_once(fault: str, life: Any, tmp_path: Path) -> None:
     ends, newest, _ = life(1, 5, True, fault)
     assert sorted(kind for kind, _ in ends) == ["disk_full", "lost_peer"]
     assert all("the last checkpoint, of step 4, was not saved" in cause for _, cause in ends)
@@ -192,7 +182,6 @@ def test_a_stop_without_a_save_needs_no_checkpoint(life: Any) -> None:
 
 
 def leaves(rank: int, world: int, port: int, how: str) -> None:
-    """Rank 0 leaves an attempt whose rank 1 never says that it has read all."""
     process_group._LEAVE_S = 0.5 if how == "frozen" else 3600.0
     seat = local_seat(rank, world, port, parse_job(document()))
     with process_group.joined(seat, 60.0):
@@ -201,7 +190,7 @@ def leaves(rank: int, world: int, port: int, how: str) -> None:
                 threading.Timer(0.2, cut_connections, (port,)).start()
             process_group.leave_together(seat)
         elif how != "gone":
-            assert Backoff(PATIENCE_S, first_s=0.01, longest_s=0.01).wait(lambda: not listens(port))
+            assert Backoff(PATIENCE_S, first_s=0.01, longest_s=0.01).wait(lambda: port_is_free(port))
 
 
 def test_who_serves_the_rendezvous_waits_neither_for_the_gone_nor_when_told_to_leave_nor_for_ever() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 from harness import run_ranks
 from safetensors.numpy import load
 from told import Told
@@ -25,7 +24,6 @@ from raypp.train.lost_peer import LostPeerError
 from raypp.train.own_seat import local_seat
 from raypp.train.rank import run_rank
 
-pytestmark = pytest.mark.timeout(120)
 STEPS, EVERY = 12, 2
 
 

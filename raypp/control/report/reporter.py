@@ -141,6 +141,8 @@ class ControllerReporter:
         while not last:
             last = self._closing
             self._wake.clear()
+            if last:
+                self.phase("ended")
             batch = self._batch()
             try:
                 answer = self._route.send(batch)

@@ -72,6 +72,12 @@ def test_a_load_that_takes_hours_is_no_hang_while_it_moves_and_is_one_when_it_st
     assert stall.cause.endswith("which has been waiting for the store for 610 s (`load 100 %`) (allowed: 600 s)")
 
 
+def test_a_rank_that_has_ended_is_not_taken_for_frozen_before_its_process_can_tell_how() -> None:
+    watch = training()
+    hear(watch, 0.0, *[("ended", 0.0)] * 3)
+    assert watch.stalled(300.0) is None and watch.stalled(1000.0) is not None
+
+
 def test_a_hang_of_nobody_is_a_hang() -> None:
     stall = hear(training(), 200.0, *[("step sum", 70.0)] * 3)
     assert stall is not None and stall.rank is None and "the sum of loss and norms" in stall.cause
