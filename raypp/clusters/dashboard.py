@@ -281,7 +281,12 @@ class Dashboard:
         except DashboardError as error:
             if error.status != 404:
                 raise
-            self.request("PUT", path, data, timeout_s=120)
+            return self.put_package(name, data)
+        return f"gcs://{name}"
+
+    def put_package(self, name: str, data: bytes) -> str:
+        """Puts data into the head's memory, where they stay until they are deleted."""
+        self.request("PUT", f"/api/packages/gcs/{name}", data, timeout_s=120)
         return f"gcs://{name}"
 
     # Nodes --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from raypp.clusters.dashboard import DashboardError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
 from raypp.control.cluster_call import Call, last_answer, lines_of, python_of, refused
-from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect
+from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, deposit
 from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
 from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
@@ -229,10 +229,11 @@ def submit_run(
     settings |= tracking
     private = collect_secrets(here=cluster.embedded is not None) | tracking_secrets | secrets_of(job)
     name, content = build_package(
-        request, private, [*own_files(job), *((f"{FOLDER}/{one}", data) for one, data in files.items())]
+        request, [*own_files(job), *((f"{FOLDER}/{one}", data) for one, data in files.items())]
     )
     environment = {
         **settings,
+        **deposit(cluster.dashboard, private),
         "PYTHONUNBUFFERED": "1",
         **_paths_for_tests(rank_function),
     }

@@ -25,6 +25,7 @@ from typing import Any
 
 from raypp.clusters.dashboard import FINAL_JOB_STATES, DashboardError
 from raypp.clusters.find import Cluster
+from raypp.control.credentials import deposit
 from raypp.control.package import build_package
 from raypp.errors import Problem, RayppError, RunFailedError, UnreachableError
 
@@ -142,7 +143,7 @@ def _of_process(call: Call, variables: Mapping[str, str]) -> Generator[str]:
 
 def _of_job(cluster: Cluster, call: Call) -> Generator[str]:
     dashboard, end = cluster.dashboard, time.monotonic() + call.timeout_s
-    package = build_package(None, dict(call.secrets), call.files)
+    package = build_package(None, call.files)
     arguments = "".join(f" {shlex.quote(one)}" for one in call.arguments)
     word = call.title.partition(" ")[0]
     try:
@@ -152,7 +153,7 @@ def _of_job(cluster: Cluster, call: Call) -> Generator[str]:
                 "submission_id": f"raypp-{word}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}",
                 "runtime_env": {
                     "working_dir": dashboard.upload_package(*package),
-                    "env_vars": {**call.settings, "PYTHONUNBUFFERED": "1"},
+                    "env_vars": {**call.settings, **deposit(dashboard, call.secrets), "PYTHONUNBUFFERED": "1"},
                 },
                 "metadata": {"job_name": call.title},
             }

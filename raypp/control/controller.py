@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from raypp.checkpoint.run_spec import RunEnd
-from raypp.control.credentials import load_private_environment
+from raypp.control.credentials import forget, load_private_environment
 from raypp.control.protocol import BatchAnswer, ReportBatch, RunRequest
 
 _UNREAD_OUTCOME_S = 20.0
@@ -155,5 +155,6 @@ class Controller:
             os._exit(1)  # another process of this actor leads the run
         watched = time.monotonic() - self._watched_at < _UNWATCHED_S
         self._read.wait(_UNREAD_OUTCOME_S if watched else _UNWATCHED_S / 5)
+        forget()
         time.sleep(0.2)  # let the answer get out
         ray.kill(self._handle, no_restart=True)

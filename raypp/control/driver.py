@@ -26,7 +26,7 @@ from typing import Any
 
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
 from raypp.clusters.known_runs import cluster_name
-from raypp.control.credentials import load_private_environment
+from raypp.control.credentials import forget, load_private_environment
 from raypp.control.protocol import NAMESPACE, REQUEST_FILE, RunRequest
 from raypp.environment import check_node
 from raypp.errors import EXIT_RUN_FAILED, JobError, RayppError, words_after_stack
@@ -46,7 +46,6 @@ _ASK_AGAIN_S = 0.2  # a restarted controller may end its run, and leave, within 
 
 def main(arguments: list[str]) -> int:
     """Follows a run or sends a command to it; returns the exit code."""
-    load_private_environment()
     try:
         check_node(f"the head {socket.gethostname()}")
     except JobError as error:
@@ -55,6 +54,7 @@ def main(arguments: list[str]) -> int:
     request = None if arguments else RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
     ray = quick_import("ray")
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    load_private_environment()
     if request is None:
         run, url, method, values = arguments
         print(json.dumps(command(run, url, method, json.loads(values))), flush=True)  # noqa: T201
@@ -177,6 +177,7 @@ def _follow_run(request: RunRequest) -> int:
         words, code = why_no_controller(str(error))
         print(visible_lines(NO_CONTROLLER + words), file=sys.stderr, flush=True)  # noqa: T201
         _end_without_controller(request, words, code)
+        forget()
         return code
 
     def on_term(_signal: int, _frame: FrameType | None) -> None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from raypp.control.credentials import load_private_environment
 from raypp.control.fork_client import FOLDER, LOCK, SOCKET
 from raypp.control.process_log import say
 from raypp.control.protocol import REQUEST_FILE, RunRequest, rank_environment
@@ -89,9 +88,9 @@ def _listen() -> socket.socket:
 def _import_rank() -> None:
     """Imports what every rank needs before its first step, except Ray; starts no thread.
 
-    Libraries read some variables when they are loaded, so those of the ranks are set first.
+    Libraries read some variables when they are loaded, so those of the ranks are set first; hidden
+    ones only in the worker.
     """
-    load_private_environment()
     with contextlib.suppress(FileNotFoundError):
         request = RunRequest(**json.loads(Path(REQUEST_FILE).read_text()))
         os.environ.update(rank_environment(request.job["resources"]))

@@ -25,6 +25,7 @@ from raypp.inference.processes import first_error
 from raypp.inference.source import Source
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
+from raypp.spec.secret import secrets_of, without_secrets
 from raypp.spec.small_files import FOLDER, contents
 from raypp.untrusted.documents import Bounds, Count, parse_as
 
@@ -80,12 +81,18 @@ def use_on_cluster(
     device = _device(cluster, job)
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     name = f"{command}-{source.run or 'model'}-{stamp}"
-    whole = {"name": name, "device": device, "source": asdict(source), "job": job_document(job), **request}
+    whole = {
+        "name": name,
+        "device": device,
+        "source": asdict(source),
+        "job": without_secrets(job_document(job)),
+        **request,
+    }
     small = contents(source.document or {}, {"data": {"tokenizer": source.tokenizer}}, job_document(job))
     call = Call(
         f"{command} {source.place}",
         "raypp.control.inference_driver",
-        secrets=collect_secrets(here=cluster.embedded is not None),
+        secrets=collect_secrets(here=cluster.embedded is not None) | secrets_of(job),
         settings=collect_settings(cluster),
         files=[
             (INFERENCE_FILE, json.dumps(whole).encode()),

@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.control.credentials import load_private_environment
+from raypp.control.credentials import forget, load_private_environment
 from raypp.control.inference_worker import InferenceWorker
 from raypp.control.package import INFERENCE_FILE
 from raypp.control.placement import Placement
@@ -48,14 +48,16 @@ _THREADS = 4
 
 def main() -> int:
     """Carries out the request; returns the exit code."""
-    load_private_environment()
     try:
         check_node(f"the head {socket.gethostname()}")
         ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+        load_private_environment()
         answer = carry_out(json.loads(Path(INFERENCE_FILE).read_text()))
     except RayppError as error:
         _print({"error": error_document(error, peer=False)})
         return error.exit_code
+    finally:
+        forget()
     _print(answer)
     return EXIT_OK
 

@@ -1,5 +1,5 @@
-"""Builds the package of a run's Ray job: raypp's code, the request, and the submitter's keys in a
-private file."""
+"""Builds the package of a run's Ray job: raypp's code and the request, and no secret, because nodes
+write it to files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import raypp
-from raypp.control.credentials import FILE as PRIVATE_FILE
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 
 INFERENCE_FILE = "raypp-inference.json"
@@ -61,32 +60,27 @@ def _compiled(path: Path, source: bytes) -> bytes | None:
     return None
 
 
-def build_package(
-    request: RunRequest | None, secrets: dict[str, str], own: Sequence[tuple[str, bytes]] = ()
-) -> tuple[str, bytes]:
+def build_package(request: RunRequest | None, own: Sequence[tuple[str, bytes]] = ()) -> tuple[str, bytes]:
     """Returns a zip that Ray unpacks as a job's working directory on every node.
 
     The same content gives the same bytes and the same name, so it is uploaded once.
 
     Args:
         request: The run to start; None for a `cluster_call.Call`.
-        secrets: Variables for the private file.
         own: Files of the user's own kinds; the package's folder is in `sys.path` of every process
             of the run.
 
     Returns:
         The package's name, a content hash, and its bytes.
     """
-    files = [(name, data, 0o644) for name, data in [*code_files(compiled=request is not None), *own]]
+    files = [*code_files(compiled=request is not None), *own]
     if request is not None:
-        files.append((REQUEST_FILE, json.dumps(dataclasses.asdict(request), indent=1).encode(), 0o644))
-    if secrets:
-        files.append((PRIVATE_FILE, json.dumps(secrets).encode(), 0o600))
+        files.append((REQUEST_FILE, json.dumps(dataclasses.asdict(request), indent=1).encode()))
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        for name, data, mode in files:
+        for name, data in files:
             info = zipfile.ZipInfo(name, _EPOCH)
-            info.external_attr = mode << 16
+            info.external_attr = 0o600 << 16
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, data, compresslevel=1)
     content = buffer.getvalue()

@@ -10,7 +10,7 @@ from typing import Any
 from raypp.clusters.known_runs import cluster_name
 from raypp.observe.json_lines import LogLine
 from raypp.records import Event, NodeFacts, RankFailure, RankResult, Requests, Seat, StepReport
-from raypp.spec.secret import HIDDEN
+from raypp.spec.secret import is_mark
 
 NAMESPACE = "raypp"
 """Ray namespace of every named actor of raypp."""
@@ -57,14 +57,14 @@ def forks_workers(request: RunRequest) -> bool:
 
 
 def rank_environment(resources: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the variables that a job sets in its ranks' processes; no secret ones.
+    """Returns the variables that a job sets in its ranks' processes; no hidden ones.
 
     Args:
         resources: The resolved job's `resources`, as plain JSON.
     """
     # Ray would give every actor one thread, however many CPUs it reserves.
     threads = {"OMP_NUM_THREADS": str(max(1, int(resources["cpus_per_rank"])))}
-    return threads | {name: value for name, value in resources["env"].items() if value != HIDDEN}
+    return threads | {name: value for name, value in resources["env"].items() if not is_mark(value)}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, load_private_environment
+from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, forget, load_private_environment
 from raypp.control.protocol import NAMESPACE
 from raypp.doctor.node import GROUP_TIMEOUT_S, NodeProbe, slowest
 from raypp.untrusted.text import visible
@@ -246,9 +246,10 @@ def main(arguments: list[str]) -> int:
     """Examines the cluster, prints the report and returns the exit status."""
     import ray
 
-    load_private_environment()
     ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    load_private_environment()
     report = Examination(ProbeOptions(**json.loads(arguments[0]))).report()
+    forget()
     report["ray"] = ray.__version__
     print(json.dumps(report), flush=True)  # noqa: T201
     return 0

@@ -500,7 +500,10 @@ class ResourcesSection(Section):
     """Number of spare devices (one per rank) to reserve, on other nodes if possible. They replace a
     lost node. The run requests them after its first step and never waits for them."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Extra environment variables for workers, e.g. GLOO_SOCKET_IFNAME."""
+    """Extra environment variables for workers, e.g. GLOO_SOCKET_IFNAME. Stored jobs show the values
+    of NCCL_*, TORCH_* and the like, and digests of all others."""
+    shown_env: list[str] = Field(default_factory=list)
+    """Names of more variables in `env` whose values stored jobs may show."""
 
 
 class TrackerOptions(Section):

@@ -12,7 +12,7 @@ from raypp.errors import JobError, Problem
 from raypp.kinds import TRACKERS, TrackerKind
 from raypp.registry import is_module, load_object
 from raypp.spec.job import Job
-from raypp.spec.secret import HIDDEN, is_secret
+from raypp.spec.secret import is_mark, is_secret
 from raypp.untrusted.text import visible
 
 
@@ -75,7 +75,7 @@ def tracker_variables(job: Job, environment: Mapping[str, str]) -> tuple[dict[st
 
 def environment_of(job: Job) -> dict[str, str]:
     """Returns `resources.env` without the places of secrets, which are in the environment."""
-    return {name: value for name, value in job.resources.env.items() if value != HIDDEN}
+    return {name: value for name, value in job.resources.env.items() if not is_mark(value)}
 
 
 def _writable(folder: Path) -> bool:

@@ -70,10 +70,12 @@ def test_no_secret_of_the_environment_is_in_anything_a_run_writes(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "aws-value-of-mine")
     place = tmp_path / "secrets"
     secret = {"STAND_IN_DIR": str(place), "WANDB_API_KEY": "wandb-value-of-mine", "STAND_IN_FAULT": "say:1:7:1"}
+    secret |= {"NOBODY_KNOWS": "another-value-of-mine"}
     run = start_run("secrets", steps=20, resources={"env": secret, "cpus_per_rank": 1})
     assert run.wait_end()["state"] == "SUCCEEDED"
     seen = (place / "environment-1").read_text()
     assert "WANDB_API_KEY=wandb-value-of-mine" in seen and "AWS_SECRET_ACCESS_KEY=aws-value-of-mine" in seen
+    assert "NOBODY_KNOWS=another-value-of-mine" in seen
     run.wait(lambda: any("***" in line.text for line in run.reader.logs()), "the scrubbed line of the log")
     assert "***" in _failure(run)[1]
     written = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
@@ -82,3 +84,7 @@ def test_no_secret_of_the_environment_is_in_anything_a_run_writes(
     for path in ("/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/workers?detail=1", "/api/v0/runtime_envs?detail=1"):
         assert b"value-of-mine" not in dashboard.request("GET", path)
     assert "value-of-mine" not in dashboard.job_logs(run.submission_id)
+    assert run.cluster.embedded is not None
+    files = [path for path in Path(run.cluster.embedded.ray_dir).rglob("*") if path.is_file()]
+    assert any(path.name == "raypp-run.json" for path in files)
+    assert [path for path in files if b"value-of-mine" in path.read_bytes()] == [], "also not in a package or a log"

@@ -23,11 +23,11 @@ def test_a_schedule_of_ones_own_module_travels_beside_raypp(tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_travelling_order.py").write_text("def build(): ...\n")
     job = parse_job({"name": "a", "pipeline": {"schedule": "my_travelling_order:build"}})
-    name, content = build_package(None, {}, own_files(job))
+    name, content = build_package(None, own_files(job))
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         assert archive.read("my_travelling_order.py") == b"def build(): ...\n"
         assert "raypp/kinds.py" in archive.namelist()
-    assert name != build_package(None, {})[0]
+    assert name != build_package(None)[0]
 
 
 def test_compiled_files_travel_where_they_are_those_of_the_source(
@@ -41,7 +41,7 @@ def test_compiled_files_travel_where_they_are_those_of_the_source(
             py_compile.compile(str(root / name), doraise=True)
     (root / "changed.py").write_text("NAME = 'another text'\n")
     monkeypatch.setattr(package.raypp, "__file__", str(root / "__init__.py"))
-    _, content = build_package(RunRequest("a", {}), {})
+    _, content = build_package(RunRequest("a", {}))
     node = tmp_path / "node"
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         archive.extractall(node)

@@ -21,12 +21,12 @@ from raypp.checkpoint.layout import check_run
 from raypp.checkpoint.run_spec import read_spec, write_spec
 from raypp.clusters.user_folder import write_private
 from raypp.control import credentials
-from raypp.control.package import build_package
 from raypp.errors import JobError, RayppError
 from raypp.spec.document import read_document
 from raypp.spec.job_file import apply_overrides
 from raypp.spec.load import job_document, parse_job
-from raypp.spec.secret import HIDDEN, is_secret, secrets_of, without_secrets
+from raypp.spec.secret import is_mark, is_secret, secrets_of, without_secrets
+from raypp.spec.trackers import environment_of
 from raypp.storage import open_store
 from raypp.storage.directory import DirectoryStore
 
@@ -149,50 +149,59 @@ def test_a_setting_is_data_or_an_error_for_people(setting: str) -> None:
 SECRETS = {
     "WANDB_API_KEY": "value-of-wandb", "DB_PASSWORD": "value-of-db", "MY_TOKEN": "value-of-token",
     "https_proxy": "http://me:value-of-proxy@proxy:3128", "SIGNING_KEY": "value-of-signing",
+    "SMTP_PW": "value-of-mail", "MYPASS": "value-of-pass", "SSH_KEYFILE_CONTENT": "value-of-ssh",
+    "NETRC": "value-of-netrc", "SLACK_HOOK": "https://hooks.example/value-of-hook",
+    "NCCL_CONF_FILE": "https://b.example/c?sig=value-of-signature",
 }  # fmt: skip
-PLAIN = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "MONKEY": "banana", "http_proxy": "http://proxy:3128"}
+UNKNOWN = {"MONKEY": "value-of-monkey", "http_proxy": "http://value-of-host:3128"}
+PLAIN = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def test_secrets_are_told_from_settings() -> None:
     assert all(is_secret(*item) for item in SECRETS.items())
-    assert not any(is_secret(*item) for item in PLAIN.items())
+    assert not any(is_secret(*item) for item in (UNKNOWN | {"NCCL_DEBUG": "INFO"}).items())
 
 
-def test_no_spec_and_no_request_has_the_secrets_of_the_environment(tmp_path: Path) -> None:
-    job = parse_job({"name": "run", "resources": {"env": SECRETS | PLAIN}})
-    assert secrets_of(job) == SECRETS
+def test_a_value_of_the_environment_is_shown_only_if_its_name_is_on_a_list(tmp_path: Path) -> None:
+    env = SECRETS | UNKNOWN | PLAIN | {"LISTED_PW": "banana"}
+    job = parse_job({"name": "run", "resources": {"env": env, "shown_env": ["LISTED_PW"]}})
+    assert secrets_of(job) == SECRETS | UNKNOWN
     store = open_store(str(tmp_path / "store"))
     write_spec(store, "run", job_document(job))
     write_spec(store, "run", job_document(job), 2)
     written = b"".join(path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file())
-    assert b"value-of" not in written and b"eth0" in written
+    assert b"value-of" not in written and b"eth0" in written and b"banana" in written
     again = parse_job(read_spec(store, "run"))
-    assert again.resources.env == PLAIN | dict.fromkeys(SECRETS, HIDDEN)
+    assert {name for name, value in again.resources.env.items() if is_mark(value)} == {*SECRETS, *UNKNOWN}
     assert without_secrets(job_document(again)) == job_document(again)
+    assert secrets_of(again) == {} and environment_of(again) == PLAIN | {"LISTED_PW": "banana"}
+    assert is_mark("(a secret, not shown)"), "older runs have no digests"
 
 
-def test_what_is_in_the_private_file_is_scrubbed_from_texts_and_readable_by_its_owner_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_digest_tells_whether_a_value_is_the_same_in_the_same_run_only() -> None:
+    def mark(run: str, name: str, value: str) -> str:
+        return str(without_secrets({"name": run, "resources": {"env": {name: value}}})["resources"]["env"][name])
+
+    assert mark("run", "A", "x") == mark("run", "A", "x")
+    assert len({mark("run", "A", "x"), mark("run", "A", "y"), mark("run", "B", "x"), mark("other", "A", "x")}) == 4
+
+
+def test_private_values_are_scrubbed_from_texts_unless_they_are_ordinary_words(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / credentials.FILE
-    path.write_text(json.dumps({"SOME_SECRET": "value-of-something"}))
-    monkeypatch.setenv("SOME_SECRET", "")
+    private = {"A_SECRET": "value-1 of it", "MODE": "training", "DIR": "/data/x"}
+    for name in private:
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(credentials, "_values", set())
-    credentials.load_private_environment(tmp_path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert credentials.scrubbed("GET https://value-of-something@host") == "GET https://***@host"
+    credentials.take(private)
+    assert os.environ["A_SECRET"] == "value-1 of it"
+    assert credentials.scrubbed("training on /data/x: GET value-1 of it") == "training on /data/x: GET ***"
+
+
+def test_files_of_the_home_are_private(tmp_path: Path) -> None:
     write_private(tmp_path / "home" / "token", "x")
     assert stat.S_IMODE((tmp_path / "home" / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "home").stat().st_mode) == 0o700
-
-
-def test_the_package_marks_the_private_file_as_private() -> None:
-    import io
-    import zipfile
-
-    _, content = build_package(None, {"SOME_SECRET": "x"})
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        assert archive.getinfo(credentials.FILE).external_attr >> 16 == 0o600
 
 
 def test_a_full_disk_below_the_home_is_told_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
