@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,6 +235,32 @@ def add_to_sums(module: Any) -> None:
     for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
         record.accumulate_unsharded_grad_if_needed()  # to the sum, if there is one
         record.to_accumulated_grad_if_needed()  # a sum of its own, if there is none
+
+
+def end_backward(module: Any) -> None:
+    """Lets FSDP reduce the gradients of one of its modules, as at the end of the module's backward.
+
+    Uses `FSDPParamGroup.post_backward`. Since 2.6; several groups of a module since 2.13.
+    """
+    for group in reversed(_fsdp_groups(module)):
+        group.post_backward()
+
+
+def sum_shards_in(module: Any, dtype: torch.dtype) -> None:
+    """Makes FSDP keep and add up the summed gradients of a module in `dtype`, not in the weights'.
+
+    The parameters must accept such gradients (`grad_dtype`). Changes `FSDPParamGroup._orig_dtype`
+    whenever `_init_mp_dtypes` has set it, which FSDP calls when it starts. Since 2.4; several
+    groups of a module since 2.13.
+    """
+
+    def changed(group: Any, begin: Any) -> None:
+        begin()
+        if group._orig_dtype is not None:  # something is trained
+            group._orig_dtype = dtype
+
+    for group in _fsdp_groups(module):
+        group._init_mp_dtypes = partial(changed, group, group._init_mp_dtypes)
 
 
 # Sums over replicas (parallel.replica_sums).

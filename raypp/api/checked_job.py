@@ -180,6 +180,7 @@ def plan(
     link_gbps: float | None = None,
     links: str | Path | None = None,
     per_node: int | None = None,
+    inside_gbps: float | None = None,
     costs: str | Path | None = None,
 ) -> Plan:
     """Plans a job.
@@ -187,9 +188,10 @@ def plan(
     Args:
         job: The job.
         device: Kind of device, such as rtx4090; None: what the job says.
-        link_gbps: Rate between any two nodes, in Gbit/s.
+        link_gbps: Rate between any two nodes, in Gbit/s, shared by the devices of a node.
         links: A file of nodes and links, from `raypp doctor --out`.
         per_node: Devices per node.
+        inside_gbps: Rate between two devices of a node, in Gbit/s; None: that of the device.
         costs: A file of measured costs, from `raypp plan --measure`.
 
     Raises:
@@ -197,9 +199,16 @@ def plan(
     """
     job = checked(job_file(job)).job
     count_own_model(job)
-    return make_plan(
-        job, grounds_of(job, device=device, link_gbps=link_gbps, links=links, per_node=per_node, costs=costs)
+    grounds = grounds_of(
+        job,
+        device=device,
+        link_gbps=link_gbps,
+        links=links,
+        per_node=per_node,
+        costs=costs,
+        inside_gbps=inside_gbps,
     )
+    return make_plan(job, grounds)
 
 
 def grounds_of(
@@ -210,12 +219,17 @@ def grounds_of(
     links: str | Path | None,
     per_node: int | None,
     costs: str | Path | None,
+    inside_gbps: float | None = None,
 ) -> Grounds:
     """Collects what `plan` is told about machines and costs.
 
     Raises:
-        JobError: A file cannot be used, the device is unknown, or links are given twice.
+        JobError: A file cannot be used, the device is unknown, links are given twice, or a node is
+            slower inside than its link for each of its devices.
     """
+    if inside_gbps is not None and link_gbps is not None and inside_gbps < link_gbps / (per_node or 1):
+        of = f"{link_gbps / (per_node or 1):g} Gbit/s of the node's link for each of its devices"
+        raise JobError(f"--inside-gbps {inside_gbps:g} is less than the {of}", "give both in Gbit/s per direction")
     if links is not None and (link_gbps is not None or per_node is not None):
         raise JobError("--links already describes nodes and links", "leave out --link-gbps and --per-node")
     return Grounds(
@@ -224,6 +238,7 @@ def grounds_of(
         device=device_named(device).name if device is not None else None,
         link_gbps=link_gbps,
         per_node=per_node,
+        inside_gbps=inside_gbps,
     )
 
 

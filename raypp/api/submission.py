@@ -21,6 +21,7 @@ from raypp.checkpoint.compatibility import (
     rate_jump,
     recorded_every_steps,
     recorded_precision,
+    recorded_reduction,
 )
 from raypp.checkpoint.run_files import travelling_files, write_run_files
 from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
@@ -114,6 +115,8 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
     job, decided = with_every_steps(job, Grounds(device=device))
     if decided:
         say(decided)
+    if file.job.mesh.reduce_gradients == "auto" and job.reduces_each:
+        say("mesh.reduce_gradients: auto is each_microbatch on these nodes (`raypp plan` says why)")
     if remark := client.precision_remark(file.job, job, device):
         say(remark)
         # What was checked may have been the job on another device.
@@ -196,6 +199,8 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> Jo
         if file.job.train.precision == "auto" and (recorded := recorded_precision(before)):
             say(f"train.precision: auto is {recorded}, as before")
             file = replace(file, job=file.job.with_precision(recorded))
+        if file.job.mesh.reduce_gradients == "auto" and (when := recorded_reduction(before)):
+            file = replace(file, job=file.job.with_reduction(when))
         if file.job.train.sync.every_steps == "auto" and (steps := recorded_every_steps(before)):
             say(f"train.sync.every_steps: auto is {steps}, as before")
             file = replace(file, job=file.job.with_every_steps(steps))

@@ -93,6 +93,12 @@ def recorded_every_steps(old_job: Mapping[str, Any]) -> int | None:
     return every_steps if isinstance(every_steps, int) and _at(old_job, ("train", "sync", "kind")) == "outer" else None
 
 
+def recorded_reduction(old_job: Mapping[str, Any]) -> str | None:
+    """Returns what `mesh.reduce_gradients: auto` means for a run that resumes; None: nothing."""
+    when = _at(old_job, ("mesh", "reduce_gradients"))
+    return when if when in ("each_microbatch", "last_microbatch") else None
+
+
 def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
     """Returns a warning if the learning rate jumps where a run resumes, because its end has moved.
 

@@ -19,7 +19,7 @@ from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.plan_view import count_text, plan_view, search_view
 from raypp.errors import EXIT_RESOURCES, JobError
 from raypp.observe.status import seconds_text
-from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, write_costs
+from raypp.planning.costs import DEVICES, Costs, Device, write_costs
 from raypp.planning.fit_search import Fitting, Proposal, changes_that_fit, set_words
 from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Grounds, Plan, make_plan
@@ -53,11 +53,18 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--link-gbps",
     type=_Finite(1e-6, RATE),
     metavar="X",
-    help="Speed of the link between two nodes, in Gbit/s. Adds the time of messages and affects the step time.",
+    help="Speed of the link between two nodes, in Gbit/s: of a whole node, whose devices share it (eight cards of "
+    "400 are 3200). Adds the time of messages and affects the step time.",
+)
+@click.option(
+    "--inside-gbps",
+    type=_Finite(1e-6, RATE),
+    metavar="X",
+    help="Speed between two devices of a node, in Gbit/s each way. Default: that of --device (NVLink, PCIe).",
 )
 @click.option("--links", type=_FILE, metavar="FILE", help="Nodes and links measured by `raypp doctor --out FILE`.")
 @click.option("--device", metavar="NAME", help="Device to predict for, e.g. rtx4090.")
-@click.option("--per-node", type=click.IntRange(1, RANKS), metavar="N", help="Devices per node, with --link-gbps.")
+@click.option("--per-node", type=click.IntRange(1, RANKS), metavar="N", help="Devices per node.")
 @click.option("--costs", type=_FILE, metavar="FILE", help="Costs of the model's parts, measured by --measure.")
 @click.option(
     "--measure", type=_FILE, metavar="FILE", help="Measure the costs on a device of this machine, save and use them."
@@ -148,7 +155,8 @@ def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
             if memory in answers:
                 continue
             step = f"playing a step of pp{pp}, {len(answers) + 1} of {len(set(plan.memory))}"
-            request = {"job": job_document(file.job), "rank": ranks[pp]}
+            decided = file.job.with_reduction(plan.reduce_gradients)
+            request = {"job": job_document(decided), "rank": ranks[pp]}
 
             def show(report: Mapping[str, Any], step: str = step) -> None:
                 status.update(f"{step}: {report['action']} …")
@@ -222,7 +230,7 @@ def _fit(job: Job, grounds: Grounds, patience_s: float, as_json: bool) -> None:
 def _search(job: Job, grounds: Grounds, patience_s: float, as_json: bool, console: Console) -> None:
     device = grounds.devices_for(job)[-1]
     job = job.for_device(device.kind)
-    costs = grounds.costs or computed_costs(job, device)
+    costs = grounds.costs or device
     with Console(stderr=True).status("trying meshes, cuts and schedules …"):
         result = search_meshes(
             job,

@@ -39,7 +39,8 @@ def plan_view(job: Job, plan: Plan, width: int, played: Sequence[Mapping[str, An
         width: Width of the terminal, in columns.
         played: What `--exact` found for each pipeline rank.
     """
-    parts: list[RenderableType] = [_title(job, plan)]
+    parts: list[RenderableType] = [Text(plan.assumed, "yellow")] if plan.assumed else []
+    parts.append(_title(job, plan))
     moment = f"in {_unit(plan)[1]}, on {plan.memory_device}, at the peak; every row full"
     for name, remark, body in (
         ("Mesh", _mesh(plan), _rank_map(plan)),

@@ -29,6 +29,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.mesh.shapes import shapes
 from raypp.planning.fit_search import memory_problems
 from raypp.planning.host_memory import offload_problems
+from raypp.planning.reduction import reduction_on
 from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
 from raypp.registry import load_object
@@ -66,12 +67,17 @@ def check_resources(job: Job, cluster: Cluster) -> tuple[str, Job]:
 
 
 def on_nodes(job: Job, device: str, nodes: Sequence[NodeResources]) -> Job:
-    """Returns the job as ranks on these nodes run it: `auto` is bf16 if all their cards have it.
+    """Returns the job as ranks on these nodes run it, with what `auto` means there.
 
-    A card with an unknown name is taken to have it; if it has not, its rank refuses the job.
+    train.precision is bf16 if all their cards have it. A card with an unknown name is taken to have
+    it; if it has not, its rank refuses the job. mesh.reduce_gradients is decided once, for the life
+    of the run: a new attempt on other nodes adds up in the same order.
     """
     old = any(_BEFORE_AMPERE.search(name) for node in nodes if node.gpus for name in node.gpu_names)
-    return job.for_device(device, bf16=not old)
+    job = job.for_device(device, bf16=not old)
+    used = [node for node in nodes if node.gpus >= 1 and device == "cuda"]
+    names = [name for node in used for name in node.gpu_names or ("",)]
+    return reduction_on(job, [int(node.gpus) for node in used], names, _smallest_gpu(nodes))
 
 
 def check_trackers(job: Job, cluster: Cluster) -> None:

@@ -109,7 +109,7 @@ def prepare_stage(
     _allocate(stage, device, kept or {})
     if replica_sums is not None:
         replica_sums.allocate(stage)
-    if data_mesh is None and dtypes.gradients is not dtypes.weights:
+    if (data_mesh is None or job.reduces_each) and dtypes.gradients is not dtypes.weights:
         sum_in_fp32(stage)
     if data_mesh is None and dtypes.copies_weights:
         ComputeCopies(stage, compute_dtype(job), torch_dtype(dtypes.reduce), _held_whole(stage, job))
@@ -201,15 +201,17 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
         if job.mesh.reshard_after_forward:
             _prefetch_next_block(stage)
         return None
-    return sum_by_parts(stage, late=data_mesh.ndim == 1 and dtypes.sums_in_place)
+    late = data_mesh.ndim == 1 and dtypes.sums_in_place and not job.reduces_each
+    return sum_by_parts(stage, late=late)
 
 
 def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaSums | None:
     """Takes the sums over replicas from FSDP where that gains anything.
 
-    On CUDA, FSDP sums on a separate stream, so its exact sums are beside the backward already.
+    On CUDA, FSDP sums on a separate stream, so its exact sums are beside the backward already. If
+    every backward sums over shards, FSDP keeps these sums until the last one sums over replicas.
     """
-    if data_mesh.ndim == 1:
+    if data_mesh.ndim == 1 or job.reduces_each:
         return None
     int8, late = job.train.sync.kind == "int8", data_mesh.device_type == "cpu"
     if not job.train.dtypes.sums_in_place or not (int8 or late):

@@ -13,9 +13,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.stage import tied_within
-from raypp.torch_private import foreach_copy_
+from raypp.torch_private import foreach_copy_, sum_shards_in
 
 
 class ComputeCopies:
@@ -105,15 +106,19 @@ def computing(stages: Iterable[nn.Module]) -> Iterator[None]:
 #
 # Where FSDP manages a stage, it does that itself (`MixedPrecisionPolicy.reduce_dtype`; after
 # separate backwards of weights, `torch_private.add_to_sums`), and rounds the sum over all ranks to
-# bf16.
-# Elsewhere torch's autograd does it, if a parameter says so.
+# bf16. If every backward sums over ranks, it would round each of these sums, unless a parameter
+# says so. Elsewhere torch's autograd does it, if a parameter says so.
 
 
 def sum_in_fp32(stage: nn.Module) -> None:
-    """Makes the gradients of a stage's bf16 parameters fp32. Not for stages that FSDP manages."""
+    """Makes the gradients of a stage's bf16 parameters fp32. Not for stages that FSDP manages and
+    reduces once a step."""
     for parameter in stage.parameters():
         if parameter.dtype == torch.bfloat16 and parameter.requires_grad:
             parameter.grad_dtype = torch.float32
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            sum_shards_in(module, torch.float32)
 
 
 def fill_wide_gradients(stages: Iterable[nn.Module]) -> None:

@@ -55,6 +55,7 @@ class PlannedStage(ChunkStage):
         replica_sums: The sums over replicas that FSDP does not take; None if there are none.
         replicated: Whether other replicas hold the same weights.
         frees_weights: Whether each block frees its gathered weights after its use.
+        reduces_each: Whether every backward sums gradients over the ranks that share weights.
         below_trains: Whether a stage below has trained parameters. If not, the backward ends here.
     """
 
@@ -77,6 +78,7 @@ class PlannedStage(ChunkStage):
         replica_sums: ReplicaSums | None = None,
         replicated: bool = False,
         frees_weights: bool = False,
+        reduces_each: bool = False,
         below_trains: bool = True,
     ) -> None:
         super().__init__(module, index, num_stages, device, up_group)
@@ -85,7 +87,7 @@ class PlannedStage(ChunkStage):
         self.boundary_dtype = dtype
         self.up_group, self.down_group, self.seed = up_group, down_group, seed
         self.late_sums, self.frees_weights, self.below_trains = late_sums, frees_weights, below_trains
-        self.replica_sums, self.replicated = replica_sums, replicated
+        self.replica_sums, self.replicated, self.reduces_each = replica_sums, replicated, reduces_each
         self._exact = AsIs(dtype)
         self._formats = activations or self._exact, gradients or self._exact
         self.shapes: list[tuple[int, int, int]] = []

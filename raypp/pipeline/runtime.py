@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
 from raypp.parallel.compute_copies import computing, copies_of, fill_wide_gradients
-from raypp.parallel.late_sums import free_within_backward, reduce_within_backward
+from raypp.parallel.late_sums import free_within_backward, reduce_now, reduce_within_backward
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.device_clock import ActionClock
@@ -179,11 +179,11 @@ class ProgramRuntime:
             for a, messages in arrivals(program)[self.rank].items()
         }
         last = {action.stage: action for action in program[self.rank] if action.kind != "F"}
-        self._last_whole = {stage: action.microbatch for stage, action in last.items() if action.kind == "B"}
+        self._last = {(stage, action.kind, action.microbatch) for stage, action in last.items()}
         self._backward_next = _backward_next(program, len(self.rank_of_stage) - 1)
         self._backwards = stages_with_backward(program) if self._has_backward else set()
-        replicated = [index for index, stage in self.planned.items() if stage.replicated and stage.sums_beside]
-        self._sum_start = sum_start(self.actions, replicated)
+        late = [stage for stage in self.planned.values() if stage.sums_beside and not stage.reduces_each]
+        self._sum_start = sum_start(self.actions, [stage.stage_index for stage in late if stage.replicated])
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
 
     @property
@@ -331,11 +331,11 @@ class ProgramRuntime:
         loss = self._losses[microbatch] if stage.is_last else None
         if kind == "B" and isinstance(stage.submod, FSDPModule):
             root = stage.fwd_cache[microbatch][0][0] if loss is None else loss
-            completes = self._last_whole.get(stage.stage_index) == microbatch
-            if completes and stage.sums_beside and stage.stage_index not in self._sum_start.held:
-                reduce_within_backward(stage.submod, root)
-                if stage.device.type != "cpu":
-                    self._reducing.append(stage)
+            completes = (stage.stage_index, "B", microbatch) in self._last
+            beside = completes and stage.sums_beside and stage.stage_index not in self._sum_start.held
+            if stage.reduces_each or beside:
+                reduce_within_backward(stage.submod, root, last=completes, frees=completes or stage.frees_weights)
+                self._ends_with_step(stage, completes)
             elif stage.frees_weights:
                 free_within_backward(stage.submod, root)
         with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
@@ -358,14 +358,25 @@ class ProgramRuntime:
         with self._timed("W", stage), self._moved_back("W", stage, microbatch):
             self._gather_for_part(stage)
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
-            for module in _sharded(stage):
-                add_to_sums(module)
+            if stage.reduces_each and isinstance(stage.submod, FSDPModule):
+                completes = (stage.stage_index, "W", microbatch) in self._last
+                reduce_now(stage.submod, last=completes)
+                self._ends_with_step(stage, completes)
+            else:
+                for module in _sharded(stage):
+                    add_to_sums(module)
             if (copies := copies_of(stage.submod)) is not None:
                 copies.move_gradients()
             if stage.frees_weights:
                 self._reshard(stage, microbatch)
         if stage.is_last:
             self._losses[microbatch] = self._losses[microbatch].detach()
+
+    def _ends_with_step(self, stage: PlannedStage, completes: bool) -> None:
+        """Leaves the end of a stage's reduction on a GPU to the end of the step: earlier, what this
+        rank still computes would wait for it."""
+        if completes and stage.device.type != "cpu":
+            self._reducing.append(stage)
 
     # Messages. A send never blocks compute; its work keeps the tensor alive until it has arrived.
 
@@ -412,8 +423,6 @@ class ProgramRuntime:
             module.reshard()
 
     def _reduce(self, stage: PlannedStage, microbatch: int) -> None:
-        # A reduction under way on a GPU ends with the step: ending it here would make what this
-        # rank still computes wait for it.
         if stage.stage_index in self._sum_start.held and not self._all_sent:
             self._held.append(stage)
         elif stage not in self._reducing:

@@ -15,12 +15,25 @@ from typing_extensions import TypedDict
 
 from raypp.errors import JobError
 from raypp.planning.activations import Kind
-from raypp.planning.flops import backward_factor, end_weights, layer_flops, recompute_factor, weight_share
+from raypp.planning.flops import (
+    BACKWARD_PER_FORWARD,
+    attention_flops,
+    backward_factor,
+    elementwise_bytes,
+    end_weights,
+    layer_flops,
+    recompute_factor,
+    weight_share,
+)
+from raypp.planning.machines import INSIDE_GBPS
+from raypp.planning.resolve import schedule_of
 from raypp.planning.sizes import sizes_of
+from raypp.schedules.catalogue import SCHEDULES
 from raypp.spec.families import family_of
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 from raypp.spec.lora import is_quantised, quantised_base
+from raypp.spec.models import MoeOptions
 from raypp.untrusted.documents import Bounds, parse_as
 from raypp.untrusted.files import read_file
 from raypp.untrusted.text import shell_word, visible
@@ -36,13 +49,22 @@ class Device:
         name: As given to `--device`.
         tflops: Dense matrix products in 10^12 FLOP/s by precision, from the data sheet.
         memory: Bytes.
-        share: Fraction of `tflops` that training sustains; an assumption.
+        share: Fraction of `tflops` that matrix products sustain in training; an assumption.
+        attention: The same for attention kernels.
+        bandwidth: Of its memory, in 10^12 bytes/s, from the data sheet.
+        inside_gbps: Gbit/s per direction between two devices of a node, in collectives of all of
+            them; an assumption.
+        groups: Whether one kernel multiplies by all experts (compute capability 9.0 and 10.x).
     """
 
     name: str
     tflops: Mapping[str, float]
     memory: int
     share: float
+    attention: float = 0.3
+    bandwidth: float = 1.0
+    inside_gbps: float = INSIDE_GBPS
+    groups: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -50,42 +72,87 @@ class Device:
         return "cpu" if self.name == "cpu" else "cuda"
 
 
-_DEQUANTISE_S = {"nf4": {"cpu": 2.8e-9, "cuda": 4e-12}, "int8": {"cpu": 1.6e-9, "cuda": 3e-12}}
-"""Seconds per weight to dequantise a matrix. On a CPU as measured (docs/benchmarks/records.md).
-On a GPU 15 and 3 bytes that `models.quantised_rows` reads and writes, at 1 TB/s; not measured."""
+_DEQUANTISE_CPU_S = {"nf4": 2.8e-9, "int8": 1.6e-9}
+"""Seconds per weight to dequantise a matrix on a CPU, as measured (docs/benchmarks/records.md)."""
+_DEQUANTISE_BYTES = {"nf4": 4.6, "int8": 4.5}
+"""Bytes per weight that a GPU could read meanwhile: 0.95 ps at 4.8 TB/s, as measured."""
+_UPDATE_BYTES = {"fp32": 60.0, "8bit": 96.0}
+"""The same for gradient norm, scaling and an update (7.3 and 17.4 ps measured) of each value."""
+_LAUNCH_S = 5e-6
+"""Seconds of the host to launch a kernel: a GPU computes no faster than the host launches."""
+_HOST_WAIT_S = 3e-5
+"""Seconds that a GPU stands still when the host reads a value: experts spread over ranks."""
+_STEP_S = 0.01
+"""Seconds of a step in which a GPU waits: for the agreement, the sums, the optimizer's launch."""
+_KERNELS = {(False, False): (28, 61), (False, True): (62, 92), (True, False): (14, 25), (True, True): (15, 60)}
+"""Kernels of a layer's forward and backward, by whether it is compiled and has adapters, counted
+(benchmarks/kernel_counts)."""
+_EXPERT_KERNELS = 70
+_MOVED = 0.85
+"""Share of the memory's bandwidth that elementwise kernels sustain."""
 
 # Rates are from the vendors' data sheets. fp32 is the rate of a GPU's fp32 pipelines, tf32 that of
 # its tensor cores. Memory is what the driver leaves to processes: the total capacity in torch's
 # out-of-memory messages, 1 to 2 % less than the sheet's, 7 % less with ECC on an L40S
-# (docs/planning.md has sources; none for the H200, which is taken to lose as much as the H100).
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("cpu", {"fp32": 0.08, "bf16": 0.04}, 0, 0.5),
-        Device("cuda", {"fp32": 40.0, "tf32": 200.0, "bf16": 400.0}, 0, 0.5),
-        Device("rtx3090", {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0}, int(23.7 * GIB), 0.45),
-        Device("rtx4090", {"fp32": 82.6, "tf32": 82.6, "bf16": 165.0}, int(23.64 * GIB), 0.45),
-        Device("rtx5090", {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5}, int(31.36 * GIB), 0.45),
-        Device("l40s", {"fp32": 91.6, "tf32": 183.0, "bf16": 362.0}, int(44.42 * GIB), 0.4),
-        Device("a100-40", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, int(39.5 * GIB), 0.5),
-        Device("a100-80", {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0}, int(79.25 * GIB), 0.5),
-        Device("h100", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, int(79.11 * GIB), 0.4),
-        Device("h200", {"fp32": 67.0, "tf32": 494.0, "bf16": 989.0}, int(139.4 * GIB), 0.4),
-    )
-}
+# (docs/planning.md has sources; where there is none, the sheet less 1.5 %). Inside a node: what
+# NCCL's collectives reach over NVLink (375 GB/s of 450 on Hopper), or over PCIe.
+_TABLE = """
+cpu           0.04   0.08   0.08    0      0.5   0.5   0.02   100
+cuda          400    200    40      0      0.5   0.3   2.0    100
+rtx3090       71     35.6   35.6    23.7   0.62  0.5   0.936  100
+rtx4090       165    82.6   82.6    23.64  0.62  0.5   1.008  120
+rtx5090       209.5  104.8  104.8   31.36  0.62  0.5   1.792  120
+rtxpro6000    503.8  251.9  125     94.97  0.5   0.3   1.792  120
+a6000         154.8  77.4   38.7    47.4   0.6   0.45  0.768  100
+a10           125    62.5   31.2    22.06  0.5   0.4   0.6    100
+a10g          70     35     31.5    22.06  0.6   0.5   0.6    100
+l4            121    60     30.3    22.05  0.4   0.35  0.3    100
+l40s          362    183    91.6    44.42  0.5   0.35  0.864  120
+a100-40       312    156    19.5    39.5   0.62  0.42  1.555  1900
+a100-80       312    156    19.5    79.25  0.62  0.42  2.039  1900
+h100          989    494    67      79.11  0.46  0.3   3.35   3000
+h200          989    494    67      139.4  0.46  0.3   4.8    3000
+b200          2250   1125   75      178.3  0.42  0.15  8.0    6000
+gb200         2500   1250   80      184.5  0.42  0.15  8.0    6000
+b300          2250   1125   75      267.0  0.42  0.15  8.0    6000
+mi300x        1307   654    163     191.5  0.35  0.2   5.3    2400
+"""
+"""Name, TFLOP/s in bf16, tf32 and fp32, GiB, shares of products and of attention, TB/s, Gbit/s
+inside a node. On a CPU, one core; bf16 is emulated there, and 0.04 what was measured."""
+
+
+def _device(row: str) -> Device:
+    name, bf16, tf32, fp32, gib, share, attention, bandwidth, inside = row.split()
+    tflops = {"fp32": float(fp32), "tf32": float(tf32), "bf16": float(bf16)}
+    grouped = name in ("cuda", "h100", "h200", "b200", "gb200", "b300")
+    memory = int(float(gib) * GIB)
+    return Device(name, tflops, memory, float(share), float(attention), float(bandwidth), float(inside), grouped)
+
+
+DEVICES = {device.name: device for device in map(_device, _TABLE.strip().splitlines())}
+_OTHER_NAMES = {"a100": "a100-80", "mi300": "mi300x", "rtxa6000": "a6000", "rtx6000pro": "rtxpro6000"}
+_COUNT = re.compile(r"^\d+ ?[x×] ?| ?[x×] ?\d{1,2}$")
+_SIZE = re.compile(r"(\d+)(g|gb|gib)")
+_NOT_KIND = re.compile(
+    r"nvidia|geforce|amd|instinct|tesla|blackwell|server|workstation|edition|max|q|sxm\d?|pcie|nvl|hbm\d?e?|oam"
+)
 
 
 def device_named(name: str) -> Device:
-    """Returns a kind of device by the name that a user gave.
+    """Returns a kind of device by the name that a user or a driver gives.
 
-    Ignores case, spaces and the vendor's words (`RTX 4090`, `4090`); `a100` is the one with 80 GB.
+    Ignores case, spaces, a count and the vendor's words (`RTX 4090`, `8x H100`, `NVIDIA
+    A100-SXM4-80GB`); `a100` is the one with 80 GB.
 
     Raises:
         JobError: There is no such device; names the closest.
     """
-    plain = re.sub("nvidia|geforce|[ _]", "", name.lower())
-    for known in (plain, f"rtx{plain}", f"{plain}-80"):
-        if known in DEVICES:
+    words = re.split(r"[-_ /]+", _COUNT.sub("", name.strip().lower()))
+    sizes = [match[1] for word in words if (match := _SIZE.fullmatch(word))]
+    kept = [word for word in words if not _NOT_KIND.fullmatch(word) and not _SIZE.fullmatch(word)]
+    plain = "".join(kept)
+    for known in (*(f"{plain}-{size}" for size in sizes), "-".join(kept), plain, f"rtx{plain}"):
+        if (known := _OTHER_NAMES.get(known, known)) in DEVICES:
             return DEVICES[known]
     close = difflib.get_close_matches(plain, DEVICES, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
@@ -154,30 +221,79 @@ class _File(TypedDict):
 
 
 def computed_costs(job: Job, device: Device) -> Costs:
-    """Computes costs from the job's FLOPs and the device's data sheet."""
+    """Computes costs from the job's FLOPs, the bytes that it moves, and the device's data sheet.
+
+    On a GPU a layer takes as long as its products, its attention and what is elementwise, or as the
+    host needs to launch its kernels. On a CPU everything counts as products.
+    """
     products: str = job.train.dtypes.compute.name
-    if products == "fp32" and job.train.tf32 and "tf32" in device.tflops:
+    if products == "fp32" and job.train.tf32:
         products = "tf32"
-    rate = device.tflops[products] * device.share * 1e12
-    forward = layer_flops(job.model, sizes_of(job.model), job.data.seq_len)
-    layer = forward * job.train.micro_batch_size * job.data.seq_len / rate
+    rate, sizes = device.tflops[products] * device.share * 1e12, sizes_of(job.model)
+    per_token, attended = layer_flops(job.model, sizes, job.data.seq_len), attention_flops(job.model, job.data.seq_len)
+    tokens = job.train.micro_batch_size * job.data.seq_len
     factor = recompute_factor(job)
-    whole = layer * (1 + factor)
-    first, last = end_weights(job)
     unpacked = dequantise_seconds(job, device)
-    again = 2 if factor > backward_factor(job) else 1  # a recomputed forward dequantises, too
-    # Seven reads and writes of fp32 per parameter: at 10 GB/s on a CPU core, at 1 TB/s on a GPU.
-    optimizer = 3e-9 if device.kind == "cpu" else 3e-11
+    again = factor > backward_factor(job)  # a recomputed forward dequantises, too
+    if device.kind == "cpu":
+        forward = per_token * tokens / rate
+        layer = Part(forward + unpacked, forward * factor + (1 + again) * unpacked)
+        whole, optimizer = forward * (1 + factor), 3e-9  # seven reads and writes of fp32 at 10 GB/s
+        words = f"does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in {products}"
+    else:
+        attention = attended * tokens / (device.tflops[products] * device.attention * 1e12)
+        matrices = (per_token - attended) * tokens / rate
+        moved = elementwise_bytes(job, compiled=_compiled(job)) * tokens / (device.bandwidth * _MOVED * 1e12)
+        # The forward does 36 % of elementwise work (counted), and 1 of 3.5 parts of attention.
+        forward = matrices + attention + 0.36 * moved + unpacked
+        weights = backward_factor(job) * per_token - BACKWARD_PER_FORWARD * attended
+        backward = weights * tokens / rate + 2.5 * attention + 0.64 * moved + unpacked
+        recomputed = {"selective": 0.36 * moved}.get(job.train.activation_checkpointing, forward if again else 0.0)
+        whole, layer = forward + backward + recomputed - (2 + again) * unpacked, Part(forward, backward + recomputed)
+        layer = _no_faster_than_launched(job, device, layer)
+        update = _UPDATE_BYTES["8bit" if job.train.optimizer.state == "8bit" else "fp32"]
+        optimizer = update / (device.bandwidth * 1e12)
+        words = (
+            f"does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in {products} and {device.attention:.0%} "
+            f"in attention, moves {device.bandwidth:g} TB/s, and launches a kernel in {_LAUNCH_S * 1e6:g} µs"
+        )
+    first, last = end_weights(job)
     return Costs(
-        layer=Part(layer + unpacked, layer * factor + again * unpacked),
+        layer=layer,
         first=Part(first * whole / 3, first * whole * 2 / 3),
         last=Part(last * whole / 3, last * whole * 2 / 3),
         optimizer_s=optimizer,
+        step_s=0.0 if device.kind == "cpu" else _STEP_S,
         kind=device.kind,
         input_share=1 - weight_share(job),
         weight_share=weight_share(job),
-        source=f"a {device.name} does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in "
-        f"{products}: assumed, not measured",
+        source=f"a {device.name} {words}: assumed, not measured",
+    )
+
+
+def _compiled(job: Job) -> bool:
+    """Whether blocks of a job on a GPU are compiled, as far as the job tells (`train.assemble`)."""
+    if job.train.compile != "auto":
+        return job.train.compile
+    name = schedule_of(job)
+    splits = name in SCHEDULES and SCHEDULES.get(name).splits_backward
+    return not (splits or job.train.sample is not None or ":" in job.model.kind)
+
+
+def _no_faster_than_launched(job: Job, device: Device, layer: Part) -> Part:
+    """Returns a layer's times, as long as the host needs at least for its kernels and its waits."""
+    forward, backward = _KERNELS[_compiled(job), job.model.lora is not None]
+    wait = 0.0
+    if isinstance(job.model, MoeOptions):
+        each = _EXPERT_KERNELS + (0 if device.groups else 3 * job.model.num_experts // job.mesh.ep)
+        forward, backward = forward + each, backward + 2 * each
+        # The host waits for the row counts, and then launches what follows to an idle device.
+        wait = _HOST_WAIT_S + _EXPERT_KERNELS * _LAUNCH_S if job.mesh.ep > 1 or not device.groups else 0.0
+    again = job.train.activation_checkpointing in ("full", "offload")
+    least = Part(forward * _LAUNCH_S, (backward + again * forward) * _LAUNCH_S)
+    return Part(
+        max(layer.forward, least.forward) + wait,
+        max(layer.backward, least.backward) + again * wait,
     )
 
 
@@ -191,7 +307,8 @@ def dequantise_seconds(job: Job, device: Device) -> float:
         return 0.0
     layers = range(job.model.num_layers)
     weights = sum(w.parameters for index in layers for w in family.weights(job.model, index) if is_quantised(w))
-    return _DEQUANTISE_S[base][device.kind] * weights / len(layers)
+    gpu = _DEQUANTISE_BYTES[base] / (device.bandwidth * 1e12)
+    return (_DEQUANTISE_CPU_S[base] if device.kind == "cpu" else gpu) * weights / len(layers)
 
 
 def cost_identity(job: Job, kind: Kind) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, meshes
 from raypp.planning.machines import Machines
 from raypp.planning.memory import memory_kind, memory_of_ranks, peak_memory, too_little
+from raypp.planning.reduction import decide_reduction
 from raypp.planning.search import Candidate, changed_job
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_training
@@ -112,7 +113,8 @@ def changes_that_fit(
         ResourcesError: The job has more ranks than the machines have devices.
     """
     search = _Search(machines, device, time.monotonic() + patience_s, host or machines.free_memory)
-    need, now = peak_memory(job, search.kind), search.proposal(job, {})
+    decided, _ = decide_reduction(job, machines, device.memory, search.kind)
+    need, now = peak_memory(decided, search.kind), search.proposal(job, {})
     if now is not None:
         return Fitting(now, now.peak, device.memory, tried=1)
     same = search.on_devices(job, job.mesh.world)
@@ -252,6 +254,7 @@ class _Search:
             return None
         self.tried += 1
         try:
+            one, _ = decide_reduction(one, self._machines, self._device.memory, self.kind)
             return peak_memory(one, self.kind)
         except JobError:
             return None

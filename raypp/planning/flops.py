@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from raypp.planning.sizes import ModelSizes, declared_sizes, sizes_of
 from raypp.spec.job import Job
+from raypp.spec.lora import layer_adapters
 from raypp.spec.models import DecoderOptions
 from raypp.spec.precision import FP32
 
@@ -31,8 +32,12 @@ def layer_flops(model: DecoderOptions, sizes: ModelSizes, seq_len: int) -> float
 
     Averages over layers.
     """
-    keys = _keys(model, seq_len)
-    return 2.0 * sizes.mean("multiplied") + 4.0 * (keys / model.num_layers) * model.num_heads * model.dim_per_head
+    return 2.0 * sizes.mean("multiplied") + attention_flops(model, seq_len)
+
+
+def attention_flops(model: DecoderOptions, seq_len: int) -> float:
+    """Returns those of its attention."""
+    return 4.0 * (_keys(model, seq_len) / model.num_layers) * model.num_heads * model.dim_per_head
 
 
 @lru_cache(maxsize=64)
@@ -97,6 +102,7 @@ GPU in fp32. Constant, because the cut must not depend on the machine that reads
 _PASSES_OVER_RESIDUAL = 26  # two norms, two residual additions
 _PASSES_OVER_QKV = 12  # rotary encoding, layout changes
 _PASSES_OVER_INNER = 16  # silu, product
+_PASSES_OVER_SENT = 44  # rows of experts: permuted, copied to be sent, weighted, summed; and back
 _PASSES_OVER_LOGITS = 8  # cast, maximum, exponentials, sum, and back
 _PASSES_OVER_EMBEDDING = 6  # read a row, write it; add the gradient back
 _PASSES_OVER_DENSE_GRADIENT = 3  # each microbatch makes the whole gradient of the embedding: zeroes it, then adds
@@ -112,12 +118,33 @@ def end_weights(job: Job) -> tuple[float, float]:
 
 def layer_cost(job: Job) -> float:
     """Returns the cost of one layer's forward and backward per token, in FLOPs, bytes included."""
-    model, sizes = job.model, declared_sizes(job.model)
-    inner = sizes.mean("inner")
+    sizes = declared_sizes(job.model)
+    flops = layer_flops(job.model, sizes, job.data.seq_len) * (1 + recompute_factor(job))
+    return flops + _moved(job, sizes) * job.train.dtypes.compute.bytes * FLOPS_PER_BYTE
+
+
+def _moved(job: Job, sizes: ModelSizes) -> float:
+    """Returns the values that elementwise work of a layer reads and writes, per token."""
+    model = job.model
     heads = model.dim_per_head * (model.num_heads + 2 * model.kv_heads)
-    moved = _PASSES_OVER_RESIDUAL * model.hidden_size + _PASSES_OVER_QKV * heads + _PASSES_OVER_INNER * inner
-    flops = layer_flops(model, sizes, job.data.seq_len) * (1 + recompute_factor(job))
-    return flops + moved * job.train.dtypes.compute.bytes * FLOPS_PER_BYTE
+    inner = _PASSES_OVER_INNER * sizes.mean("inner")
+    return _PASSES_OVER_RESIDUAL * model.hidden_size + _PASSES_OVER_QKV * heads + inner
+
+
+def elementwise_bytes(job: Job, *, compiled: bool) -> float:
+    """Returns the bytes of a layer's forward and backward on a GPU outside of products, per token.
+
+    Counted (benchmarks/kernel_counts): a compiled layer moves 0.63 times as much, and adapters that
+    apply to all matrices 3.2 values for each of their results, or 9.7. Rows that go to experts are
+    permuted, weighted and summed, there and back, and never by compiled code.
+    """
+    model, sizes = job.model, sizes_of(job.model)
+    moved = _moved(job, sizes) * (0.63 if compiled else 1.0)
+    if model.lora is not None:
+        results = sum(adapter.b.shape[-2] for adapter in layer_adapters(model, 0) if not adapter.stacked)
+        moved += (3.2 if compiled else 9.7) * results
+    moved += _PASSES_OVER_SENT * max(layer.sent for layer in sizes.kinds) * model.hidden_size
+    return moved * job.train.dtypes.compute.bytes
 
 
 def input_weight(job: Job) -> float:

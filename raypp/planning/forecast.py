@@ -1,10 +1,11 @@
 """Forecasts a step on given machines: compute, links, collectives, the bottleneck.
 
 A step consists of reading and agreeing, gathering weights, the schedule (simulated with the times
-of each stage and boundary), reducing gradients, and the update. Work that overlaps with the
-schedule is counted as if it did not, except for messages between stages, which the simulator
-overlaps with compute, for sums over replicas (`planning.replica_sum_costs`), and for what is
-offloaded: a stage takes as long as the slower of the two.
+of each stage and boundary), reducing gradients, and the update. The simulator overlaps messages
+between stages with compute, `planning.replica_sum_costs` sums over replicas, and of what is
+offloaded a stage takes as long as the slower of the two. On GPUs, FSDP gathers and sums a block
+beside the compute of another: what takes longer than that counts, and a share of the rest
+(`_TAKEN`). On CPUs both count as if they did not overlap.
 
 Messages that cross the same boundary over the same node's cable take turns: if `n` pipelines cross
 from one node to another at the same place, each gets an `n`-th of the cable's rate. Messages of one
@@ -25,9 +26,10 @@ from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
 from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths, fits_by_plan
 from raypp.planning.costs import Costs
-from raypp.planning.machines import Link, Machines, message_bytes
+from raypp.planning.machines import INSIDE_GBPS, Link, Machines, message_bytes
 from raypp.planning.memory import RankMemory, gathered_bytes, memories, memory_kind, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_in_words
+from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.sizes import sizes_of
@@ -36,6 +38,9 @@ from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
 from raypp.spec.precision import FP32
 
+_TAKEN = 0.1
+"""Seconds by which a second of a collective slows the compute beside it: its kernel holds
+processors and takes bandwidth of the memory. Assumed."""
 _MOST_LISTED = 1024
 """Most cables in a forecast: those of large meshes are alike."""
 _MOST_ON_CARDS = 4096
@@ -143,9 +148,9 @@ def forecast(
         ResourcesError: The job has more ranks than the machines have devices.
         JobError: Its schedule does not support its sizes.
     """
-    return _Step(job, machines, costs, pipeline or resolve_pipeline(job), kind or memory_kind(job)).forecast(
-        device_memory
-    )
+    pipeline, kind = pipeline or resolve_pipeline(job), kind or memory_kind(job)
+    job, _ = decide_reduction(job, machines, device_memory, kind, pipeline)
+    return _Step(job, machines, costs, pipeline, kind).forecast(device_memory)
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,12 @@ class _Step:
         self._size = message_bytes(job)
         self._borders = [self._border(upper, lower) for upper, lower in pairwise(pipeline.rank_of_stage)]
         self._apart = sum(map(len, pipeline.program.values())) > _MOST_ON_CARDS
+        whole, ep = self._mesh.groups(("fsdp", "cp")), self._mesh.ep
+        self._ring = self._slowest(whole) if job.mesh.shards > 1 else None
+        apart = [group[i::ep] for group in whole for i in range(ep)]
+        self._experts_ring = self._slowest(apart) if job.mesh.shards > 1 else None
+        self._within = self._layer_traffic()
+        self._host_gbps = min(machines.inside_gbps, INSIDE_GBPS)  # PCIe, whatever is between devices
 
     def forecast(self, device_memory: int) -> Forecast:
         """Forecasts the step; `device_memory` limits the lookahead that `auto` chooses."""
@@ -226,7 +237,7 @@ class _Step:
         used, cables = self._link_uses(simulator, times, timeline, step_s)
         remarks = []
         if offload_in_words(job, cpu=False):
-            rate = f"{self._machines.inside_gbps:g} Gbit/s each way between host memory and a device"
+            rate = f"{self._host_gbps:g} Gbit/s each way between host memory and a device"
             remarks.append(f"{rate} (a PCIe 4.0 slot of 16 lanes has 252)")
         if self._apart and cables > 1:
             remarks.append("messages of different borders share no card (the program is very long)")
@@ -244,7 +255,7 @@ class _Step:
             bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
             device_memory=device_memory,
             measured=tuple(name for name, source in (("costs", costs), ("links", self._machines)) if source.measured),
-            assumptions=(costs.source, self._machines.source, *remarks),
+            assumptions=tuple(filter(None, (costs.source, self._machines.source, self._machines.inside, *remarks))),
             replica_sums=summed,
         )
 
@@ -269,8 +280,8 @@ class _Step:
         return _Border(crossings, seconds)
 
     def _times(self) -> StageTimes:
-        job, machines, costs, pipeline = self._job, self._machines, self._costs, self._pipeline
-        cut, holder, within, borders = pipeline.cut, pipeline.rank_of_stage, self._layer_traffic(), self._borders
+        job, costs, pipeline = self._job, self._costs, self._pipeline
+        cut, holder, within, borders = pipeline.cut, pipeline.rank_of_stage, self._within, self._borders
         nodes = [of_pipeline_rank(self._mesh, self._seats, rank) for rank in range(job.mesh.pp)]
         forward, backward, end, below = [], [], len(cut) - 1, lowest_trained(job.model)
         for stage, layers in enumerate(cut):
@@ -282,9 +293,10 @@ class _Step:
                     f, b = f + part.forward, b + part.backward
             crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
             copying = crossed * self._size * costs.copy_s
-            moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (machines.inside_gbps * 1e9)
-            forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying)
-            backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying)
+            moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (self._host_gbps * 1e9)
+            gathered, summed = self._beside(stage, speed)
+            forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying + gathered)
+            backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying + summed)
         links = [border.seconds for border in borders]
         times = StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
         if self._apart:
@@ -310,30 +322,79 @@ class _Step:
         job, costs, pipeline = self._job, self._costs, self._pipeline
         gathered, trained = self._sharded(gathered_bytes), self._sharded(stage_trained)
         slowest = min(node.speed for node in self._seats)
-        sent, copied = self._collectives(gathered, trained), self._copies(gathered, trained)
-        unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
-        if job.mesh.reshard_after_forward:
+        if costs.kind == "cuda":
+            unshard, reduce = self._exposed(slowest)
+        else:
+            sent, copied = self._collectives(gathered, trained), self._copies(gathered, trained)
+            unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
             # A step gathers at most one time for each action of the stage with most of them.
             actions = Counter(action.stage for line in pipeline.program.values() for action in line)
-            unshard *= max(actions.values())
+            unshard *= max(actions.values()) if job.mesh.reshard_after_forward else 1
+            reduce *= pipeline.microbatches if job.reduces_each else 1
         update = costs.optimizer_s * (max(one.rest + one.experts for one in trained) / job.mesh.shards) / slowest
         # The update takes longer because of state in host memory.
         moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
         # On a CPU, copies there and back share its memory; a device has a direction for each.
         on_cpu = self._kind == "cpu"
-        copying = 2 * moved * costs.copy_s if on_cpu else moved * 8 / (self._machines.inside_gbps * 1e9)
+        copying = 2 * moved * costs.copy_s if on_cpu else moved * 8 / (self._host_gbps * 1e9)
         return unshard, reduce, update + copying
 
     def _sharded(self, of_stage: Callable[[Job, int, Sequence[int]], tuple[int, int]]) -> list[_Sharded]:
         """Returns what the ranks of each pipeline rank share of what `of_stage` counts: all of it,
         and what belongs to experts."""
-        job, shared = self._job, []
+        job, cut = self._job, self._pipeline.cut
+        each = ([of_stage(job, stage, cut) for stage in stages] for stages in self._pipeline.stages_of_rank)
+        return [self._shared(counts) for counts in each]
+
+    def _shared(self, counts: Sequence[tuple[int, int]]) -> _Sharded:
+        mesh = self._job.mesh
+        apart = sum(experts for _, experts in counts) if mesh.ep > 1 else 0
+        return _Sharded(sum(count for count, _ in counts) - apart, apart, mesh.shards, mesh.ep)
+
+    def _blocks(self, stage: int) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Returns the seconds to gather and to sum a layer of a stage, and all its ends."""
+        job, cut, number = self._job, self._pipeline.cut, self._job.train.dtypes.reduce.bytes
+        both = []
+        for of_stage, each in ((gathered_bytes, 1), (stage_trained, number)):
+            whole, layers = (self._shared([of_stage(job, stage, cut, ends=ends)]) for ends in (True, False))
+            of_layers = self._sent(layers, each)
+            both.append((of_layers / max(1, cut[stage]), self._sent(whole, each) - of_layers))
+        return (both[0][0], both[1][0]), (both[0][1], both[1][1])
+
+    def _layer_times(self, speed: float) -> tuple[float, float]:
+        layer, cp = self._costs.layer, self._job.mesh.cp
+        return layer.forward / cp / speed + self._within, layer.backward / cp / speed + 2 * self._within
+
+    def _beside(self, stage: int, speed: float) -> tuple[float, float]:
+        """Returns the seconds by which collectives of every microbatch on a GPU lengthen a stage's
+        forward and backward: gathers if weights are freed, and sums if each backward sums."""
+        job, layers = self._job, self._pipeline.cut[stage]
+        if self._costs.kind == "cpu" or job.mesh.shards == 1:
+            return 0.0, 0.0
+        (gather, add), _ = self._blocks(stage)
+        gather *= job.mesh.reshard_after_forward
+        forward, backward = self._layer_times(speed)
+        return layers * _longer(gather, forward), layers * _longer(gather + add * job.reduces_each, backward)
+
+    def _exposed(self, speed: float) -> tuple[float, float]:
+        """Returns the seconds that gathers before and sums after all compute take on GPUs.
+
+        Weights that are not freed are gathered beside the first forwards, and gradients that are
+        summed once beside the last backwards.
+        """
+        job = self._job
+        if job.mesh.shards == 1:
+            return 0.0, 0.0
+        forward, backward = self._layer_times(speed)
+        waits = []
         for stages in self._pipeline.stages_of_rank:
-            counts = [of_stage(job, stage, self._pipeline.cut) for stage in stages]
-            apart = sum(experts for _, experts in counts) if job.mesh.ep > 1 else 0
-            whole = sum(count for count, _ in counts)
-            shared.append(_Sharded(whole - apart, apart, job.mesh.shards, job.mesh.ep))
-        return shared
+            unshard = reduce = 0.0
+            for stage in stages:
+                layers, ((gather, add), (ends, ends_add)) = self._pipeline.cut[stage], self._blocks(stage)
+                unshard += ends + gather + layers * _longer(gather, forward) * (not job.mesh.reshard_after_forward)
+                reduce += ends_add + add + layers * _longer(add, backward) * (not job.reduces_each)
+            waits.append((unshard, reduce))
+        return max(unshard for unshard, _ in waits), max(reduce for _, reduce in waits)
 
     def _copies(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
         """Returns the seconds of local copies for gathering weights once and reducing gradients.
@@ -390,16 +451,13 @@ class _Step:
         """
         if self._job.mesh.shards == 1:
             return 0.0, 0.0
-        whole, ep = self._mesh.groups(("fsdp", "cp")), self._mesh.ep
-        link = self._slowest(whole)
-        apart = self._slowest([group[i::ep] for group in whole for i in range(ep)])
-
-        def seconds(one: _Sharded, each: int) -> float:
-            experts = _over(apart, each * one.experts_sent) if one.experts_sent else 0.0
-            return _over(link, each * one.rest_sent) + experts
-
         number = self._job.train.dtypes.reduce.bytes
-        return max(seconds(one, 1) for one in gathered), max(seconds(one, number) for one in trained)
+        return max(self._sent(one, 1) for one in gathered), max(self._sent(one, number) for one in trained)
+
+    def _sent(self, one: _Sharded, each: int) -> float:
+        """Returns the seconds of a collective of `each` bytes per number over the shards."""
+        experts = _over(self._experts_ring, each * one.experts_sent) if one.experts_sent else 0.0
+        return _over(self._ring, each * one.rest_sent) + experts
 
     def _slowest(self, groups: Sequence[Sequence[int]]) -> Link | None:
         """Returns the slowest link of rings through these groups; None if none takes any time.
@@ -460,6 +518,11 @@ class _Step:
             most = max(on_card[node] for node in pair)
             uses.append(LinkUse((one, other), links[pair].gbps, carried[pair], message, most, gained))
         return uses, len(busy)
+
+
+def _longer(collective: float, compute: float) -> float:
+    """Returns the seconds by which a collective beside compute lengthens it."""
+    return max(0.0, collective - compute) + _TAKEN * min(collective, compute)
 
 
 def _over(link: Link | None, count: float) -> float:

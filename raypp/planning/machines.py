@@ -23,7 +23,8 @@ from raypp.untrusted.files import read_file
 from raypp.untrusted.text import visible
 
 INSIDE_GBPS = 100.0
-"""Rate between two devices of one node if nothing else is known: PCIe, or a CPU's memory."""
+"""Rate between two devices of one node if nothing else is known: PCIe, or a CPU's memory. That of
+each kind of device is in `planning.costs`."""
 
 
 _BOUNDS = Bounds(size=16 << 20)
@@ -89,7 +90,8 @@ class Machines:
     Attributes:
         nodes: In the order of their addresses, which is the order in which pipelines run through
             them.
-        link: Link between any two nodes that `links` does not contain; None: links are free.
+        link: Link between any two nodes that `links` does not contain, which all devices of a node
+            share; None: links are free.
         links: By the names of the two nodes, in either order; by one name: between two devices of a
             node.
         inside_gbps: Rate between two devices of any other node.
@@ -110,12 +112,20 @@ class Machines:
         cls, world: int, per_node: int, gbps: float | None, latency_s: float = 0.0, inside_gbps: float = INSIDE_GBPS
     ) -> Machines:
         """Returns enough equal nodes for `world` ranks, with the same rate between all of them."""
-        count = -(-world // per_node)
+        count, used = -(-world // per_node), min(world, per_node)
         nodes = tuple(Node(f"node {index}", per_node) for index in range(count))
         where = f"{count} node{'s' if count > 1 else ''} with {per_node} device{'s' if per_node > 1 else ''} each"
         link = Link(gbps, latency_s) if gbps else None
-        speed = f", {gbps:g} Gbit/s between them" if gbps else ", free links (set --link-gbps or --links)"
+        shared = f", {gbps / used:,.4g} for each of {used} devices" if gbps and used > 1 else ""
+        speed = f", {gbps:,g} Gbit/s per node between them{shared}" if gbps else ", free links (--link-gbps or --links)"
         return cls(nodes, link, inside_gbps=inside_gbps, source=f"{where}{speed if count > 1 else ''}")
+
+    @property
+    def inside(self) -> str:
+        """The rate inside nodes in words; "" where no node has two devices."""
+        if all(node.devices == 1 for node in self.nodes):
+            return ""
+        return f"{self.inside_gbps:,g} Gbit/s ({self.inside_gbps / 8:,.4g} GB/s) between devices of a node"
 
     @property
     def devices(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -140,7 +140,8 @@ def rank_memory(
     kind = kind or memory_kind(job)
     held = state_of(job, stages, cut, kind)
     microbatches = job.pipeline.microbatches if kind == "cuda" else 0
-    fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
+    split = any(action.kind == "W" for action in actions)
+    fsdp = Gathered.of(job, stages, cut, kind, split=split, streams=_streams(job, stages, actions, kind))
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut) + fsdp.copies,
         optimizer=held.optimizer
@@ -151,13 +152,15 @@ def rank_memory(
     played = _moments(job, fsdp, stages, cut, actions, waiting, kind)
     gradients, activations, logits, working, sent = max(played, key=sum)
     dtypes = job.train.dtypes
-    sums = (dtypes.weights if fsdp.replaces else dtypes.gradients).bytes * _trained_share(job, stages, cut)
+    wide = not fsdp.replaces or job.reduces_each
+    sums = (dtypes.gradients if wide else dtypes.weights).bytes * _trained_share(job, stages, cut)
+    whole = fsdp.replaces and not fsdp.streams
     moments = (
         dataclasses.replace(base, gathered=fsdp.flat),
         dataclasses.replace(
             base,
-            gradients=0 if fsdp.replaces else gradients,
-            gathered=fsdp.weights + (gradients if fsdp.replaces else 0),
+            gradients=0 if whole else gradients,
+            gathered=fsdp.weights + (gradients if whole else 0),
             activations=activations,
             logits=logits,
             working=working,
@@ -310,6 +313,28 @@ def _span(stage: int, cut: Sequence[int], ends: bool) -> dict[str, Any]:
     return {"layers": range(start, start + cut[stage]), "first": first, "last": last}
 
 
+def _streams(job: Job, stages: Sequence[int], actions: Sequence[Action], kind: Kind) -> frozenset[int]:
+    """Returns a rank's stages whose gradients are reduced block by block in every backward.
+
+    With a single microbatch its backward is the last one, which reduces beside itself unless the
+    rank still sends messages that sums over replicas would delay (`pipeline.wire.sum_start`).
+    """
+    if job.reduces_each:
+        return frozenset(stages)
+    if kind == "cpu" or job.mesh.shards == 1 or job.pipeline.microbatches > 1:
+        return frozenset()
+    ends = {action.stage: (place, action.kind) for place, action in enumerate(actions)}
+    sends = [
+        place
+        for place, action in enumerate(actions)
+        if action.stage + (1 if action.kind == "F" else -1) in range(job.num_stages)
+        and action.kind != "W"
+        and action.stage + (1 if action.kind == "F" else -1) not in stages
+    ]
+    after = max(sends, default=-1) if job.summed_replicas > 1 else -1
+    return frozenset(stage for stage, (place, what) in ends.items() if what == "B" and place > after)
+
+
 def _moments(
     job: Job,
     fsdp: Gathered,
@@ -346,8 +371,15 @@ def _moments(
     gradients = sum(fsdp.gradients[stage] for stage in done)
     activations, logits = tokens * passing_per_token(job), 0
     sends = _sends(job)
+    head = job.model.vocab_size * job.model.hidden_size
+    on_way: dict[int, int] = {}  # the buffer of a backward's last sum, which the next backward frees
+    narrow, one = dtypes.compute.bytes, dtypes.reduce.bytes * (1 if kind == "cuda" else 2)
     for action in actions:
         stage, added = action.stage, widened or action.stage in done
+        ends, layer, whole = fsdp.groups.get(stage, (0, 0, 0))
+        once = job.pipeline.microbatches == 1 and stage in fsdp.streams and action.kind == "B"
+        # The last backward frees each block's weights.
+        freed = narrow * whole if once and not job.mesh.reshard_after_forward else 0
         sent = sum(count * size for count, size in zip(waiting[action], sends, strict=True))
         yield gradients, activations, logits, fsdp.again, sent
         if action.kind == "F" and stage not in backward:
@@ -363,16 +395,35 @@ def _moments(
             activations -= between[stage]
         else:
             yield gradients, activations, logits + loss[stage].backward, 0, sent
-        yield gradients, activations, logits, within + (matrix if added and action.kind != "I" else 0), sent
+        if stage in fsdp.streams and action.kind != "I":
+            # In the second block, the gradients of the first one are on their way instead.
+            there = narrow * (whole if action.kind == "W" else layer + (min(head, ends) if stage == last else 0))
+            yield gradients, activations, logits, within + there, sent
+            second, way = activations - kept[stage] // max(1, cut[stage]), one * layer - on_way.get(stage, 0)
+            way += one * layer if action.kind == "W" else 0  # a sum of its own, first
+            yield gradients, second, logits, within + there + max(0, way), sent
+            if once:  # before its last block, most shares of the sums are there
+                rest = 1 - 1 / max(1, cut[stage])
+                most = int(rest * fsdp.gradients[stage]), int(rest * kept[stage]), int(rest * freed)
+                yield most[0], activations - most[1], logits, within + there + one * layer - most[2], sent
+        else:
+            yield gradients, activations, logits, within + (matrix if added and action.kind != "I" else 0), sent
         if action.kind == "I":
             activations += between[stage]
             continue
         activations -= kept[stage]
         logits -= loss[stage].kept
+        if stage in fsdp.streams and action.kind == "B":
+            all_sums = gradients + (fsdp.gradients[stage] if once else 0)
+            yield all_sums, activations, logits, ends * narrow - freed + (0 if stage in on_way else ends * one), sent
         if stage not in done:
             done.add(stage)
             gradients += fsdp.gradients[stage]
-        yield gradients, activations, logits, embedding if stage == 0 and added else 0, sent
+            if stage in fsdp.streams and not once:
+                on_way[stage] = one * (ends or layer)
+                gradients += on_way[stage]
+        working = embedding if stage == 0 and added and stage not in fsdp.streams else 0
+        yield gradients, activations, logits, working - freed, sent
 
 
 @dataclass(frozen=True)
@@ -387,7 +438,11 @@ class Gathered:
             all of them, also where each block frees its own after use: the heap keeps their memory.
         again: Bytes that more are there while the ends are gathered for an action, if each action
             gathers them: a flat copy, before the second layer.
-        gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet.
+        gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet; of
+            stages that `streams` contains, this rank's share of them.
+        streams: Stages whose gradients are reduced block by block in every backward.
+        groups: Of these stages, the trained parameters of FSDP's groups: the ends, a layer, and all
+            layers.
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers and the share of the sums.
         copies: Bytes of those copies, which stay between steps.
@@ -401,10 +456,23 @@ class Gathered:
     buffers: int = 0
     beside: int = 0
     copies: int = 0
+    streams: frozenset[int] = frozenset()
+    groups: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind, *, split: bool) -> Gathered:
-        """Returns the figures of a rank's stages; `split`: it splits backwards.
+    def of(
+        cls,
+        job: Job,
+        stages: Sequence[int],
+        cut: Sequence[int],
+        kind: Kind,
+        *,
+        split: bool,
+        streams: frozenset[int] = frozenset(),
+    ) -> Gathered:
+        """Returns the figures of a rank's stages.
+
+        `split`: it splits backwards. `streams`: as of `_streams`.
 
         A reduction has a buffer with what is sent and, if there are other ranks, one with what is
         received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`,
@@ -426,7 +494,10 @@ class Gathered:
 
         of_trained = groups(stage_trained)
         trained = {stage: whole for stage, (whole, _, _) in of_trained.items()}
-        gradients = {stage: dtypes.gradients.bytes * count for stage, count in trained.items()}
+        gradients = {
+            stage: dtypes.gradients.bytes * (-(-count // job.mesh.shards) if stage in streams else count)
+            for stage, count in trained.items()
+        }
         of_gathered = groups(gathered_bytes)
         gathered = [whole for whole, _, _ in of_gathered.values()]
         if not replaces:
@@ -441,7 +512,11 @@ class Gathered:
             if kind == "cuda":
                 flat, again = few, max(0, *(ends - layer for _, ends, layer in of_gathered.values()))
             weights = max(few, *gathered) if split else few  # a part of a backward needs its whole stage
-        total = sum(trained.values())
+        total = sum(count for stage, count in trained.items() if stage not in streams)
+        within = {stage: (ends, layer, whole - ends) for stage, (whole, ends, layer) in of_trained.items()}
+        if not total:
+            largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
+            return cls(True, gradients, weights, flat, again, dtypes.reduce.bytes * largest, 0, 0, streams, within)
         residuals = residual_bytes(job, stages, cut)
         messages = residuals // FP32.bytes * job.mesh.dp_replicate
         at_once, alone = kind == "cpu" and dtypes.sums_in_place, job.mesh.shards == 1 < replicas
@@ -457,7 +532,7 @@ class Gathered:
             # A block's gradients are freed as soon as they are in its buffer.
             freed = dtypes.weights.bytes * _trained_share(job, stages, cut) if kind == "cuda" else 0
             beside = max(0, dtypes.gradients.bytes * total - freed) + residuals
-        return cls(True, gradients, weights, flat, again, buffers, beside)
+        return cls(True, gradients, weights, flat, again, buffers, beside, 0, streams, within)
 
 
 def _received(job: Job, stages: Sequence[int], cut: Sequence[int], actions: Sequence[Action], kind: Kind) -> int:

@@ -20,6 +20,7 @@ from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, Machines, boundaries
 from raypp.planning.memory import RankMemory, memories
 from raypp.planning.offload import offload_in_words
+from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import hidden_exchanges
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.planning.search import advice
@@ -48,8 +49,9 @@ class Grounds:
         machines: Nodes and links.
         costs: Measured costs.
         device: Kind of device (`DEVICES`).
-        link_gbps: Rate between any two nodes, in Gbit/s.
+        link_gbps: Rate between any two nodes, in Gbit/s, shared by the devices of a node.
         per_node: Devices per node; None: each pipeline rank has separate nodes.
+        inside_gbps: Rate between two devices of a node; None: that of the kind of device.
     """
 
     machines: Machines | None = None
@@ -57,13 +59,33 @@ class Grounds:
     device: str | None = None
     link_gbps: float | None = None
     per_node: int | None = None
+    inside_gbps: float | None = None
 
-    def machines_for(self, job: Job) -> Machines:
-        """Returns the given machines, or as many as the job needs."""
+    def machines_for(self, job: Job, device: Device | None = None) -> Machines:
+        """Returns the given machines, or as many as the job needs, of a kind of device.
+
+        `device`: None: the last of `devices_for`.
+        """
+        inside = self.inside_gbps or (device or self.devices_for(job)[-1]).inside_gbps
         if self.machines is not None:
-            return self.machines
-        per_node = self.per_node or max(1, job.mesh.world // job.mesh.pp)
-        return Machines.alike(job.mesh.world, per_node, self.link_gbps)
+            measured = self.machines.links.items()
+            links = {nodes: link for nodes, link in measured if self.inside_gbps is None or len(nodes) > 1}
+            return replace(self.machines, inside_gbps=inside, links=links)
+        return Machines.alike(job.mesh.world, self._per_node(job), self.link_gbps, 0.0, inside)
+
+    def _per_node(self, job: Job) -> int:
+        return self.per_node or max(1, job.mesh.world // job.mesh.pp)
+
+    def assumed(self, job: Job) -> str:
+        """Returns what nothing said of the nodes and what to type, if it matters; else ""."""
+        each, nodes, few = self._per_node(job), job.mesh.pp, min(job.mesh.world, 8)
+        given = self.machines is not None or self.per_node is not None
+        if given or nodes == 1 or self.devices_for(job)[-1].kind == "cpu":
+            return ""
+        links = "" if self.link_gbps else " with free links"
+        of = f"{nodes} nodes of {each} device{'' if each == 1 else 's'} each{links}"
+        more = "" if self.link_gbps else "; for the link of each node, --link-gbps X"
+        return f"assumed: {of}; if {few} devices share a node, add --per-node {few}{more}"
 
     def devices_for(self, job: Job) -> list[Device]:
         """Returns the kinds of device to predict for."""
@@ -96,13 +118,15 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Fore
     for device in devices:
         own = job.for_device(device.kind)
         cut = pipeline if own.train.precision == last.train.precision else resolve_pipeline(own)
-        costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
+        costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own, device)
         cast = forecast(own, machines, costs, device.memory, cut, device.kind)
         few = own.mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, cut.program.values())) <= _MOST_ADVISED
         cast = replace(
             cast,
             device="measured" if costs.measured else device.name,
-            advice=tuple(advice(own, machines, costs, cast, device.memory, device.kind)) if few else (),
+            advice=tuple(advice(own, machines, grounds.costs or device, cast, device.memory, device.kind))
+            if few
+            else (),
             assumptions=(*cast.assumptions, "every row is data.seq_len tokens long"),
         )
         forecasts.append(cast)
@@ -207,6 +231,8 @@ class Plan:
         predictions: Step times under stated assumptions, one per kind of device.
         remarks: Which numbers are not the model's own, and what runs otherwise than the schedule
             says, and why.
+        assumed: What nothing said of the nodes, and what to type.
+        reduce_gradients: `mesh.reduce_gradients`; auto resolved.
     """
 
     name: str
@@ -240,6 +266,8 @@ class Plan:
     flops_per_step: float
     predictions: tuple[Forecast, ...]
     remarks: tuple[str, ...] = ()
+    assumed: str = ""
+    reduce_gradients: str = "last_microbatch"
 
     @property
     def step_s(self) -> float:
@@ -255,11 +283,12 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as plain JSON values, without the timeline, which `program` implies.
 
-        Omits empty remarks.
+        Omits empty remarks and assumptions.
         """
         shown = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "timeline"}
-        if not self.remarks:
-            del shown["remarks"]
+        for empty in ("remarks", "assumed"):
+            if not shown[empty]:
+                del shown[empty]
         shown["memory"] = [memory.as_dict() for memory in self.memory]
         shown["predictions"] = [prediction.as_dict() for prediction in self.predictions]
         return cast(dict[str, Any], to_jsonable_python(shown))
@@ -278,7 +307,8 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     kind = grounds.devices_for(job)[-1].kind
     job, decided = with_every_steps(job, grounds)
     asked, job = job, job.for_device(kind)
-    mesh, pipeline = Mesh.of(job.mesh), resolve_pipeline(job)
+    mesh, pipeline, machines = Mesh.of(job.mesh), resolve_pipeline(job), grounds.machines_for(job)
+    job, reduction = decide_reduction(job, machines, grounds.devices_for(job)[-1].memory, kind, pipeline)
     crossing = boundaries(job, pipeline)
     drawn = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages))
     costed = pipeline.simulator().run(stage_times(pipeline))
@@ -287,11 +317,11 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     per_token = flops_per_token(job)
     remarks = (
         decided,
+        reduction,
         sizes_remark(job.model),
         _backwards_remark(pipeline),
         offload_in_words(job, kind == "cpu"),
     )
-    machines = grounds.machines_for(job)
     if problems := offload_problems(job, machines.free_memory, kind):
         raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes
@@ -328,6 +358,8 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
         flops_per_step=per_token * tokens,
         predictions=tuple(predict(asked, pipeline, grounds)),
         remarks=tuple(remark for remark in remarks if remark),
+        assumed=grounds.assumed(job),
+        reduce_gradients=job.mesh.reduce_gradients,
     )
 
 

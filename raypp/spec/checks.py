@@ -154,6 +154,9 @@ def _sync(job: Job) -> Iterator[Problem]:
             f"int8 needs fp32 gradients, but train.precision: {train.precision} has them in {train.dtypes.weights.name}"
         )
         yield Problem(key, fault, "use train.precision: bf16, which keeps fp32 weights, or exact")
+    elif job.reduces_each:
+        fault = "each_microbatch would round the sums over replicas to int8 in every backward (train.sync)"
+        yield Problem("mesh.reduce_gradients", fault, "use auto or last_microbatch, or train.sync.kind: exact")
     elif train.reduce_dtype != "fp32":
         fault = f"int8 needs gradients that are summed in fp32, but train.reduce_dtype is {train.reduce_dtype}"
         yield Problem(key, fault, "use train.reduce_dtype: fp32 (the messages are int8 in any case), or exact")

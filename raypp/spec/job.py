@@ -133,6 +133,11 @@ class MeshSection(Section):
     reshard_after_forward: bool = False
     """Free unsharded weights between microbatches. Saves memory, costs one all-gather per layer and
     microbatch."""
+    reduce_gradients: Literal["auto", "each_microbatch", "last_microbatch"] = "auto"
+    """When the ranks of fsdp · cp sum their gradients. last_microbatch: once a step; until then
+    each holds those of all weights of its stage | each_microbatch: in every backward; between them
+    each holds its share | auto: each_microbatch on GPUs inside a fast node (at least 100 GB/s), or
+    where ranks would not fit otherwise; else last_microbatch. `raypp plan` says which and why."""
 
     @property
     def world(self) -> int:
@@ -642,6 +647,17 @@ class Job(Section):
     def summed_replicas(self) -> int:
         """Replicas over which each step sums gradients: one where they train apart."""
         return 1 if self.outer is not None else self.mesh.dp_replicate
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every backward sums gradients over the ranks that share weights."""
+        return self.mesh.reduce_gradients == "each_microbatch" and self.mesh.shards > 1
+
+    def with_reduction(self, name: str) -> Self:
+        """Returns the job with mesh.reduce_gradients in place of auto; itself without auto."""
+        if self.mesh.reduce_gradients != "auto":
+            return self
+        return self.model_copy(update={"mesh": self.mesh.model_copy(update={"reduce_gradients": name})})
 
     @property
     def fsdp_alone(self) -> bool:

@@ -117,6 +117,7 @@ def build_stages(
                 replica_sums=prepared.replica_sums,
                 replicated=job.summed_replicas > 1,
                 frees_weights=job.mesh.reshard_after_forward,
+                reduces_each=job.reduces_each,
                 below_trains=any(pipeline.trained[:index]),
             )
         )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
-from raypp.checkpoint.compatibility import check_resume, check_steps, recorded_precision
+from raypp.checkpoint.compatibility import check_resume, check_steps, recorded_precision, recorded_reduction
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_files import write_run_files
 from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_end, write_spec
@@ -31,6 +31,7 @@ from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.observe.tracking import Trackers
+from raypp.planning.reduction import reduction_on
 from raypp.records import END_EVENTS, Event, Requests, RunState, Seat, StepReport
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
@@ -39,7 +40,7 @@ from raypp.spec.load import job_document
 from raypp.spec.small_files import contents
 from raypp.spec.trackers import missing_for_trackers
 from raypp.storage import AlreadyExists, ObjectStore, open_store
-from raypp.train.device_check import has_bf16
+from raypp.train.device_check import card_of, has_bf16
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.process_group import connect
 from raypp.train.rank import run_rank
@@ -151,13 +152,13 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     if lacking := missing_for_trackers(job, os.environ, here=True):
         raise JobError(lacking)
     bf16, asked = has_bf16(seat), job
-    job = asked.for_device(seat.device, bf16=bf16)
+    job = _decided(asked.for_device(seat.device, bf16=bf16), seat)
     try:
         write_spec(store, job.name, job_document(job))
     except AlreadyExists:
         before = read_spec(store, job.name)
         if recorded := recorded_precision(before):
-            job = asked.with_precision(recorded).for_device(seat.device)
+            job = _decided(asked.with_precision(recorded).for_device(seat.device), seat, before)
         problems = check_resume(before, job)
         if saved := list_checkpoints(store, job.name):
             problems += check_steps(saved[-1].step, job.train.steps)
@@ -166,6 +167,16 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
         write_spec(store, job.name, job_document(job), newest_number(store, job.name) + 1)
     write_run_files(store, job.name, contents(job_document(job)))
     return claim_next_attempt(store, job.name), job
+
+
+def _decided(job: Job, seat: Seat, before: Mapping[str, Any] | None = None) -> Job:
+    """Decides mesh.reduce_gradients: as in the run that it continues, else by rank 0's card."""
+    if before is not None and (recorded := recorded_reduction(before)):
+        return job.with_reduction(recorded)
+    if seat.device != "cuda":
+        return job.with_reduction("last_microbatch")
+    card, each = card_of(seat.device_index), seat.local_world_size
+    return reduction_on(job, [each] * -(-job.mesh.world // each), [card.name], card.memory)
 
 
 def main(arguments: Sequence[str] | None = None, remember: Remember | None = None) -> int:
