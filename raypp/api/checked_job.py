@@ -200,13 +200,7 @@ def plan(
     job = checked(job_file(job)).job
     count_own_model(job)
     grounds = grounds_of(
-        job,
-        device=device,
-        link_gbps=link_gbps,
-        links=links,
-        per_node=per_node,
-        costs=costs,
-        inside_gbps=inside_gbps,
+        job, device=device, link_gbps=link_gbps, links=links, per_node=per_node, costs=costs, inside_gbps=inside_gbps
     )
     return make_plan(job, grounds)
 

@@ -53,8 +53,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--link-gbps",
     type=_Finite(1e-6, RATE),
     metavar="X",
-    help="Speed of the link between two nodes, in Gbit/s: of a whole node, whose devices share it (eight cards of "
-    "400 are 3200). Adds the time of messages and affects the step time.",
+    help="Speed of the link of a node, in Gbit/s, shared by its devices: eight cards of 400 are 3200.",
 )
 @click.option(
     "--inside-gbps",

@@ -181,6 +181,7 @@ def _host(plan: Plan) -> RenderableType:
     if host.files:
         fewer = f"; {host.fewest_files} when memory is short" if host.fewest_files < host.files else ""
         of = f"{host.files} × {size_text(host.state)} for {each}{fewer}"
+        fewer += "; with checkpoint.memory_tier: false none, and a failure resumes from the store"
         lines.append(f"{size_text(host.snapshots)}  snapshots (checkpoint.memory_tier): {of}")
     else:
         lines.append(f"{size_text(host.saving)}  buffer of a save")

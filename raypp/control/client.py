@@ -67,11 +67,10 @@ def check_resources(job: Job, cluster: Cluster) -> tuple[str, Job]:
 
 
 def on_nodes(job: Job, device: str, nodes: Sequence[NodeResources]) -> Job:
-    """Returns the job as ranks on these nodes run it, with what `auto` means there.
+    """Returns the job as ranks on these nodes run it: `auto` is bf16 if all their cards have it.
 
-    train.precision is bf16 if all their cards have it. A card with an unknown name is taken to have
-    it; if it has not, its rank refuses the job. mesh.reduce_gradients is decided once, for the life
-    of the run: a new attempt on other nodes adds up in the same order.
+    A card with an unknown name is taken to have it; if it has not, its rank refuses the job. When
+    gradients are reduced is decided once, so later attempts add up in the same order.
     """
     old = any(_BEFORE_AMPERE.search(name) for node in nodes if node.gpus for name in node.gpu_names)
     job = job.for_device(device, bf16=not old)

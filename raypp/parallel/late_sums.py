@@ -119,11 +119,8 @@ def reduce_within_backward(stage: FSDPModule, root: Tensor, *, last: bool = True
         frees: Whether each block frees its gathered weights after its use.
     """
 
-    def start(gradient: Tensor) -> None:
-        # Set the flags here, in the backward: torch's pipelining has just cleared them.
-        _reduce_from_here(stage, last=last, frees=frees)
-
-    root.register_hook(start)  # type: ignore[no-untyped-call]
+    # Set the flags in the backward: torch's pipelining has just cleared them.
+    root.register_hook(lambda _: _reduce_from_here(stage, last=last, frees=frees))  # type: ignore[no-untyped-call]
 
 
 def _reduce_from_here(stage: FSDPModule, *, last: bool, frees: bool) -> None:

@@ -213,6 +213,10 @@ class Costs:
     source: str = ""
 
 
+CostsOf = Costs | Device
+"""Given costs, or a kind of device for which those of each job are computed."""
+
+
 class _File(TypedDict):
     measured: _Label
     device: _Label
@@ -221,11 +225,7 @@ class _File(TypedDict):
 
 
 def computed_costs(job: Job, device: Device) -> Costs:
-    """Computes costs from the job's FLOPs, the bytes that it moves, and the device's data sheet.
-
-    On a GPU a layer takes as long as its products, its attention and what is elementwise, or as the
-    host needs to launch its kernels. On a CPU everything counts as products.
-    """
+    """Computes costs from the job's FLOPs, the bytes that it moves, and the device's data sheet."""
     products: str = job.train.dtypes.compute.name
     if products == "fp32" and job.train.tf32:
         products = "tf32"
@@ -235,28 +235,23 @@ def computed_costs(job: Job, device: Device) -> Costs:
     factor = recompute_factor(job)
     unpacked = dequantise_seconds(job, device)
     again = factor > backward_factor(job)  # a recomputed forward dequantises, too
+    words = f"does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in {products}"
     if device.kind == "cpu":
         forward = per_token * tokens / rate
         layer = Part(forward + unpacked, forward * factor + (1 + again) * unpacked)
         whole, optimizer = forward * (1 + factor), 3e-9  # seven reads and writes of fp32 at 10 GB/s
-        words = f"does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in {products}"
     else:
         attention = attended * tokens / (device.tflops[products] * device.attention * 1e12)
-        matrices = (per_token - attended) * tokens / rate
         moved = elementwise_bytes(job, compiled=_compiled(job)) * tokens / (device.bandwidth * _MOVED * 1e12)
         # The forward does 36 % of elementwise work (counted), and 1 of 3.5 parts of attention.
-        forward = matrices + attention + 0.36 * moved + unpacked
-        weights = backward_factor(job) * per_token - BACKWARD_PER_FORWARD * attended
-        backward = weights * tokens / rate + 2.5 * attention + 0.64 * moved + unpacked
+        forward = (per_token - attended) * tokens / rate + attention + 0.36 * moved
+        products_again = backward_factor(job) * per_token - BACKWARD_PER_FORWARD * attended
         recomputed = {"selective": 0.36 * moved}.get(job.train.activation_checkpointing, forward if again else 0.0)
-        whole, layer = forward + backward + recomputed - (2 + again) * unpacked, Part(forward, backward + recomputed)
-        layer = _no_faster_than_launched(job, device, layer)
-        update = _UPDATE_BYTES["8bit" if job.train.optimizer.state == "8bit" else "fp32"]
-        optimizer = update / (device.bandwidth * 1e12)
-        words = (
-            f"does {device.share:.0%} of {device.tflops[products]:g} TFLOP/s in {products} and {device.attention:.0%} "
-            f"in attention, moves {device.bandwidth:g} TB/s, and launches a kernel in {_LAUNCH_S * 1e6:g} µs"
-        )
+        backward = products_again * tokens / rate + 2.5 * attention + 0.64 * moved + recomputed
+        whole, layer = forward + backward, Part(forward + unpacked, backward + (1 + again) * unpacked)
+        layer = _no_faster_than_launched(job, device, layer, again)
+        optimizer = _UPDATE_BYTES[job.train.optimizer.state] / (device.bandwidth * 1e12)
+        words += f" ({device.attention:.0%} in attention), {device.bandwidth:g} TB/s, 5 µs to launch a kernel"
     first, last = end_weights(job)
     return Costs(
         layer=layer,
@@ -273,28 +268,23 @@ def computed_costs(job: Job, device: Device) -> Costs:
 
 def _compiled(job: Job) -> bool:
     """Whether blocks of a job on a GPU are compiled, as far as the job tells (`train.assemble`)."""
-    if job.train.compile != "auto":
-        return job.train.compile
-    name = schedule_of(job)
+    name, asked = schedule_of(job), job.train.compile
     splits = name in SCHEDULES and SCHEDULES.get(name).splits_backward
-    return not (splits or job.train.sample is not None or ":" in job.model.kind)
+    against = splits or job.train.sample is not None or ":" in job.model.kind
+    return asked is True or (asked == "auto" and not against)
 
 
-def _no_faster_than_launched(job: Job, device: Device, layer: Part) -> Part:
+def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool) -> Part:
     """Returns a layer's times, as long as the host needs at least for its kernels and its waits."""
     forward, backward = _KERNELS[_compiled(job), job.model.lora is not None]
     wait = 0.0
     if isinstance(job.model, MoeOptions):
         each = _EXPERT_KERNELS + (0 if device.groups else 3 * job.model.num_experts // job.mesh.ep)
         forward, backward = forward + each, backward + 2 * each
-        # The host waits for the row counts, and then launches what follows to an idle device.
-        wait = _HOST_WAIT_S + _EXPERT_KERNELS * _LAUNCH_S if job.mesh.ep > 1 or not device.groups else 0.0
-    again = job.train.activation_checkpointing in ("full", "offload")
-    least = Part(forward * _LAUNCH_S, (backward + again * forward) * _LAUNCH_S)
-    return Part(
-        max(layer.forward, least.forward) + wait,
-        max(layer.backward, least.backward) + again * wait,
-    )
+        if job.mesh.ep > 1 or not device.groups:  # the host reads row counts, then launches to an idle device
+            wait = _HOST_WAIT_S + _EXPERT_KERNELS * _LAUNCH_S
+    least = forward * _LAUNCH_S, (backward + again * forward) * _LAUNCH_S
+    return Part(max(layer.forward, least[0]) + wait, max(layer.backward, least[1]) + again * wait)
 
 
 def dequantise_seconds(job: Job, device: Device) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
 from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths, fits_by_plan
-from raypp.planning.costs import Costs
+from raypp.planning.costs import Costs, CostsOf, computed_costs
 from raypp.planning.machines import INSIDE_GBPS, Link, Machines, message_bytes
 from raypp.planning.memory import RankMemory, gathered_bytes, memories, memory_kind, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_in_words
@@ -129,7 +129,7 @@ class Forecast:
 def forecast(
     job: Job,
     machines: Machines,
-    costs: Costs,
+    costs: CostsOf,
     device_memory: int = 0,
     pipeline: ResolvedPipeline | None = None,
     kind: Kind | None = None,
@@ -139,7 +139,7 @@ def forecast(
     Args:
         job: A job in which `check_plan` finds no problem.
         machines: The machines it runs on.
-        costs: Costs of a device of speed 1.
+        costs: Costs of a device of speed 1, or of which kind of device.
         device_memory: Bytes of a device; limits the lookahead that `auto` chooses. 0: unlimited.
         pipeline: The job's resolved pipeline, if known.
         kind: The kind of device whose memory is planned; None: the job's.
@@ -150,6 +150,7 @@ def forecast(
     """
     pipeline, kind = pipeline or resolve_pipeline(job), kind or memory_kind(job)
     job, _ = decide_reduction(job, machines, device_memory, kind, pipeline)
+    costs = costs if isinstance(costs, Costs) else computed_costs(job, costs)
     return _Step(job, machines, costs, pipeline, kind).forecast(device_memory)
 
 
@@ -235,7 +236,9 @@ class _Step:
         step_s = sum(parts.values())
         busy = tuple(timeline.busy)
         used, cables = self._link_uses(simulator, times, timeline, step_s)
-        remarks = []
+        remarks, inside = [], self._machines.inside_gbps
+        if any(node.devices > 1 for node in self._machines.nodes):
+            remarks.append(f"{inside:,g} Gbit/s ({inside / 8:,.4g} GB/s) between devices of a node")
         if offload_in_words(job, cpu=False):
             rate = f"{self._host_gbps:g} Gbit/s each way between host memory and a device"
             remarks.append(f"{rate} (a PCIe 4.0 slot of 16 lanes has 252)")
@@ -255,7 +258,7 @@ class _Step:
             bottleneck=_bottleneck(step_s, parts, busy, timeline, free, used),
             device_memory=device_memory,
             measured=tuple(name for name, source in (("costs", costs), ("links", self._machines)) if source.measured),
-            assumptions=tuple(filter(None, (costs.source, self._machines.source, self._machines.inside, *remarks))),
+            assumptions=(costs.source, self._machines.source, *remarks),
             replica_sums=summed,
         )
 
@@ -294,7 +297,7 @@ class _Step:
             crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
             copying = crossed * self._size * costs.copy_s
             moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (self._host_gbps * 1e9)
-            gathered, summed = self._beside(stage, speed)
+            gathered, summed, *_ = self._beside(stage, speed)
             forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying + gathered)
             backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying + summed)
         links = [border.seconds for border in borders]
@@ -323,7 +326,11 @@ class _Step:
         gathered, trained = self._sharded(gathered_bytes), self._sharded(stage_trained)
         slowest = min(node.speed for node in self._seats)
         if costs.kind == "cuda":
-            unshard, reduce = self._exposed(slowest)
+            waits = [self._beside(stage, slowest)[2:] for stage in range(pipeline.num_stages)]
+            unshard, reduce = (
+                max(sum(waits[stage][part] for stage in stages) for stages in pipeline.stages_of_rank)
+                for part in (0, 1)
+            )
         else:
             sent, copied = self._collectives(gathered, trained), self._copies(gathered, trained)
             unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
@@ -351,50 +358,34 @@ class _Step:
         apart = sum(experts for _, experts in counts) if mesh.ep > 1 else 0
         return _Sharded(sum(count for count, _ in counts) - apart, apart, mesh.shards, mesh.ep)
 
-    def _blocks(self, stage: int) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Returns the seconds to gather and to sum a layer of a stage, and all its ends."""
-        job, cut, number = self._job, self._pipeline.cut, self._job.train.dtypes.reduce.bytes
-        both = []
-        for of_stage, each in ((gathered_bytes, 1), (stage_trained, number)):
-            whole, layers = (self._shared([of_stage(job, stage, cut, ends=ends)]) for ends in (True, False))
-            of_layers = self._sent(layers, each)
-            both.append((of_layers / max(1, cut[stage]), self._sent(whole, each) - of_layers))
-        return (both[0][0], both[1][0]), (both[0][1], both[1][1])
+    def _blocks(self, of_stage: Callable[..., tuple[int, int]], stage: int, each: int) -> tuple[float, float]:
+        """Returns the seconds of a collective over a layer of a stage, and over its ends."""
+        cut = self._pipeline.cut
+        whole, layers = (
+            self._sent(self._shared([of_stage(self._job, stage, cut, ends=ends)]), each) for ends in (True, False)
+        )
+        return layers / max(1, cut[stage]), whole - layers
 
-    def _layer_times(self, speed: float) -> tuple[float, float]:
-        layer, cp = self._costs.layer, self._job.mesh.cp
-        return layer.forward / cp / speed + self._within, layer.backward / cp / speed + 2 * self._within
+    def _beside(self, stage: int, speed: float) -> tuple[float, float, float, float]:
+        """Returns the seconds that FSDP's collectives on a GPU add to a stage: to each forward, to
+        each backward, before all of them, and after.
 
-    def _beside(self, stage: int, speed: float) -> tuple[float, float]:
-        """Returns the seconds by which collectives of every microbatch on a GPU lengthen a stage's
-        forward and backward: gathers if weights are freed, and sums if each backward sums."""
-        job, layers = self._job, self._pipeline.cut[stage]
-        if self._costs.kind == "cpu" or job.mesh.shards == 1:
-            return 0.0, 0.0
-        (gather, add), _ = self._blocks(stage)
-        gather *= job.mesh.reshard_after_forward
-        forward, backward = self._layer_times(speed)
-        return layers * _longer(gather, forward), layers * _longer(gather + add * job.reduces_each, backward)
-
-    def _exposed(self, speed: float) -> tuple[float, float]:
-        """Returns the seconds that gathers before and sums after all compute take on GPUs.
-
-        Weights that are not freed are gathered beside the first forwards, and gradients that are
-        summed once beside the last backwards.
+        Weights that are not freed are gathered beside the first forward, and gradients that are
+        summed once beside the last backward.
         """
-        job = self._job
-        if job.mesh.shards == 1:
-            return 0.0, 0.0
-        forward, backward = self._layer_times(speed)
-        waits = []
-        for stages in self._pipeline.stages_of_rank:
-            unshard = reduce = 0.0
-            for stage in stages:
-                layers, ((gather, add), (ends, ends_add)) = self._pipeline.cut[stage], self._blocks(stage)
-                unshard += ends + gather + layers * _longer(gather, forward) * (not job.mesh.reshard_after_forward)
-                reduce += ends_add + add + layers * _longer(add, backward) * (not job.reduces_each)
-            waits.append((unshard, reduce))
-        return max(unshard for unshard, _ in waits), max(reduce for _, reduce in waits)
+        job, layer, layers, cp = self._job, self._costs.layer, self._pipeline.cut[stage], self._job.mesh.cp
+        if self._costs.kind == "cpu" or job.mesh.shards == 1:
+            return 0.0, 0.0, 0.0, 0.0
+        forward, backward = layer.forward / cp / speed + self._within, layer.backward / cp / speed + 2 * self._within
+        gather, ends = self._blocks(gathered_bytes, stage, 1)
+        add, end_sums = self._blocks(stage_trained, stage, job.train.dtypes.reduce.bytes)
+        freed, each = job.mesh.reshard_after_forward, job.reduces_each
+        return (
+            layers * _longer(gather * freed, forward),
+            layers * _longer(gather * freed + add * each, backward),
+            ends + gather + layers * _longer(gather * (not freed), forward),
+            end_sums + add + layers * _longer(add * (not each), backward),
+        )
 
     def _copies(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
         """Returns the seconds of local copies for gathering weights once and reducing gradients.

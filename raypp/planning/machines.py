@@ -121,13 +121,6 @@ class Machines:
         return cls(nodes, link, inside_gbps=inside_gbps, source=f"{where}{speed if count > 1 else ''}")
 
     @property
-    def inside(self) -> str:
-        """The rate inside nodes in words; "" where no node has two devices."""
-        if all(node.devices == 1 for node in self.nodes):
-            return ""
-        return f"{self.inside_gbps:,g} Gbit/s ({self.inside_gbps / 8:,.4g} GB/s) between devices of a node"
-
-    @property
     def devices(self) -> int:
         return sum(node.devices for node in self.nodes)
 

@@ -140,8 +140,7 @@ def rank_memory(
     kind = kind or memory_kind(job)
     held = state_of(job, stages, cut, kind)
     microbatches = job.pipeline.microbatches if kind == "cuda" else 0
-    split = any(action.kind == "W" for action in actions)
-    fsdp = Gathered.of(job, stages, cut, kind, split=split, streams=_streams(job, stages, actions, kind))
+    fsdp = Gathered.of(job, stages, cut, kind, split=any(action.kind == "W" for action in actions))
     base = RankMemory(
         weights=held.weights + frozen_bytes(job, stages, cut) + fsdp.copies,
         optimizer=held.optimizer
@@ -152,9 +151,8 @@ def rank_memory(
     played = _moments(job, fsdp, stages, cut, actions, waiting, kind)
     gradients, activations, logits, working, sent = max(played, key=sum)
     dtypes = job.train.dtypes
-    wide = not fsdp.replaces or job.reduces_each
-    sums = (dtypes.gradients if wide else dtypes.weights).bytes * _trained_share(job, stages, cut)
-    whole = fsdp.replaces and not fsdp.streams
+    own = dtypes.weights if fsdp.replaces and not job.reduces_each else dtypes.gradients
+    sums, whole = own.bytes * _trained_share(job, stages, cut), fsdp.replaces and not fsdp.streams
     moments = (
         dataclasses.replace(base, gathered=fsdp.flat),
         dataclasses.replace(
@@ -313,28 +311,6 @@ def _span(stage: int, cut: Sequence[int], ends: bool) -> dict[str, Any]:
     return {"layers": range(start, start + cut[stage]), "first": first, "last": last}
 
 
-def _streams(job: Job, stages: Sequence[int], actions: Sequence[Action], kind: Kind) -> frozenset[int]:
-    """Returns a rank's stages whose gradients are reduced block by block in every backward.
-
-    With a single microbatch its backward is the last one, which reduces beside itself unless the
-    rank still sends messages that sums over replicas would delay (`pipeline.wire.sum_start`).
-    """
-    if job.reduces_each:
-        return frozenset(stages)
-    if kind == "cpu" or job.mesh.shards == 1 or job.pipeline.microbatches > 1:
-        return frozenset()
-    ends = {action.stage: (place, action.kind) for place, action in enumerate(actions)}
-    sends = [
-        place
-        for place, action in enumerate(actions)
-        if action.stage + (1 if action.kind == "F" else -1) in range(job.num_stages)
-        and action.kind != "W"
-        and action.stage + (1 if action.kind == "F" else -1) not in stages
-    ]
-    after = max(sends, default=-1) if job.summed_replicas > 1 else -1
-    return frozenset(stage for stage, (place, what) in ends.items() if what == "B" and place > after)
-
-
 def _moments(
     job: Job,
     fsdp: Gathered,
@@ -377,7 +353,7 @@ def _moments(
     for action in actions:
         stage, added = action.stage, widened or action.stage in done
         ends, layer, whole = fsdp.groups.get(stage, (0, 0, 0))
-        once = job.pipeline.microbatches == 1 and stage in fsdp.streams and action.kind == "B"
+        once = job.pipeline.microbatches == 1 and fsdp.streams and action.kind == "B"
         # The last backward frees each block's weights.
         freed = narrow * whole if once and not job.mesh.reshard_after_forward else 0
         sent = sum(count * size for count, size in zip(waiting[action], sends, strict=True))
@@ -395,7 +371,7 @@ def _moments(
             activations -= between[stage]
         else:
             yield gradients, activations, logits + loss[stage].backward, 0, sent
-        if stage in fsdp.streams and action.kind != "I":
+        if fsdp.streams and action.kind != "I":
             # In the second block, the gradients of the first one are on their way instead.
             there = narrow * (whole if action.kind == "W" else layer + (min(head, ends) if stage == last else 0))
             yield gradients, activations, logits, within + there, sent
@@ -413,16 +389,16 @@ def _moments(
             continue
         activations -= kept[stage]
         logits -= loss[stage].kept
-        if stage in fsdp.streams and action.kind == "B":
+        if fsdp.streams and action.kind == "B":
             all_sums = gradients + (fsdp.gradients[stage] if once else 0)
             yield all_sums, activations, logits, ends * narrow - freed + (0 if stage in on_way else ends * one), sent
         if stage not in done:
             done.add(stage)
             gradients += fsdp.gradients[stage]
-            if stage in fsdp.streams and not once:
+            if fsdp.streams and not once:
                 on_way[stage] = one * (ends or layer)
                 gradients += on_way[stage]
-        working = embedding if stage == 0 and added and stage not in fsdp.streams else 0
+        working = embedding if stage == 0 and added and not fsdp.streams else 0
         yield gradients, activations, logits, working - freed, sent
 
 
@@ -438,11 +414,10 @@ class Gathered:
             all of them, also where each block frees its own after use: the heap keeps their memory.
         again: Bytes that more are there while the ends are gathered for an action, if each action
             gathers them: a flat copy, before the second layer.
-        gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet; of
-            stages that `streams` contains, this rank's share of them.
-        streams: Stages whose gradients are reduced block by block in every backward.
-        groups: Of these stages, the trained parameters of FSDP's groups: the ends, a layer, and all
-            layers.
+        gradients: Bytes of each stage's accumulated gradients, which ranks do not share yet; with
+            `streams`, of this rank's share.
+        streams: Whether gradients are reduced block by block in every backward.
+        groups: Trained parameters of the ends, a layer, and all layers of each stage.
         buffers: Bytes of the reduction's buffers.
         beside: Bytes of gradients that are held beside these buffers and the share of the sums.
         copies: Bytes of those copies, which stay between steps.
@@ -456,23 +431,12 @@ class Gathered:
     buffers: int = 0
     beside: int = 0
     copies: int = 0
-    streams: frozenset[int] = frozenset()
+    streams: bool = False
     groups: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        job: Job,
-        stages: Sequence[int],
-        cut: Sequence[int],
-        kind: Kind,
-        *,
-        split: bool,
-        streams: frozenset[int] = frozenset(),
-    ) -> Gathered:
-        """Returns the figures of a rank's stages.
-
-        `split`: it splits backwards. `streams`: as of `_streams`.
+    def of(cls, job: Job, stages: Sequence[int], cut: Sequence[int], kind: Kind, *, split: bool) -> Gathered:
+        """Returns the figures of a rank's stages; `split`: it splits backwards.
 
         A reduction has a buffer with what is sent and, if there are other ranks, one with what is
         received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`,
@@ -482,6 +446,11 @@ class Gathered:
         """
         dtypes, replicas = job.train.dtypes, job.mesh.shards * job.summed_replicas
         replaces = replicas > 1 or job.fsdp_alone
+        # A single microbatch's backward is the last one, which reduces beside itself, unless a rank
+        # still sends messages that sums over replicas would delay (`pipeline.wire.sum_start`).
+        held = job.summed_replicas > 1 and job.mesh.pp > 1
+        single = kind == "cuda" and job.mesh.shards > 1 and job.pipeline.microbatches == 1 and not (split or held)
+        streams = job.reduces_each or single
 
         def here(whole: int, experts: int) -> int:
             """Returns what of a stage's weights comes here: tokens go to experts elsewhere."""
@@ -494,10 +463,8 @@ class Gathered:
 
         of_trained = groups(stage_trained)
         trained = {stage: whole for stage, (whole, _, _) in of_trained.items()}
-        gradients = {
-            stage: dtypes.gradients.bytes * (-(-count // job.mesh.shards) if stage in streams else count)
-            for stage, count in trained.items()
-        }
+        part = job.mesh.shards if streams else 1
+        gradients = {stage: dtypes.gradients.bytes * -(-count // part) for stage, count in trained.items()}
         of_gathered = groups(gathered_bytes)
         gathered = [whole for whole, _, _ in of_gathered.values()]
         if not replaces:
@@ -512,11 +479,8 @@ class Gathered:
             if kind == "cuda":
                 flat, again = few, max(0, *(ends - layer for _, ends, layer in of_gathered.values()))
             weights = max(few, *gathered) if split else few  # a part of a backward needs its whole stage
-        total = sum(count for stage, count in trained.items() if stage not in streams)
+        total = 0 if streams else sum(trained.values())
         within = {stage: (ends, layer, whole - ends) for stage, (whole, ends, layer) in of_trained.items()}
-        if not total:
-            largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
-            return cls(True, gradients, weights, flat, again, dtypes.reduce.bytes * largest, 0, 0, streams, within)
         residuals = residual_bytes(job, stages, cut)
         messages = residuals // FP32.bytes * job.mesh.dp_replicate
         at_once, alone = kind == "cpu" and dtypes.sums_in_place, job.mesh.shards == 1 < replicas
@@ -524,11 +488,12 @@ class Gathered:
         # divide by 1 has a copy.
         two = alone if kind == "cuda" else replicas > 1 and not (at_once and alone)
         buffers = (2 if two else 1) * total * dtypes.reduce.bytes + messages
-        if at_once:
+        if at_once and not streams:
             buffers += residuals
         else:
             largest = max((max(ends, layer) for _, ends, layer in of_trained.values()), default=0)
-            buffers = buffers * largest // max(1, total)  # one group after the other
+            # One group after the other.
+            buffers = dtypes.reduce.bytes * largest if streams else buffers * largest // max(1, total)
             # A block's gradients are freed as soon as they are in its buffer.
             freed = dtypes.weights.bytes * _trained_share(job, stages, cut) if kind == "cuda" else 0
             beside = max(0, dtypes.gradients.bytes * total - freed) + residuals

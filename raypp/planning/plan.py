@@ -61,12 +61,9 @@ class Grounds:
     per_node: int | None = None
     inside_gbps: float | None = None
 
-    def machines_for(self, job: Job, device: Device | None = None) -> Machines:
-        """Returns the given machines, or as many as the job needs, of a kind of device.
-
-        `device`: None: the last of `devices_for`.
-        """
-        inside = self.inside_gbps or (device or self.devices_for(job)[-1]).inside_gbps
+    def machines_for(self, job: Job) -> Machines:
+        """Returns the given machines, or as many as the job needs."""
+        inside = self.inside_gbps or self.devices_for(job)[-1].inside_gbps
         if self.machines is not None:
             measured = self.machines.links.items()
             links = {nodes: link for nodes, link in measured if self.inside_gbps is None or len(nodes) > 1}
@@ -79,8 +76,7 @@ class Grounds:
     def assumed(self, job: Job) -> str:
         """Returns what nothing said of the nodes and what to type, if it matters; else ""."""
         each, nodes, few = self._per_node(job), job.mesh.pp, min(job.mesh.world, 8)
-        given = self.machines is not None or self.per_node is not None
-        if given or nodes == 1 or self.devices_for(job)[-1].kind == "cpu":
+        if self.machines or self.per_node or nodes == 1 or self.devices_for(job)[-1].kind == "cpu":
             return ""
         links = "" if self.link_gbps else " with free links"
         of = f"{nodes} nodes of {each} device{'' if each == 1 else 's'} each{links}"
@@ -118,15 +114,14 @@ def predict(job: Job, pipeline: ResolvedPipeline, grounds: Grounds) -> list[Fore
     for device in devices:
         own = job.for_device(device.kind)
         cut = pipeline if own.train.precision == last.train.precision else resolve_pipeline(own)
-        costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own, device)
+        costs, machines = grounds.costs or computed_costs(own, device), grounds.machines_for(own)
         cast = forecast(own, machines, costs, device.memory, cut, device.kind)
+        basis = grounds.costs or device
         few = own.mesh.world <= _MOST_RANKS_ADVISED and sum(map(len, cut.program.values())) <= _MOST_ADVISED
         cast = replace(
             cast,
             device="measured" if costs.measured else device.name,
-            advice=tuple(advice(own, machines, grounds.costs or device, cast, device.memory, device.kind))
-            if few
-            else (),
+            advice=tuple(advice(own, machines, basis, cast, device.memory, device.kind)) if few else (),
             assumptions=(*cast.assumptions, "every row is data.seq_len tokens long"),
         )
         forecasts.append(cast)

@@ -26,71 +26,50 @@ FAST_GBPS = 800.0
 def decide_reduction(
     job: Job, machines: Machines, device_memory: int, kind: Kind, pipeline: ResolvedPipeline | None = None
 ) -> tuple[Job, str]:
-    """Decides `mesh.reduce_gradients: auto` for these machines.
-
-    Args:
-        job: The job, for this kind of device.
-        machines: The nodes.
-        device_memory: Bytes of a device; 0: unknown.
-        kind: The kind of device.
-        pipeline: The job's resolved pipeline, if known.
+    """Decides `mesh.reduce_gradients: auto`. Arguments as of `forecast`.
 
     Returns:
         The job, and why, in words; "" where there is nothing to decide.
-
-    Raises:
-        ResourcesError: The job has more ranks than the machines have devices.
     """
     if job.mesh.reduce_gradients != "auto":
         return job, ""
     each, last = job.with_reduction(EACH), job.with_reduction(LAST)
     if kind == "cpu" or job.mesh.shards == 1 or job.pipeline.microbatches == 1:
         return last, ""
+    auto, shared = "mesh.reduce_gradients: auto is", f"the {job.mesh.shards} ranks that share weights"
     if job.train.sync.kind == "int8":
-        return last, _words(LAST, "sums over replicas are in int8 (train.sync)")
+        return last, f"{auto} {LAST}: sums over replicas are in int8 (train.sync)"
     seats = machines.seats(Mesh.of(job.mesh), apart=job.outer is not None)
     groups = [{seats[rank].name for rank in group} for group in Mesh.of(job.mesh).groups(("fsdp", "cp"))]
     links = [machines.between(*names, *names) for names in groups if len(names) == 1]
     rate = min((link.gbps for link in links if link is not None), default=0.0)
-    shared = f"the {job.mesh.shards} ranks that share weights"
     if len(links) == len(groups) and rate >= FAST_GBPS:
-        return each, _words(EACH, f"{shared} are in one node, at {rate:,.0f} Gbit/s")
+        return each, f"{auto} {EACH}: {shared} are in one node, at {rate:,.0f} Gbit/s"
     if device_memory:
         pipeline = pipeline or resolve_pipeline(job)
         simulator = pipeline.simulator()
         least, most = (max(one.total for one in memories(way, pipeline, simulator, kind)) for way in (each, last))
         if least <= device_memory < most:
-            why = f"with {LAST} a rank would need {size_text(most)}, and a device has {size_text(device_memory)}"
-            return each, _words(EACH, why)
+            need, have = size_text(most), size_text(device_memory)
+            return each, f"{auto} {EACH}: with {LAST} a rank would need {need}, and a device has {have}"
     where = "are in several nodes" if len(links) < len(groups) else f"have {rate:,.0f} Gbit/s between them"
-    return last, _words(LAST, f"{shared} {where}")
+    return last, f"{auto} {LAST}: {shared} {where}"
 
 
 def reduction_on(job: Job, devices: Sequence[int], names: Iterable[str], memory: int) -> Job:
-    """Decides `mesh.reduce_gradients: auto` on nodes of a cluster, for the life of a run.
+    """Decides `mesh.reduce_gradients: auto` for the life of a run on nodes of a cluster.
 
-    Args:
-        job: The job, for their devices.
-        devices: GPUs of each node; without any, ranks compute on CPUs.
-        names: Of these GPUs; of unknown ones, the rate inside a node is taken to be that of PCIe.
-        memory: Bytes of the smallest GPU; 0: unknown.
+    `devices`: GPUs of each node; none: ranks compute on CPUs. `names`: of these GPUs. `memory`:
+    bytes of the smallest.
     """
     if sum(devices) < job.mesh.world:
         return job.with_reduction(LAST)
-    inside = min((_inside_gbps(name) for name in names), default=INSIDE_GBPS)
-    machines = Machines(tuple(Node(str(index), count) for index, count in enumerate(devices)), inside_gbps=inside)
+    nodes = tuple(Node(str(index), count) for index, count in enumerate(devices))
     try:
-        return decide_reduction(job, machines, memory, "cuda")[0]
+        inside = min((device_named(name).inside_gbps for name in names), default=INSIDE_GBPS)
+    except JobError:  # an unknown card
+        inside = INSIDE_GBPS
+    try:
+        return decide_reduction(job, Machines(nodes, inside_gbps=inside), memory, "cuda")[0]
     except JobError:  # `check_plan` says why
         return job.with_reduction(LAST)
-
-
-def _inside_gbps(name: str) -> float:
-    try:
-        return device_named(name).inside_gbps
-    except JobError:
-        return INSIDE_GBPS
-
-
-def _words(choice: str, why: str) -> str:
-    return f"mesh.reduce_gradients: auto is {choice}: {why}"

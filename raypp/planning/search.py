@@ -18,7 +18,7 @@ from raypp.errors import RayppError, ResourcesError
 from raypp.mesh.shapes import divisors, shapes
 from raypp.planning.activations import Kind
 from raypp.planning.check import check_plan
-from raypp.planning.costs import Costs, Device, computed_costs
+from raypp.planning.costs import CostsOf
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.levers import MOST_ACTIONS
 from raypp.planning.machines import Machines
@@ -79,7 +79,7 @@ class SearchResult:
 def search(
     job: Job,
     machines: Machines,
-    costs: Costs | Device,
+    costs: CostsOf,
     *,
     device_memory: int = 0,
     kind: Kind | None = None,
@@ -113,7 +113,7 @@ def search(
             refused += 1
             continue
         try:
-            cast = forecast(one, machines, _costs(one, costs), device_memory, kind=kind)
+            cast = forecast(one, machines, costs, device_memory, kind=kind)
         except RayppError:
             refused += 1
             continue
@@ -133,13 +133,8 @@ def search(
     return SearchResult(tuple(best[:keep]), tried, refused, too_large, out_of_time)
 
 
-def _costs(job: Job, of: Costs | Device) -> Costs:
-    """Returns the given costs, or a job's own: they depend on its microbatches and schedule."""
-    return of if isinstance(of, Costs) else computed_costs(job, of)
-
-
 def advice(
-    job: Job, machines: Machines, costs: Costs | Device, now: Forecast, device_memory: int = 0, kind: Kind | None = None
+    job: Job, machines: Machines, costs: CostsOf, now: Forecast, device_memory: int = 0, kind: Kind | None = None
 ) -> list[tuple[str, float]]:
     """Finds single changes that would shorten a step by more than 2 %, best first.
 
@@ -178,13 +173,13 @@ def advice(
         one = changed_job(job, changes)
         if one is None or check_plan(one) or check_training(one):
             continue
-        cast = forecast(one, machines, _costs(one, costs), device_memory, kind=kind)
+        cast = forecast(one, machines, costs, device_memory, kind=kind)
         gain = 1 - tokens / cast.tokens_per_s
         if gain > 0.02 and not (device_memory and cast.peak_memory > device_memory):
             gains.append((text, gain))
     faster = Machines(machines.nodes, None, {}, machines.inside_gbps)
     if job.mesh.pp > 1 and now.links:
-        gain = 1 - forecast(job, faster, _costs(job, costs), device_memory, kind=kind).step_s / now.step_s
+        gain = 1 - forecast(job, faster, costs, device_memory, kind=kind).step_s / now.step_s
         if gain > 0.02:
             gains.append(("links that cost nothing", gain))
     return sorted(gains, key=lambda entry: -entry[1])
@@ -221,13 +216,7 @@ def _schedules(job: Job, pp: int, microbatches: int) -> Iterator[tuple[str, int]
 
 
 def _better_cut(
-    one: Candidate,
-    job: Job,
-    machines: Machines,
-    costs: Costs | Device,
-    device_memory: int,
-    kind: Kind | None,
-    end: float,
+    one: Candidate, job: Job, machines: Machines, costs: CostsOf, device_memory: int, kind: Kind | None, end: float
 ) -> Candidate:
     """Moves layers away from a candidate's busiest pipeline rank while the forecast improves.
 
@@ -253,7 +242,7 @@ def _better_cut(
                 changed = changed_job(best.job, {"pipeline.layers_per_stage": moved})
                 if changed is None:
                     continue
-                cast = forecast(changed, machines, _costs(changed, costs), device_memory, kind=kind)
+                cast = forecast(changed, machines, costs, device_memory, kind=kind)
                 fits = not device_memory or cast.peak_memory <= device_memory
                 if fits and cast.step_s < (better or best).forecast.step_s * _WORTH:
                     better = Candidate(_difference(job, changed, cast), changed, cast)

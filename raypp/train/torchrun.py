@@ -12,9 +12,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -158,7 +157,9 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     except AlreadyExists:
         before = read_spec(store, job.name)
         if recorded := recorded_precision(before):
-            job = _decided(asked.with_precision(recorded).for_device(seat.device), seat, before)
+            asked = asked.with_precision(recorded)
+        asked = asked.with_reduction(recorded_reduction(before) or "auto")
+        job = _decided(asked.for_device(seat.device, bf16=bf16), seat)
         problems = check_resume(before, job)
         if saved := list_checkpoints(store, job.name):
             problems += check_steps(saved[-1].step, job.train.steps)
@@ -169,10 +170,8 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     return claim_next_attempt(store, job.name), job
 
 
-def _decided(job: Job, seat: Seat, before: Mapping[str, Any] | None = None) -> Job:
-    """Decides mesh.reduce_gradients: as in the run that it continues, else by rank 0's card."""
-    if before is not None and (recorded := recorded_reduction(before)):
-        return job.with_reduction(recorded)
+def _decided(job: Job, seat: Seat) -> Job:
+    """Decides mesh.reduce_gradients by rank 0's card and node."""
     if seat.device != "cuda":
         return job.with_reduction("last_microbatch")
     card, each = card_of(seat.device_index), seat.local_world_size

@@ -40,6 +40,7 @@ FEW = "pipeline.microbatches=6"
 SHORT = ["model.num_layers=8", "pipeline.layers_per_stage=null", "pipeline.microbatches=4"]
 """Changes to unequal-cards for cases that ask for something else."""
 NOTHING = "train.activation_checkpointing=none"
+EACH = "mesh.reduce_gradients=each_microbatch"
 WHOLE = ["train.precision=bf16", "train.optimizer.state=fp32"]
 
 # Each case is a job, changes to it, and a rank: first each job's ranks that differ.
@@ -78,6 +79,11 @@ OTHERS: list[tuple[str, list[str], int]] = [
             (["mesh.fsdp=4"], 0),
             (["mesh.fsdp=4", "mesh.reshard_after_forward=true"], 0),
             (["mesh.fsdp=4", "mesh.reshard_after_forward=true"], 4),
+            (["mesh.fsdp=4", "pipeline.microbatches=2", EACH], 0),
+            (["mesh.fsdp=4", "pipeline.microbatches=2", EACH, "mesh.reshard_after_forward=true"], 4),
+            (["mesh.fsdp=4", "mesh.dp_replicate=2", EACH, "train.precision=bf16_pure"], 0),
+            (["mesh.fsdp=4", "mesh.pp=1", "pipeline.microbatches=1"], 0),
+            (["mesh.fsdp=4", "mesh.pp=1", "pipeline.microbatches=1", "mesh.reshard_after_forward=true"], 0),
             (["mesh.dp_replicate=2"], 0),
             (["mesh.cp=4"], 0),
             (["mesh.cp=2", "mesh.cp_style=ulysses"], 0),

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
 from torch.distributed.fsdp import FSDPModule
@@ -22,15 +21,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pp 2, fsdp 2": {"pp": 2, "fsdp": 2},
     "pp 2, fsdp 2, zbv": {"pp": 2, "fsdp": 2, "schedule": "zbv", "pipeline": TWO},
     "pp 2, fsdp 2, zero bubble, freed": {
-        "pp": 2,
-        "fsdp": 2,
-        "schedule": "interleaved_zero_bubble",
-        "pipeline": TWO,
-        "reshard_after_forward": True,
+        "pp": 2, "fsdp": 2, "schedule": "interleaved_zero_bubble", "pipeline": TWO, "reshard_after_forward": True,
     },
     "fsdp 4, weights freed": {"fsdp": 4, "reshard_after_forward": True},
     "dp 2, fsdp 2": {"dp_replicate": 2, "fsdp": 2, "microbatches": 16},
-    "pp 2, dp 2, fsdp 2, zbv": {"pp": 2, "dp_replicate": 2, "fsdp": 2, "microbatches": 16, "schedule": "zbv", "pipeline": TWO},
+    "pp 2, dp 2, fsdp 2, zbv": {
+        "pp": 2, "dp_replicate": 2, "fsdp": 2, "microbatches": 16, "schedule": "zbv", "pipeline": TWO,
+    },
     "pp 2, cp 2": {"pp": 2, "cp": 2},
     "ep 2": {"fsdp": 2, "ep": 2, "model": EXPERTS},
     "fsdp 4, ep 2": {"fsdp": 4, "ep": 2, "model": EXPERTS},

@@ -1,0 +1,154 @@
+"""When the ranks that share weights sum their gradients (mesh.reduce_gradients), names of devices,
+and rates inside nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planned_jobs import job_with
+
+from raypp.api.checked_job import grounds_of
+from raypp.errors import JobError
+from raypp.planning.costs import DEVICES, device_named
+from raypp.planning.forecast import forecast
+from raypp.planning.machines import Link, Machines
+from raypp.planning.memory import peak_memory
+from raypp.planning.plan import Grounds, make_plan
+from raypp.planning.reduction import decide_reduction, reduction_on
+from raypp.spec.checks import check_training
+from raypp.spec.job import Job
+
+WIDE = {"num_layers": 8, "hidden_size": 2048, "num_heads": 16, "ffn_size": 5504, "vocab_size": 32000}
+
+
+def sharded(reduce: str = "auto", sync: str = "exact", microbatches: int = 4, **mesh: int) -> Job:
+    train = {"precision": "bf16", "sync": {"kind": sync}}
+    sizes = {"pp": 1, "fsdp": 8, "reduce_gradients": reduce, **mesh}
+    return job_with(model=WIDE, mesh=sizes, pipeline={"microbatches": microbatches}, train=train)
+
+
+@pytest.mark.parametrize(
+    ("job", "per_node", "inside", "choice", "why"),
+    [
+        (sharded(), 8, 3000.0, "each_microbatch", "the 8 ranks that share weights are in one node, at 3,000 Gbit/s"),
+        (sharded(), 8, 120.0, "last_microbatch", "the 8 ranks that share weights have 120 Gbit/s between them"),
+        (sharded(), 4, 3000.0, "last_microbatch", "the 8 ranks that share weights are in several nodes"),
+        (sharded(sync="int8", fsdp=4, dp_replicate=2), 8, 3000.0, "last_microbatch", "sums over replicas are in int8"),
+        (sharded(fsdp=1), 8, 3000.0, "last_microbatch", ""),
+        (sharded("last_microbatch"), 8, 3000.0, "last_microbatch", ""),
+    ],
+)
+def test_auto_sums_in_every_backward_inside_a_fast_node(
+    job: Job, per_node: int, inside: float, choice: str, why: str
+) -> None:
+    decided, said = decide_reduction(job, Machines.alike(8, per_node, 400.0, inside_gbps=inside), 0, "cuda")
+    assert decided.mesh.reduce_gradients == choice
+    assert why in said and bool(why) == bool(said)
+    assert decide_reduction(job, Machines.alike(8, 8, None, inside_gbps=inside), 0, "cpu")[0].reduces_each is False
+
+
+def test_auto_sums_in_every_backward_where_ranks_would_not_fit_otherwise() -> None:
+    each, last = (peak_memory(sharded(when), "cuda") for when in ("each_microbatch", "last_microbatch"))
+    assert each < 0.8 * last
+    machines = Machines.alike(8, 4, 25.0)
+    for memory, chosen in ((last, False), (each, True), (each - 1, False)):
+        decided, said = decide_reduction(sharded(), machines, memory, "cuda")
+        assert decided.reduces_each == chosen
+        assert chosen == ("a rank would need" in said)
+
+
+def test_the_plan_says_how_gradients_are_summed_and_why() -> None:
+    plan = make_plan(sharded(), Grounds(device="h100", per_node=8))
+    assert plan.reduce_gradients == "each_microbatch"
+    assert any("auto is each_microbatch: the 8 ranks" in remark for remark in plan.remarks)
+    assert any("3,000 Gbit/s (375 GB/s) between devices" in one for one in plan.predictions[0].assumptions)
+
+
+def test_a_run_decides_once_by_the_cards_of_its_nodes() -> None:
+    assert reduction_on(sharded(), [8, 8], ["NVIDIA H100 80GB HBM3"] * 2, 0).reduces_each
+    for devices, names in (
+        ([8], ["NVIDIA GeForce RTX 4090"]),
+        ([8], ["Unheard Of"]),
+        ([4, 4], ["NVIDIA H200"]),
+        ([], []),
+    ):
+        assert reduction_on(sharded(), devices, names, 0).mesh.reduce_gradients == "last_microbatch"
+
+
+def test_int8_sums_refuse_sums_in_every_backward_by_name() -> None:
+    (problem,) = check_training(sharded("each_microbatch", "int8", fsdp=4, dp_replicate=2))
+    assert problem.key == "mesh.reduce_gradients" and "int8" in problem.fault
+
+
+def test_sums_in_every_backward_cost_their_time_over_a_slow_link() -> None:
+    def pipeline_s(reduce: str, gbps: float) -> float:
+        return forecast(sharded(reduce), Machines.alike(8, 1, gbps), DEVICES["h100"], kind="cuda").parts["pipeline"]
+
+    assert pipeline_s("each_microbatch", 10.0) > 2 * pipeline_s("last_microbatch", 10.0)
+    assert pipeline_s("each_microbatch", 1e6) < 1.05 * pipeline_s("last_microbatch", 1e6)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("8x A100", "a100-80"),
+        ("8×H100", "h100"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("a100 40gb", "a100-40"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
+        ("GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_device_is_understood_as_people_and_drivers_name_it(typed: str, name: str) -> None:
+    assert device_named(typed).name == name
+
+
+@pytest.mark.parametrize("typed", ["V100", "Tesla T4", "H20", "rtx4900", ""])
+def test_another_device_is_refused_with_those_that_are_known(typed: str) -> None:
+    with pytest.raises(JobError, match="unknown"):
+        device_named(typed)
+
+
+def given(**changes: Any) -> Grounds:
+    nothing: dict[str, Any] = dict.fromkeys(("device", "link_gbps", "links", "per_node", "costs", "inside_gbps"))
+    return grounds_of(sharded(), **{**nothing, **changes})
+
+
+def test_a_rate_inside_nodes_replaces_that_of_the_device_and_measured_ones() -> None:
+    job = sharded()
+    assert given(device="h100").machines_for(job).inside_gbps == 3000
+    assert given(device="h100", inside_gbps=900.0).machines_for(job).inside_gbps == 900
+    links = {frozenset(("a",)): Link(2000.0), frozenset(("a", "b")): Link(25.0)}
+    measured = replace(Machines.alike(8, 8, None), links=links)
+    assert Grounds(machines=measured, device="h100").machines_for(job).between("a", "a") == Link(2000.0)
+    typed = Grounds(machines=measured, device="h100", inside_gbps=900.0).machines_for(job)
+    assert (typed.between("a", "a"), typed.between("a", "b")) == (Link(900.0), Link(25.0))
+
+
+def test_a_rate_inside_nodes_below_the_share_of_the_link_is_refused() -> None:
+    with pytest.raises(JobError, match="--inside-gbps 40 is less than the 50 Gbit/s"):
+        given(inside_gbps=40.0, link_gbps=400.0, per_node=8)
+    assert given(inside_gbps=3000.0, link_gbps=3200.0, per_node=8).inside_gbps == 3000
+
+
+def test_a_plan_says_what_it_assumed_of_the_nodes_and_what_to_type() -> None:
+    deep = sharded(pp=8, fsdp=1, microbatches=8)
+    plan = make_plan(deep, Grounds(device="a100-80"))
+    assert plan.assumed.startswith("assumed: 8 nodes of 1 device each with free links; if 8 devices share a node, add")
+    assert (
+        "--per-node 8" in plan.assumed and "--link-gbps" in plan.assumed and plan.as_dict()["assumed"] == plan.assumed
+    )
+    assert make_plan(deep, Grounds(device="a100-80", per_node=8)).assumed == ""
+    said = make_plan(sharded(fsdp=16), Grounds(device="h100", per_node=8, link_gbps=3200.0)).predictions[0].assumptions
+    assert any("3,200 Gbit/s per node between them, 400 for each of 8 devices" in one for one in said)
