@@ -12,9 +12,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -172,7 +174,7 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
 
 def _decided(job: Job, seat: Seat) -> Job:
     """Decides mesh.reduce_gradients by rank 0's card and node."""
-    if seat.device != "cuda":
+    if seat.device != "cuda" or seat.device_index >= torch.cuda.device_count():
         return job.with_reduction("last_microbatch")
     card, each = card_of(seat.device_index), seat.local_world_size
     return reduction_on(job, [each] * -(-job.mesh.world // each), [card.name], card.memory)

@@ -14,6 +14,7 @@ from training import document, numbers, seat_of, thinned, trained
 
 from raypp.measure.parity import train_some_steps
 from raypp.spec.load import parse_job
+from raypp.torch_private import fsdp_shards
 
 EXPERTS = {"kind": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 24}
 TWO = {"stages_per_rank": 2}
@@ -79,9 +80,7 @@ def whole_gradients(rank: int, world: int, port: int, document: dict[str, Any]) 
         def counted(*arguments: Any) -> None:
             backward(*arguments)
             parts = [m for s in runtime.planned.values() for m in s.submod.modules() if isinstance(m, FSDPModule)]
-            records = [
-                one for m in parts for group in m._get_fsdp_state()._fsdp_param_groups for one in group.fsdp_params
-            ]
+            records = [record for part in parts for record, *_ in fsdp_shards(part)]
             held = sum(
                 one.unsharded_accumulated_grad is not None or one.unsharded_param.grad is not None for one in records
             )
