@@ -336,8 +336,8 @@ FAULTS = [
     ),
     Fault(
         "runtime-sums-before-the-last-weight-gradient", _RUNTIME,
-        'for action in program[self.rank] if action.kind != "F"}\n        self._last_whole',
-        'for action in program[self.rank] if action.kind == "B"}\n        self._last_whole',
+        'for action in program[self.rank] if action.kind != "F"}\n        self._last',
+        'for action in program[self.rank] if action.kind == "B"}\n        self._last',
         "sums begin while weight gradients of other microbatches are missing",
     ),
     Fault(

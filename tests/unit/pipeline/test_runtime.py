@@ -112,7 +112,8 @@ class Stage:
     """Multiplies by its weight; what `PlannedStage` has that the runtime uses."""
 
     late_sums = replica_sums = None
-    frees_weights, below_trains = False, True
+    frees_weights = reduces_each = False
+    below_trains = True
     device = torch.device("cpu")
 
     def __init__(self, world: World, index: int, *, replicated: bool) -> None:
@@ -334,7 +335,7 @@ def test_sums_over_replicas_begin_after_the_last_gradient_and_the_last_message(
     log = pipeline.world.log
     monkeypatch.setattr(
         runtime, "reduce_within_backward",
-        lambda module, loss: pipeline.stages[module.stage_index].did("sums within", -1),
+        lambda module, loss, **_: pipeline.stages[module.stage_index].did("sums within", -1),
     )  # fmt: skip
     check_numbers(pipeline, pipeline.run())
     for rank, done in log.items():
