@@ -182,8 +182,8 @@ class ProgramRuntime:
         self._last = {(stage, action.kind, action.microbatch) for stage, action in last.items()}
         self._backward_next = _backward_next(program, len(self.rank_of_stage) - 1)
         self._backwards = stages_with_backward(program) if self._has_backward else set()
-        late = [stage for stage in self.planned.values() if stage.sums_beside and not stage.reduces_each]
-        self._sum_start = sum_start(self.actions, [stage.stage_index for stage in late if stage.replicated])
+        late = [stage for stage in self.planned.values() if stage.replicated and stage.sums_beside]
+        self._sum_start = sum_start(self.actions, [one.stage_index for one in late if not one.reduces_each])
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
 
     @property
