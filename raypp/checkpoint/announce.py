@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from raypp.checkpoint.commit import ObjectRecord
 from raypp.untrusted.documents import Bounds, Seconds, parse_as
+from raypp.untrusted.signed_keys import SignedKeys
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +73,23 @@ class Announcements:
     Args:
         store: The attempt's TCPStore; only its address is used.
         attempt: Part of the keys, so that attempts do not read each other's messages.
+        secret: The attempt's, in hex digits: messages of others count as failures.
     """
 
-    def __init__(self, store: TCPStore, attempt: int) -> None:
+    def __init__(self, store: TCPStore, attempt: int, secret: str = "") -> None:
         self._attempt = attempt
         self._store = TCPStore(
             store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
+        self._signed = SignedKeys(self._store, secret)
 
     def announce(self, step: int, rank: int, message: Announcement) -> None:
         """Publishes a message, once. Never waits for other ranks."""
-        self._store.set(self._key(step, rank), json.dumps(message, default=asdict))
+        self._signed.set(self._key(step, rank), json.dumps(message, default=asdict))
 
     def progress(self, step: int, rank: int, value: int) -> None:
         """Publishes that a rank still works on its message: it does while the value changes."""
-        self._store.set(self._progress_key(step, rank), str(value))
+        self._signed.set(self._progress_key(step, rank), str(value))
 
     @contextmanager
     def telling(self, step: int, rank: int, value: Callable[[], int], every_s: float) -> Iterator[None]:
@@ -148,7 +151,7 @@ class Announcements:
                         )
                     looked = now
                 time.sleep(_POLL_S)
-            messages[rank] = read_announcement(self._store.get(key), step, rank)
+            messages[rank] = read_announcement(self._signed.get(key), step, rank)
         return messages
 
     def forget(self, step: int, ranks: Sequence[int]) -> None:
@@ -162,7 +165,7 @@ class Announcements:
         changed = False
         for rank in ranks:
             key = self._progress_key(step, rank)
-            value = self._store.get(key) if self._store.check([key]) else b""
+            value = self._signed.get(key) if self._store.check([key]) else b""
             if value != heard.get(rank, (b"", 0.0))[0]:
                 heard[rank], changed = (value, time.monotonic()), True
         return changed

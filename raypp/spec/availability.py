@@ -23,7 +23,9 @@ MOST_BYTES = 256 << 20
 """Most bytes of all files of a user's own kinds."""
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _FIX = "leave only code in the package; name large files by data.path, or install them on every node"
-_SUFFIXES = (".py", ".typed", ".json")
+_SUFFIXES = (".py", ".typed")
+_LIST = "travels.txt"
+"""Names the other files of a package that travel, one a line; others may hold secrets."""
 _FUNCTION = re.compile(r"^[^:]+:[^:]+$")
 
 
@@ -126,8 +128,13 @@ def _files(top: str) -> Iterator[tuple[str, Path]]:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     single = [Path(spec.origin)] if spec.origin and spec.has_location and not folders else []
+    listed = {folder / name.strip() for folder in folders for name in _listed(folder / _LIST)}
     for path in [*single, *(path for folder in folders for path in sorted(map(Path, files_below(folder))))]:
         home = path.parent if path in single else next(folder.parent for folder in folders if folder in path.parents)
-        kept = path.is_file() and path.suffix in _SUFFIXES and "__pycache__" not in path.parts
+        kept = path.is_file() and "__pycache__" not in path.parts and (path.suffix in _SUFFIXES or path in listed)
         if kept and not any(place in path.parents for place in _INSTALLED):
             yield path.relative_to(home).as_posix(), path
+
+
+def _listed(path: Path) -> list[str]:
+    return read_file(path, 1 << 20, JobError, fix=_FIX).decode(errors="replace").splitlines() if path.is_file() else []

@@ -42,6 +42,7 @@ from raypp.train.optimizer import build_optimizer
 from raypp.train.optimizer_offload import OffloadedOptimizer
 from raypp.train.process_group import allow_long_steps, joined, pick_device
 from raypp.train.reduce import GradientReducer
+from raypp.untrusted.signed_keys import SignedKeys
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def assemble(
         with part("rendezvous"):
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
             if card is not None:
-                compare_cards(card, seat, Mesh.of(job.mesh), store, tell)
+                compare_cards(card, seat, Mesh.of(job.mesh), SignedKeys(store, seat.secret), tell)
             groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep, apart=job.outer is not None)
         with part("build"):
             attention = _attention(job, seat, device, tell)

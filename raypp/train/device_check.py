@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from raypp.environment import c_compiler
 from raypp.errors import JobError, Problem, in_words
@@ -27,6 +26,7 @@ from raypp.spec.job import Job
 from raypp.spec.precision import BF16
 from raypp.train.cuda_settings import prepare_allocator, prepare_driver
 from raypp.train.device_memory import DeviceTakenError, card_uuid, changes_that_fit, free_cache, holders
+from raypp.untrusted.signed_keys import KeyValueStore
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bo
     return not built_for
 
 
-def compare_cards(card: Card, seat: Seat, mesh: Mesh, store: Store, tell: Callable[[Event], None]) -> None:
+def compare_cards(card: Card, seat: Seat, mesh: Mesh, store: KeyValueStore, tell: Callable[[Event], None]) -> None:
     """Compares the ranks' cards on rank 0. Collective.
 
     Args:

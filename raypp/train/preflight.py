@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from annotated_types import Ge, Le, Len
 
@@ -29,6 +29,7 @@ from raypp.records import Seat
 from raypp.retry import Backoff
 from raypp.train.network import Chosen, interface_to
 from raypp.untrusted.documents import Bounds, parse_as
+from raypp.untrusted.signed_keys import KeyValueStore
 from raypp.untrusted.sockets import Listener, UnprovenError, connect, receive
 
 log = logging.getLogger(__name__)
@@ -49,14 +50,6 @@ _SKEW_S = 2.0
 _STRANGER = "another process answers at this address"
 _Text = Annotated[str, Len(0, 512)]
 _PLACE_BOUNDS = Bounds(8192, 32)
-
-
-class Rendezvous(Protocol):
-    """The methods of torch's key-value store that this module uses."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,7 @@ def parse_place(data: bytes, key: str) -> Place:
 def check_links(
     seat: Seat,
     chosen: Chosen,
-    store: Rendezvous,
+    store: KeyValueStore,
     patience_s: float = _MEET_S,
     tell: Callable[[str], None] = log.warning,
     clock: Callable[[], float] = time.time,
@@ -191,7 +184,7 @@ def check_links(
     return reports
 
 
-def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> Place:
+def _place(store: KeyValueStore, number: int, seat: Seat, patience_s: float) -> Place:
     if not _await(store, f"preflight/{number}", patience_s):
         node = list(dict.fromkeys(seat.nodes))[number]
         raise UnreachableError(
@@ -204,7 +197,7 @@ def _place(store: Rendezvous, number: int, seat: Seat, patience_s: float) -> Pla
     return parse_place(store.get(f"preflight/{number}"), f"preflight/{number}")
 
 
-def _await(store: Rendezvous, key: str, patience_s: float) -> bool:
+def _await(store: KeyValueStore, key: str, patience_s: float) -> bool:
     """Polls for a key, because the store's own wait may outlast its timeout by minutes."""
     return Backoff(patience_s, first_s=0.002, longest_s=0.1, factor=1.5).wait(lambda: store.check([key]))
 

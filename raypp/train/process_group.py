@@ -27,6 +27,7 @@ from raypp.torch_private import backends_on, restart_group_names, set_operation_
 from raypp.train.abort import abort_groups, cut_connections, cut_since
 from raypp.train.network import prepare_network
 from raypp.train.preflight import check_links, links_in_words, wait_for_master
+from raypp.untrusted.signed_keys import SignedKeys
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +235,8 @@ def joined(
     def tell_here(kind: EventKind, message: str) -> None:
         tell(seat.event(kind, message))
 
-    if reports := check_links(seat, chosen, attempt_store, tell=partial(tell_here, "refused_connection")):
+    signed = SignedKeys(attempt_store, seat.secret)
+    if reports := check_links(seat, chosen, signed, tell=partial(tell_here, "refused_connection")):
         tell_here("network", links_in_words(chosen, reports))
     # After a join that failed half-way this process would use group names that new ones do not.
     restart_group_names()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -12,6 +14,7 @@ from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.retention import look_after_store
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.errors import RayppError
+from raypp.memory.fetch import from_rank_zero
 from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import Apart, MemoryTier
 from raypp.parallel.rank_groups import check_groups
@@ -128,7 +131,9 @@ def _restored(
     """Opens the store and the memory tier, and restores the newest state. Collective over the
     world."""
     seat = rank.seat
-    announcements = Announcements(rank.rendezvous, seat.attempt)
+    if not seat.secret:  # under torchrun there is no other channel than the process group
+        seat = replace(seat, secret=from_rank_zero(secrets.token_hex(32) if seat.rank == 0 else None))
+    announcements = Announcements(rank.rendezvous, seat.attempt, seat.secret)
     store = open_store(job.checkpoint.url, patience=patience_from_environment(unreachable_s=LONG_S))
     if injection is not None:
         store = cast(ObjectStore, FaultyStore(store, injection))

@@ -34,6 +34,7 @@ _AWAY_S = 1.0
 _ANSWER_S = 30.0
 _IDLE_S = 2.0
 _LONGEST_TRAIL = 4096
+_LONGEST_LINE, _CUT = 64 << 10, b" (cut at 64 KiB)"
 _RAY_PREFIXES = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -242,6 +243,7 @@ class LogTail:
     def __init__(self, descriptor: int, stream: str) -> None:
         self._stream = stream
         self._rest = b""
+        self._is_long = False
         self._offset = 0
         path = Path(f"/proc/self/fd/{descriptor}")
         self._path = path.readlink() if path.is_symlink() else None
@@ -249,7 +251,7 @@ class LogTail:
             self._path = None
 
     def read(self, seat: Seat) -> list[LogLine]:
-        """Returns the complete new lines, as the output of that seat."""
+        """Returns the complete new lines as output of that seat; of a long one its beginning."""
         if self._path is None:
             return []
         try:
@@ -259,13 +261,23 @@ class LogTail:
         except OSError:
             return []
         self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        texts = (scrubbed(line.decode(errors="replace")) for line in lines)
+        texts = (scrubbed(line.decode(errors="replace")) for line in self._lines(data))
         return [
             LogLine(text, seat.rank, seat.label, seat.attempt, self._stream)
             for text in texts
             if text and not text.startswith(_RAY_PREFIXES)
         ]
+
+    def _lines(self, data: bytes) -> list[bytes]:
+        *lines, rest = (self._rest + data).split(b"\n")
+        if self._is_long and not lines:
+            return []
+        if self._is_long:
+            del lines[0]  # the end of a line whose beginning was returned
+        self._is_long = len(rest) > _LONGEST_LINE
+        self._rest = b"" if self._is_long else rest
+        lines += [rest] * self._is_long
+        return [line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + _CUT for line in lines]
 
 
 class ReportBuffer:

@@ -40,9 +40,16 @@ def test_a_module_travels_alone_and_a_package_as_a_whole(own: Path) -> None:
         "my_parts/deep/__init__.py",
         "my_parts/deep/broken.py",
         "my_parts/deep/rows.py",
-        "my_parts/facts.json",
     ]
     assert dict(found)["my_order.py"] == b"def build(): ...\n"
+
+
+def test_other_files_of_a_package_travel_only_if_it_lists_them(own: Path) -> None:
+    asked = job(train={"optimizer": {"kind": "my_parts.deep.broken:build"}})
+    (own / "my_parts" / "service-account.json").write_text('{"private_key": "x"}')
+    assert not [name for name, _ in own_files(asked) if not name.endswith(".py")]
+    (own / "my_parts" / "travels.txt").write_text("facts.json\n../my_order.py\n")
+    assert [name for name, _ in own_files(asked) if not name.endswith(".py")] == ["my_parts/facts.json"]
 
 
 def test_source_that_is_no_python_is_told_with_its_line_before_it_is_imported(own: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from stand_in_clock import StandInClock
 
 from raypp.control.protocol import BatchAnswer, ReportBatch
 from raypp.control.report import reporter as reporter_module
-from raypp.control.report.reporter import ControllerReporter, ReportBuffer, ReportRoute
+from raypp.control.report.reporter import ControllerReporter, LogTail, ReportBuffer, ReportRoute
 from raypp.records import Coordinates, Event, Requests, Seat
 
 SEAT = Seat("run", 1, 1, 2, Coordinates(), Coordinates(1, 1, 1, 1))
@@ -140,3 +141,22 @@ def test_what_nobody_took_waits_before_what_is_newer_and_the_oldest_go_first() -
     for number in range(5):
         buffer.add_event(Event("one", str(number)))
     assert [event.message for event in buffer.next_batch("step", 0.0).events] == ["2", "3", "4"]
+
+
+def test_a_line_without_an_end_is_cut_and_marked_and_copies_little(tmp_path: Path) -> None:
+    seat = Seat("r", 1, 0, 1, Coordinates(), Coordinates())
+    with (tmp_path / "out").open("wb") as out:
+        tail = LogTail(out.fileno(), "out")
+        out.write(b"first\n" + b"x" * 5_000_000)
+        out.flush()
+        texts, kept = [], []
+        for _ in range(6):
+            texts += [line.text for line in tail.read(seat)]
+            kept.append(len(tail._rest))
+        assert texts == ["first", "x" * 65_536 + " (cut at 64 KiB)"] and max(kept) <= 65_536
+        out.write(b"y\nlast\n" + b"z" * 70_000 + b"\nbegun")
+        out.flush()
+        assert [line.text for line in tail.read(seat)] == ["last", "z" * 65_536 + " (cut at 64 KiB)"]
+        out.write(b" and ended\n")
+        out.flush()
+        assert [line.text for line in tail.read(seat)] == ["begun and ended"]
