@@ -54,7 +54,7 @@ def test_the_image_has_raypp_ray_and_a_compiler_and_runs_as_a_user(built: Engine
 
 
 def test_compose_gives_a_cluster_that_trains_the_quickstart_and_that_prometheus_watches(built: Engine) -> None:
-    built.environment |= {"DASHBOARD_PORT": "0", "PROMETHEUS_PORT": "0"}
+    built.environment |= {"DASHBOARD_PORT": "0", "PROMETHEUS_PORT": "0", "RAY_AUTH_TOKEN": "0" * 32}
     compose = ("docker-compose", "-f", f"{REPOSITORY}/cluster/compose.yaml")
     raypp = (*compose, "run", "--rm", "-T", "raypp")
     built.run(*compose, "up", "--detach")
