@@ -96,7 +96,7 @@ def end_of_turn(template: ChatTemplate) -> str:
     A model that was trained on conversations writes it where it has answered.
     """
     try:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
+        turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _CONTENT}]
         _, _, behind = template.render(turns).text.rpartition(_CONTENT)
     except TemplateFault:  # the conversation will tell
         return ""
@@ -108,8 +108,11 @@ def turn_ends(template: ChatTemplate, tokenizer: PromptTokenizer) -> tuple[int, 
     token."""
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    ends = []
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    ends: list[int] = []
     try:
         answer = tokenizer.encode(end_of_turn(template)).tolist()
         ends += answer if len(answer) == 1 else answer[:1] if tokenizer.decode(answer[:1]) == "" else []

@@ -135,7 +135,7 @@ def encode_conversation(source: Source, tokenizer: PromptTokenizer, text: str, m
 
 def end_ids(source: Source, tokenizer: PromptTokenizer) -> tuple[int, ...]:
     """Returns the ids that end a text; for a run, those that its export has."""
-    own = (tokenizer.eos_id,) if source.run or not source.eos_ids else ()
+    own: tuple[int, ...] = (tokenizer.eos_id,) if source.run or not source.eos_ids else ()
     own += learnt_ends((source.document or {}).get("data") or {}, tokenizer)
     return tuple(dict.fromkeys((*source.eos_ids, *own)))
 

@@ -309,7 +309,7 @@ def _checksums_are_set(profile: dict[str, Any]) -> bool:
 
 def _added_parameters() -> dict[str, str]:
     """Returns the parameters that the environment adds to every request that accepts them."""
-    added = {}
+    added: dict[str, str] = {}
     for name, (parameter, values) in _ADDED.items():
         given = os.environ.get(name, "").strip()
         value = next((one for one in values if one.lower() == given.lower()), "" if values else given)
