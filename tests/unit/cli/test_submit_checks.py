@@ -385,7 +385,7 @@ def test_a_cluster_that_is_gone_is_noticed_before_ten_seconds_and_named(store: D
 def test_a_cluster_that_does_not_answer_is_named_though_the_run_may_go_on(store: DirectoryStore) -> None:
     with nasty.serving(BaseHTTPRequestHandler) as url:  # knows no GET
         records = Records.read(silent(store, url), RunReader(store, "mine"))
-    assert records.status["state"] == "RUNNING" and f"{url} is not a Ray dashboard" in records.trouble
+    assert records.status["state"] == "RECOVERING" and f"{url} is not a Ray dashboard" in records.trouble
     assert records.status["error"] == records.trouble and records.status.keys() <= {*STATUS_KEYS, "updated_at"}
 
 

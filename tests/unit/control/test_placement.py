@@ -4,6 +4,7 @@ stands still, and no process is started."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -152,7 +153,8 @@ def test_a_run_grows_when_there_has_been_room_for_seconds(clock: StandInClock, m
     def grows() -> bool:
         clock.advance(1.1)
         nothing: Any = None
-        turn = Turn(machine, nothing, nothing, placement, nothing, nothing)
+        record: Any = SimpleNamespace(unsaved=lambda committed_step: "")
+        turn = Turn(machine, nothing, nothing, placement, nothing, record)
         return sizing.check(turn) is not None
 
     assert not grows() and not grows()
