@@ -55,23 +55,28 @@ STAMP211 := $(VENV211)/.installed
 
 venv: $(STAMP)
 
-# $(call install,ENVIRONMENT,TORCH): torch, then the rest at the versions of constraints.txt.
-define install
+# $(call environment,FOLDER): an empty one.
+define environment
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON): install Python 3.11 or newer"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "raypp needs Python 3.11 or newer; use: make venv PYTHON=python3.11"; exit 1; }
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	@echo "installing the pinned versions into $(1) (some minutes the first time)"
-	@$(1)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(2)
-	@grep -v '^torch==' constraints.txt > $(1)/constraints.txt
-	@$(1)/bin/python -m pip install -q --disable-pip-version-check -c $(1)/constraints.txt $(2) -e '.[local,dev]'
-	@touch $(1)/.installed
 endef
 
-$(STAMP): pyproject.toml constraints.txt
-	$(call install,$(VENV),"$$(grep '^torch==' constraints.txt)")
+# Every file must have a hash of requirements/; nothing else is fetched. A torch from TORCH_INDEX has none there.
+$(STAMP): pyproject.toml constraints.txt $(wildcard requirements/*.txt)
+	$(call environment,$(VENV))
+	@PYTHON='$(abspath $(BIN))/python' TORCH_INDEX='$(TORCH_INDEX)' requirements/install node store dev
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
 
+# An environment for tests only, without hashes.
 $(STAMP211): pyproject.toml constraints.txt
-	$(call install,$(VENV211),torch==2.11.0 triton==3.6.0)
+	$(call environment,$(VENV211))
+	@grep -v '^torch==' constraints.txt > $(VENV211)/constraints.txt
+	@$(VENV211)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.11.0 triton==3.6.0
+	@$(VENV211)/bin/python -m pip install -q --disable-pip-version-check -c $(VENV211)/constraints.txt torch==2.11.0 -e '.[local,dev]'
+	@touch $@
 
 # The hashes of all files of the pinned versions, of every platform; needs uv.
 hashes:
@@ -147,7 +152,6 @@ docs: $(DOCS_STAMP)
 	@$(BIN)/properdocs build
 
 $(DOCS_STAMP): $(STAMP)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 screenshots: venv
