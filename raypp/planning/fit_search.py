@@ -26,7 +26,7 @@ from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, meshes
 from raypp.planning.machines import Machines
 from raypp.planning.memory import memory_kind, memory_of_ranks, peak_memory, too_little
-from raypp.planning.reduction import decide_reduction
+from raypp.planning.reduction import EACH, LAST, decide_reduction
 from raypp.planning.search import Candidate, changed_job
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_training
@@ -245,8 +245,16 @@ class _Search:
         except JobError:
             return None
         if any_size or cast.peak_memory <= self._device.memory:
+            if changes and self._for_memory(one):  # said: with a larger device, auto would decide otherwise
+                changes = {**changes, "mesh.reduce_gradients": EACH}
+                one = one.with_reduction(EACH)
             return Proposal(dict(changes), one, cast, costs)
         return None
+
+    def _for_memory(self, one: Job) -> bool:
+        """Whether a job sums in every backward only because it would not fit otherwise."""
+        ways = (decide_reduction(one, self._machines, size, self.kind)[0] for size in (self._device.memory, 0))
+        return [way.mesh.reduce_gradients for way in ways] == [EACH, LAST]
 
     def _peak(self, one: Job | None) -> int | None:
         """Returns the planned memory of a job; None if there is no plan, or no time for one."""

@@ -10,7 +10,7 @@ from laptop import EVERY, STEPS, Laptop, Run, copy_run
 
 pytestmark = pytest.mark.timeout(600)
 
-SUBMIT_KEYS = ["run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint"]
+SUBMIT_KEYS = ["run", "state", "step", "loss", "tokens_per_s", "restarts", "checkpoint", "job_id", "address", "url"]
 STATUS_KEYS = [
     *("run", "state", "step", "steps", "loss", "tokens_per_s", "attempt", "restarts", "checkpoint", "mesh", "ranks"),
     "error",
