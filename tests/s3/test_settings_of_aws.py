@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_proxy import FaultProxy
+from fault_proxy import FaultProxy, Request
 from saving import PART
 from seaweed import BUCKET
 
@@ -20,6 +20,7 @@ from raypp.errors import JobError
 from raypp.storage import open_store
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_client import S3Clients
+from raypp.storage.store import AccessRefused
 
 
 @pytest.fixture(autouse=True)
@@ -144,24 +145,37 @@ def test_the_requester_says_that_he_pays_with_every_request(proxy: FaultProxy, m
 
 @pytest.mark.gate
 @pytest.mark.usefixtures("keys")
-def test_every_write_asks_for_the_encryption_that_a_policy_wants(
-    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_write_carries_what_a_policy_wants(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
-    monkeypatch.setenv("RAYPP_S3_ENCRYPTION", "AES256")
-    monkeypatch.setenv("RAYPP_S3_ACL", "bucket-owner-full-control")
-    store = open_store(f"s3://{BUCKET}/encrypted")
-    assert works(store)
-    writes = [one for one in proxy.seen if _creates(one.method, one.path)]
-    assert any(one.method == "POST" for one in writes) and any(one.method == "PUT" for one in writes)
-    for name, value in (("x-amz-server-side-encryption", "AES256"), ("x-amz-acl", "bucket-owner-full-control")):
-        assert all(one.headers.get(name) == value for one in writes)
-        assert not any(name in one.headers for one in proxy.seen if one not in writes)
+    owner, sse = ("x-amz-acl", "bucket-owner-full-control"), ("x-amz-server-side-encryption", "AES256")
+    policy = proxy.add(lambda one: _lacks(one, *owner), times=None, status=403, code="AccessDenied")
+    with pytest.raises(AccessRefused, match=r"RAYPP_S3_ENCRYPTION \(AES256, aws:kms\) or RAYPP_S3_ACL"):
+        open_store(f"s3://{BUCKET}/policy").put("a", b"a")
+    monkeypatch.setenv("RAYPP_S3_ACL", owner[1])
+    refused = policy.hits
+    proxy.seen.clear()
+    store = open_store(f"s3://{BUCKET}/policy")
+    assert isinstance(store, S3Store)
+    store.part_bytes = PART
+    assert works(store) and policy.hits == refused
+    assert {one.method for one in proxy.seen if _creates(one)} == {"PUT", "POST"}
+    assert not any(owner[0] in one.headers for one in proxy.seen if not _creates(one))
+    proxy.add(_creates, times=None, status=403, code="AccessDenied")  # these servers have no keys to encrypt with
+    monkeypatch.setenv("RAYPP_S3_ENCRYPTION", "aes256")
+    proxy.seen.clear()
+    with pytest.raises(AccessRefused):
+        open_store(f"s3://{BUCKET}/policy").put("a", b"a")
+    assert proxy.seen and not any(_lacks(one, *sse) for one in proxy.seen)
 
 
-def _creates(method: str, path: str) -> bool:
+def _lacks(request: Request, header: str, value: str) -> bool:
+    return _creates(request) and request.headers.get(header) != value
+
+
+def _creates(request: Request) -> bool:
     """Whether a request creates an object or begins an upload."""
-    return (method == "PUT" and "partNumber" not in path) or (method == "POST" and "?uploads" in path)
+    part, begins = "partNumber" in request.target, "?uploads" in request.target
+    return (request.method == "PUT" and not part) or (request.method == "POST" and begins)
 
 
 @pytest.mark.gate
