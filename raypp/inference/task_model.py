@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypp.data.packing import NO_LABEL, Row
+from raypp.hf.original import repeat_settings
 from raypp.inference.evaluate import Tell, loaded
 from raypp.inference.prompts import Encoded
 from raypp.inference.source import Source
 from raypp.memory.fetch import from_rank_zero
 from raypp.models.loss import IGNORED
 from raypp.models.stage import return_logits
-from raypp.pipeline.decode import Choice, Prompt
+from raypp.pipeline.decode import Choice, Prompt, Repeats
 from raypp.records import Seat
 from raypp.spec.job import Job
 from raypp.train.assemble import AssembledRank
@@ -150,7 +151,7 @@ class TaskModel:
         progress: Callable[[Mapping[str, Any]], None] = lambda _report: None,
     ) -> None:
         self._scorer = Scorer(runner)
-        self._decoder = decoder_on(rank)
+        self._decoder = replace(decoder_on(rank), repeats=Repeats(*repeat_settings(rank.job.model)))
         self._ends, self._progress, self._within = list(ends), progress, False
 
     def score(self, rows: Sequence[Scored]) -> list[Score]:

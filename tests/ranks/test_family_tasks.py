@@ -60,6 +60,7 @@ def test_figures_are_those_of_the_harness_own_model(name: str, tmp_path: Path) -
     write_family(name, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.update(repetition_penalty=1.5, no_repeat_ngram_size=2)
     model.save_pretrained(folder)
     draw = random.Random(5)
     words = (ROOT / "jobs/data/kjv-new-testament.txt").read_text().split()[:4000]
