@@ -118,6 +118,9 @@ def prepare_stage(
 
 def _allocate(stage: nn.Module, device: torch.device, kept: Mapping[str, Tensor]) -> None:
     """Gives the parameters of a stage memory on a device, that of the kept ones where there are."""
+    if not kept:
+        stage.to_empty(device=device)
+        return
     names = {id(parameter): name for name, parameter in stage.named_parameters()}
 
     def memory(tensor: Tensor) -> Tensor:
