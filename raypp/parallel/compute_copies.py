@@ -125,9 +125,10 @@ def fill_wide_gradients(stages: Iterable[nn.Module]) -> None:
     """Sets gradients that are wider than their parameter, and not there yet, to zero.
 
     Called before the backwards of a step: a backward that computes weight gradients separately adds
-    to the gradient that is there, and would create it in the parameter's dtype.
+    to the gradient that is there, and would create it in the parameter's dtype. FSDP creates its
+    own, and with replicas keeps the sums elsewhere until the last backward.
     """
-    for stage in stages:
+    for stage in (one for one in stages if not isinstance(one, FSDPModule)):
         for parameter in stage.parameters():
             wide = parameter.requires_grad and parameter.grad_dtype not in (None, parameter.dtype)
             if wide and parameter.grad is None:

@@ -390,7 +390,7 @@ def _moments(
         activations -= kept[stage]
         logits -= loss[stage].kept
         if fsdp.streams and action.kind == "B":
-            all_sums = gradients + (fsdp.gradients[stage] if once else 0)
+            all_sums = gradients + (fsdp.gradients[stage] if stage not in done else 0)
             yield all_sums, activations, logits, ends * narrow - freed + (0 if stage in on_way else ends * one), sent
         if stage not in done:
             done.add(stage)

@@ -95,13 +95,13 @@ def alone(place: Path) -> dict[float, Any]:
     """What one process generates, greedily and with draws."""
     source = find_source(f"{place}/plain")
     return {
-        t: generated(source, 1, temperature=t, top_p=0.9, seed=7) if t else generated(source, 1) for t in (0.0, 1.5)
+        t: generated(source, 1, temperature=t, top_p=0.9, seed=10) if t else generated(source, 1) for t in (0.0, 1.5)
     }
 
 
 @pytest.mark.parametrize(("pp", "temperature"), thinned(product([2, 4], [0.0, 1.5]), [], [(2, 1.5)]))
 def test_every_pipeline_generates_the_same_tokens(place: Path, alone: Any, pp: int, temperature: float) -> None:
-    choice = {"temperature": temperature, "top_p": 0.9, "seed": 7} if temperature else {}
+    choice = {"temperature": temperature, "top_p": 0.9, "seed": 10} if temperature else {}
     assert generated(find_source(f"{place}/plain"), pp, **choice) == alone[temperature]
 
 
@@ -120,7 +120,7 @@ def test_other_seeds_draw_other_texts_and_other_batches_the_same(place: Path, al
     source = find_source(f"{place}/plain")
     assert generated(source, 1, temperature=1.5, top_p=0.9, seed=8) != alone[1.5]
     # Other batches round otherwise; a draw falls on a border between tokens only by rare chance.
-    assert generated(source, 1, rows=7, temperature=1.5, top_p=0.9, seed=7) == alone[1.5]
+    assert generated(source, 1, rows=7, temperature=1.5, top_p=0.9, seed=10) == alone[1.5]
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_an_older_step_can_be_named(place: Path, alone: Any) -> None:
     first = find_source(f"{place}/plain", 1)
     assert (first.step, find_source(f"{place}/plain/step-00000001").step, first.context) == (1, 1, 64)
     assert find_source(f"{place}/plain").step == STEPS
-    assert generated(first, 1, temperature=1.5, top_p=0.9, seed=7) != alone[1.5]
+    assert generated(first, 1, temperature=1.5, top_p=0.9, seed=10) != alone[1.5]
 
 
 @pytest.mark.slow
