@@ -6,8 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from comparison import assert_identical, assert_same_sums
 from harness import run_ranks
+from test_outer_sync import Weights, outer, train
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from training import document, numbers, seat_of, thinned, trained
@@ -100,3 +102,20 @@ def test_between_backwards_a_rank_holds_its_shares_only() -> None:
     assert len(each) == 4 and max(each) < 0
     last, _ = run_ranks(2, whole_gradients, document(fsdp=2, reduce_gradients="last_microbatch"))
     assert min(last[:-1]) > 0
+
+
+def apart(rank: int, world: int, port: int, job: dict[str, Any]) -> list[Weights]:
+    torch.set_default_dtype(torch.float64)
+    return train(rank, world, port, job, 4)
+
+
+@pytest.mark.slow
+def test_replicas_that_train_apart_add_up_the_same_in_every_backward() -> None:
+    ways = []
+    for when in ("each_microbatch", "last_microbatch"):
+        job = document(dp_replicate=2, fsdp=2, microbatches=16, train=outer(), reduce_gradients=when)
+        ways.append(run_ranks(4, apart, {**job, "checkpoint": {"every_steps": 0, "memory_tier": False}}))
+    for each, last in zip(*ways, strict=True):
+        assert len(each) == 4
+        for ours, theirs in zip(each, last, strict=True):
+            assert all((ours[name] - theirs[name]).abs().max() < 1e-10 for name in theirs)
