@@ -121,8 +121,8 @@ def _let_go(error: BaseException, tier: MemoryTier | None) -> None:
         abort_groups()  # before all else: saver and snapshots wait for the device, and it may wait for a peer
     if kind is not None and kind.traits.taints_snapshots:
         forget()
-    if tier is not None and kind is not None and kind.traits.taints_snapshots:
-        tier.close(delete=True)  # only earlier commits are trusted
+        if tier is not None:
+            tier.close(delete=True)  # only earlier commits are trusted
 
 
 def _restored(

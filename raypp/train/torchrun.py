@@ -249,7 +249,7 @@ def _run(job: Job, seat: Seat, remember: Remember | None = None) -> int:
 
 
 def _agree_on_attempt(job: Job, seat: Seat, rendezvous: TCPStore, store: ObjectStore | None) -> tuple[int, Job]:
-    """Begins the run on rank 0 and sends the others attempt and precision, or that it was refused.
+    """Begins the run on rank 0 and sends the others the attempt and what was decided, or a refusal.
 
     Uses one key per restart by torchrun's agent.
     """
@@ -261,12 +261,12 @@ def _agree_on_attempt(job: Job, seat: Seat, rendezvous: TCPStore, store: ObjectS
             answer = "refused"
         if answer == "refused":
             raise JobError("rank 0 refused the job, or ended", "see rank 0's error message")
-        attempt, precision = answer.split()
-        return int(attempt), job.with_precision(precision)
+        attempt, precision, reduction = answer.split()
+        return int(attempt), job.with_precision(precision).with_reduction(reduction)
     try:
         number, job = begin_run(store, job, seat)
     except BaseException:
         rendezvous.set(key, "refused")
         raise
-    rendezvous.set(key, f"{number} {job.train.precision}")
+    rendezvous.set(key, f"{number} {job.train.precision} {job.mesh.reduce_gradients}")
     return number, job

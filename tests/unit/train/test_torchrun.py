@@ -9,6 +9,8 @@ import pytest
 from raypp.errors import JobError
 from raypp.ports import free_port
 from raypp.spec.job_file import load_job
+from raypp.storage.directory import DirectoryStore
+from raypp.train import torchrun
 from raypp.train.own_seat import local_seat
 from raypp.train.process_group import connect
 from raypp.train.torchrun import _agree_on_attempt, for_a_controller, main
@@ -37,6 +39,18 @@ def test_keys_that_only_a_controller_acts_on_are_named(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB + recovery)
     job = load_job(f"{tmp_path}/job.yaml", ()).job
     assert for_a_controller(job) == ["recovery.site_timeout_s", "resources.spares"]
+
+
+def test_all_ranks_take_what_rank_0_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    job, port = load_job(f"{tmp_path}/job.yaml", ["mesh={fsdp: 2}", "train.sync={kind: exact}"]).job, free_port()
+    assert job.mesh.reduce_gradients == "auto"
+    server = connect("127.0.0.1", port, 2, serve=True)
+    monkeypatch.setattr(torchrun, "_decided", lambda asked, _: asked.with_reduction("each_microbatch"))
+    first = _agree_on_attempt(job, local_seat(0, 2, port, job), server, DirectoryStore(tmp_path / "store"))
+    second = _agree_on_attempt(job, local_seat(1, 2, port, job), connect("127.0.0.1", port, 2, serve=False), None)
+    assert first[0] == second[0] and first[1].train.precision == second[1].train.precision
+    assert first[1].mesh == second[1].mesh and second[1].mesh.reduce_gradients == "each_microbatch"
 
 
 def test_a_rank_that_rank_0_has_left_is_told_to_read_its_error(tmp_path: Path) -> None:
