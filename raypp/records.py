@@ -12,6 +12,13 @@ from typing import Annotated, Any, Literal, Protocol
 from raypp.failure_kinds import FailureKind
 from raypp.untrusted.documents import AnyText, Count, Seconds, Time
 
+Progress = Callable[[int, int], None]
+"""Called as work goes on, with how much is done, and of how much."""
+
+
+def no_progress(done: int, total: int) -> None:
+    """A `Progress` that tells nobody."""
+
 
 class RunState(StrEnum):
     """A run's state; the last three are final."""

@@ -5,7 +5,7 @@ The state is objects, of a checkpoint in a store or of snapshots in memory (`Loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from raypp.checkpoint.state import (
 )
 from raypp.checkpoint.tensor_file import OPTIMIZER, TensorEntry, cover_once, volume
 from raypp.errors import CheckpointError, Problem
+from raypp.records import Progress, no_progress
 from raypp.storage import ObjectStore
 
 _PROBLEMS_SHOWN = 8
@@ -66,7 +67,7 @@ def load_checkpoint(
     step: int | None,
     stages: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> Loaded | None:
     """Fills this rank's parameters and optimizer state, in place, from a checkpoint of any mesh.
 
@@ -147,7 +148,7 @@ class Load:
     def bytes_read(self) -> int:
         return sum(held.size for held in (self._data or {}).values())
 
-    def fetch(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def fetch(self, progress: Progress = no_progress) -> None:
         """Reads and checks the ranges.
 
         Raises:

@@ -14,6 +14,7 @@ from raypp.checkpoint.commit import Commit, ObjectRecord, read_commit
 from raypp.checkpoint.layout import ADVICE
 from raypp.checkpoint.tensor_file import BOUNDS, Box, FileHeader, TensorEntry, decode_header
 from raypp.errors import CheckpointError, Problem
+from raypp.records import Progress, no_progress
 from raypp.storage import NotFound, ObjectStore
 
 _READERS = 8
@@ -158,7 +159,7 @@ def open_files(store: ObjectStore, commit: Commit) -> list[CheckpointFile]:
 def fetch_ranges(
     files: Sequence[CheckpointFile],
     ranges: Mapping[str, Iterable[tuple[int, int]]],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> dict[str, ObjectInMemory]:
     """Reads ranges of the data sections concurrently, and checks every block they touch.
 

@@ -262,9 +262,10 @@ def passes_in_words(documents: Documents, job: Job) -> str:
     read = min(plan.blocks, _BLOCKS_COUNTED)
     rows = sum(len(plan.block(0, block)) for block in range(read)) * plan.blocks // read
     passes = job.train.steps * job.rows_per_step / rows
-    return (
-        "" if documents.parts or passes <= 1 else f"{job.train.steps:,} steps are {passes:.3g} epochs of {rows:,} rows"
-    )
+    if documents.parts or passes <= 1:
+        return ""
+    epochs = f"{passes:.3g}" if passes < 100 else f"{passes:,.0f}"
+    return f"{job.train.steps:,} steps are {epochs} epochs of {rows:,} row{'s' if rows > 1 else ''}"
 
 
 def passes_of_small_data(job: Job) -> str:

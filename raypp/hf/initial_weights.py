@@ -18,8 +18,8 @@ from raypp.errors import CheckpointError, Problem
 from raypp.hf.model_files import HfFiles, matching_tensors
 from raypp.hf.names import hf_parts
 from raypp.hf.tensor import HfTensor
-from raypp.models.initial_values import Progress
 from raypp.models.quantised import Format, stored_formats
+from raypp.records import Progress, no_progress
 
 _READ_BYTES = 16 << 20
 _READERS = 8
@@ -66,7 +66,7 @@ def load_from_hf(
     *,
     frozen: bool = False,
     skip: Collection[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> LoadedFromHf:
     """Fills this rank's parameters in place: those that are trained, or the frozen ones.
 

@@ -22,12 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from raypp.models.adapter_dropout import hash_key, splitmix
 from raypp.models.quantised import stored_formats
+from raypp.records import Progress, no_progress
 from raypp.spec.families import family_of
 from raypp.spec.family import Weight
 from raypp.spec.models import DecoderOptions
-
-Progress = Callable[[int, int], None]
-"""Takes how much is done, and of how much."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj", "experts.w2")
@@ -147,7 +145,7 @@ def initialise(
     *,
     frozen: bool | None = None,
     skip: Collection[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Writes the initial values of the parameters of a stage that has memory. Not collective.
 

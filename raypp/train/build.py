@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from raypp.models.initial_values import Progress, initialise
+from raypp.models.initial_values import initialise
 from raypp.models.loss import token_loss_sum
 from raypp.models.stage import build_stage
 from raypp.parallel.apply import compute_dtype, prepare_stage
@@ -22,6 +22,7 @@ from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.tied import TiedEmbedding
 from raypp.pipeline.wire import message_seed, wire_format
 from raypp.planning.resolve import ResolvedPipeline
+from raypp.records import Progress, no_progress
 from raypp.spec.job import Job
 
 
@@ -51,7 +52,7 @@ def draw_weights(
     *,
     frozen: bool | None = None,
     skip: Collection[str] = (),
-    progress: Progress = lambda done, total: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Initialises the weights of a new run. No communication; the bits are the same on any mesh.
 
