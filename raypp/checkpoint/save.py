@@ -225,9 +225,9 @@ class CheckpointSaver:
         told = not patience_s
         while self.busy:
             if self._is_stuck and not told:
-                told, self._failing = True, False
+                told = self._failing = True
                 words = f"rank {self.seat.rank} waits up to {patience_s / 60:g} min until the store takes it"
-                self._report_failure(self._last_step or 0, f"{words}: {self._trouble}", waits_s=patience_s)
+                self._report_unsaved(self._last_step or 0, f"{words}: {self._trouble}", waits_s=patience_s)
             if self._is_stuck and time.monotonic() >= end:
                 self._given_up.set()
             assert self._thread is not None
@@ -488,11 +488,14 @@ class CheckpointSaver:
         except Exception as error:  # noqa: BLE001 - the other ranks' timeout notices it
             log.debug("cannot announce step %d: %s", step, error)
 
-    def _report_failure(self, step: int, why: str, **details: Any) -> None:
+    def _report_failure(self, step: int, why: str) -> None:
         """Reports that saves fail, once until one succeeds."""
         if not self._failing:
             self._failing = True
-            self._report("save_failed", f"step {step} was not saved: {why}", step, **details)
+            self._report_unsaved(step, why)
+
+    def _report_unsaved(self, step: int, why: str, **details: Any) -> None:
+        self._report("save_failed", f"step {step} was not saved: {why}", step, **details)
 
     def _report(self, kind: EventKind, message: str, step: int, **details: Any) -> None:
         self._reporter.event(self.seat.event(kind, message, step, **details))

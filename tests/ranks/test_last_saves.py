@@ -145,22 +145,25 @@ def test_a_stop_whose_save_fails_is_an_error_and_the_next_saves_at_once(fault: s
 
 
 class Mender(Told):
-    """Makes room in the store once a rank says that it waits for it."""
+    """Makes room in the store once both ranks have said that they wait for it."""
 
-    def __init__(self, blocked: Path, stop_at: int) -> None:
+    def __init__(self, rank: int, blocked: Path, stop_at: int) -> None:
         super().__init__(lambda asked: Requests(stop=asked >= stop_at))
-        self.blocked = blocked
+        self.rank, self.blocked = rank, blocked
 
     def event(self, event: Event) -> None:
         super().event(event)
         if "waits_s" in event.details:
-            self.blocked.unlink(missing_ok=True)
+            said = [self.blocked.with_suffix(f".waits-{rank}") for rank in range(2)]
+            said[self.rank].touch()
+            if all(path.exists() for path in said):
+                self.blocked.unlink(missing_ok=True)
 
 
 def mended_life(
     rank: int, world: int, port: int, job: dict[str, Any], stop_at: int, blocked: str
 ) -> tuple[int | None, list[str]]:
-    parsed, mender = parse_job(job), Mender(Path(blocked), stop_at)
+    parsed, mender = parse_job(job), Mender(rank, Path(blocked), stop_at)
     result = run_rank(parsed, local_seat(rank, world, port, parsed), mender)
     return result.checkpoint_step, [event.kind for event in mender.events if event.kind.startswith("save_")]
 
