@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,73 +12,20 @@ from programs import run_program
 
 from raypp.errors import UnreachableError
 from raypp.train import process_group
-from raypp.train.unresolved_name import asks_for_name
 
 ROOT = Path(__file__).parents[2]
-GROUP = "torchrun.handlers"
 HANG_S = 400
 
 
-@pytest.fixture
-def torchrun(tmp_path: Path):
-    """Runs torchrun beside raypp's entry points, under a name that does not resolve."""
+def test_the_line_of_the_readme_works_under_a_name_that_does_not_resolve() -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare")
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
-    installed = tmp_path / "raypp_points-0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: raypp-points\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text(f"[{GROUP}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()))
-
-    def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        under = ["unshare", "--uts", "sh", "-c", 'hostname raypp-nowhere.invalid && exec "$@"', "sh"]
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "OMP_NUM_THREADS": "1"}
-        torchrun = (sys.executable, "-m", "torch.distributed.run")
-        return run_program(*under, *torchrun, *arguments, code=code, env=environment, timeout=HANG_S)
-
-    return run
-
-
-@pytest.mark.parametrize("more", [(), pytest.param(("--standalone",), marks=pytest.mark.slow)])
-def test_a_wait_of_ten_minutes_becomes_a_sentence(more: tuple[str, ...], torchrun) -> None:
-    done = torchrun(*more, "--nproc-per-node", "2", "-m", "raypp.train", "--job", "any.yaml", code=2)
-    assert "raypp: this machine's name, 'raypp-nowhere.invalid', does not resolve" in done.stderr
-    assert "fix: torchrun --local-addr 127.0.0.1" in done.stderr
-
-
-def test_the_line_of_the_readme_works(torchrun) -> None:
     (line,) = [one for one in (ROOT / "README.md").read_text().splitlines() if one.startswith("torchrun ")]
     options = line.split(" -m raypp.train")[0].replace("--nproc-per-node 4", "--nproc-per-node 1").split()[1:]
-    done = torchrun(*options, "-m", "raypp.train", "--help")
+    under = ["unshare", "--uts", "sh", "-c", 'hostname raypp-nowhere.invalid && exec "$@"', "sh"]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *options, "-m", "raypp.train", "--help")
+    done = run_program(*under, *torchrun, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=HANG_S)
     assert "Run one rank of a job without Ray" in done.stdout
-
-
-@pytest.mark.gate
-def test_other_programs_are_left_alone(torchrun, tmp_path: Path) -> None:
-    (tmp_path / "other.py").write_text("print('ran')")
-    done = torchrun("--master-port", "29541", "--nproc-per-node", "1", str(tmp_path / "other.py"))
-    assert (done.stdout, "raypp" in done.stderr) == ("ran\n", False), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "asks"),
-    [
-        ("--nproc-per-node 4", True),
-        ("--standalone --nproc-per-node=4", True),
-        ("--rdzv_backend=c10d --nnodes 2", True),
-        ("--nnodes 1:1", True),
-        ("--nnodes 2", False),
-        ("--nnodes=2 --rdzv-endpoint head:29400", False),
-        ("--master-port 29501", False),
-        ("--standalone --local-addr 127.0.0.1", False),
-    ],
-)
-def test_torchrun_asks_for_the_machine_s_name_unless_it_is_given_an_address(options: str, asks: bool) -> None:
-    line = ["torchrun", *options.split(), "-m", "raypp.train", "--job", "x"]
-    assert asks_for_name(line, "2.13.0+cpu") is asks
-    assert asks_for_name(["torchrun", *options.split(), "other.py"], "2.13.0") is False
-    if asks and "c10d" not in options:
-        assert asks_for_name(line, "2.11.0") is ("standalone" in options)
 
 
 def test_a_rank_names_the_address_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
