@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
-_LOOPBACK = ("localhost", "127.0.0.1", "127.0.0.2", "::1")
-"""127.0.0.2 is the node of an embedded cluster that an older raypp started."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FIX = "name its host in NO_PROXY if this machine reaches it without the proxy"
 
 

@@ -219,7 +219,7 @@ class StepReport:
     """Whether messages are compressed; only then is `wire_bytes` in the history."""
     peak_bytes: list[Count] = field(default_factory=list, compare=False)
     """Most memory that a rank of each pipeline rank has used before this step, in this process: of
-    tensors on a GPU, of the process on a CPU. Empty in records of an older raypp."""
+    tensors on a GPU, of the process on a CPU."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ COMMITTING_RANK = 0
 _JOB_SECTIONS = ("model", "data", "mesh", "pipeline", "train")
 
 Sum = Annotated[str, MaxLen(64)]
-"""A SHA-256 in hex digits; empty if the writer was too old to record it."""
+"""A SHA-256 in hex digits; empty for what is in memory."""
 
 
 class StaleAttemptError(CheckpointError):
@@ -101,13 +101,13 @@ class Commit:
         """Parses a COMMIT object.
 
         Raises:
-            CheckpointError: It is not a valid COMMIT, or has a newer format.
+            CheckpointError: It is not a valid COMMIT, or has another format.
         """
         kind = "a valid COMMIT"
         version = parse_as(_Format, data, key, BOUNDS, fix=ADVICE, kind=kind, unknown="ignore")["format"]
-        if version > FORMAT:
+        if version != FORMAT:
             fault = f"has format {version}, but this raypp reads {FORMAT}"
-            raise CheckpointError(Problem(key, fault, "use a newer raypp"))
+            raise CheckpointError(Problem(key, fault, "use the raypp that wrote it"))
         commit = parse_as(cls, data, key, BOUNDS, fix=ADVICE, kind=kind)
         _check_records(commit, key)
         return commit

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from raypp.data.tokenizer import open_tokenizer
-from raypp.errors import JobError, Problem, RayppError
-from raypp.kinds import known_source
+from raypp.errors import JobError, Problem
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.spec.precision import PRECISIONS
@@ -48,17 +46,11 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     for section in ("model", "data"):
         before, after = _meaning(old_job, section), _meaning(new, section)
         problems.extend(_changed(*difference) for difference in _differences(before, after, section))
-    for path in (("train", "seed"), ("train", "optimizer", "kind")):
+    for path in (("train", "seed"), ("train", "optimizer", "kind"), ("train", "optimizer", "state")):
         before, after = _at(old_job, path), _at(new, path)
         if before is not _ABSENT and before != after:
             problems.append(_changed(".".join(path), before, after))
-    state = ("train", "optimizer", "state")
-    # Jobs that lack the key are older than it: their state is in fp32.
-    was, now = ("fp32" if (value := _at(job, state)) is _ABSENT else value for job in (old_job, new))
-    if was != now and _at(old_job, ("train", "optimizer")) is not _ABSENT:
-        problems.append(_changed(".".join(state), was, now))
     problems.extend(_rows_per_step(old_job, new))
-    problems.extend(_beginning(old_job, new))
     left = len(problems) - _PROBLEMS_SHOWN
     return [*problems[:_PROBLEMS_SHOWN], *([Problem("", f"and {left} more keys")] if left > 0 else [])]
 
@@ -110,7 +102,7 @@ def rate_jump(old_job: Mapping[str, Any], new: Job, step: int) -> str | None:
     """
     try:
         old = parse_job({"name": "run", "train": old_job.get("train") or {}}).train
-    except JobError:  # of another version
+    except JobError:  # a kind of optimizer that is not here
         return None
     train = new.train
     if not 1 <= step < train.steps or (old.optimizer.lr, old.lr_schedule) != (train.optimizer.lr, train.lr_schedule):
@@ -139,25 +131,6 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
         fraction = held_out.get("fraction") if isinstance(held_out, Mapping) else held_out
         meaning["eval"] = {"fraction": fraction} if fraction else None
     return meaning
-
-
-def _beginning(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:
-    """Checks that texts begin as before, if the run is older than the key that decides it."""
-    was, now = (job.get("data") or {} for job in (old, new))
-    source = known_source(str(now.get("kind")))
-    if not was or "add_bos" in was or source is None or source.ids != "text":
-        return []
-    if "loss" in source.keys and "text_key" not in source.keys:
-        return []  # conversations: nothing is added to them
-    try:
-        tokenizer = open_tokenizer(str(now.get("tokenizer", "bytes")), now.get("add_bos", False))
-    except RayppError:  # other checks report it
-        return []
-    if not tokenizer.before and not tokenizer.after:
-        return []
-    added = visible(tokenizer.shown([*tokenizer.before, *tokenizer.after]))
-    fault = f"is {_short(repr(now.get('add_bos')))}: the tokenizer adds {added} to each text, and the run began without"
-    return [Problem("data.add_bos", fault, "set it to false, or start a new run under another name")]
 
 
 def _rows_per_step(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Problem]:

@@ -100,8 +100,7 @@ _Section = dict[str, Any] | None
 
 
 class _Spec(TypedDict, total=False):
-    """The sections that are read without parsing the whole job, which an older raypp may have
-    written."""
+    """The sections that are read without parsing the whole job."""
 
     model: _Section
     data: _Section

@@ -121,8 +121,6 @@ def _prometheus(cluster: local.LocalCluster) -> str:
         return f"{cluster.prometheus_url()}  scrapes Ray's metrics and those of the runs"
     if local.find_prometheus() is None:
         return "not installed; install `prometheus` (Debian, Homebrew), then run `raypp local up` again"
-    if not cluster.prometheus_port:
-        return "none: an older raypp started this cluster; run `raypp local down`, then `raypp local up`"
     return f"not running; see {local.directory() / 'prometheus' / 'prometheus.log'}, then run `raypp local up`"
 
 

@@ -67,8 +67,7 @@ class LocalCluster:
         ray_dir: Only its owner may enter it; contains Ray's folder, of session files and logs.
             Removed by `down`.
         python: The interpreter that runs the cluster.
-        prometheus_port: Where on 127.0.0.1 the dashboard looks for Prometheus; 0 in the state of
-            an older raypp.
+        prometheus_port: Where on 127.0.0.1 the dashboard looks for Prometheus.
         prometheus: Its process; None if it was not started.
     """
 
@@ -80,7 +79,7 @@ class LocalCluster:
     token_path: str
     ray_dir: str
     python: str
-    prometheus_port: Annotated[int, Ge(0), Lt(65536)] = 0
+    prometheus_port: Annotated[int, Ge(1), Lt(65536)]
     prometheus: OwnProcess | None = None
 
     def dead(self) -> tuple[str, ...]:
@@ -292,7 +291,7 @@ def _start(num_cpus: int, wanted_port: int | None, storage: SeaweedServer | None
 def _with_prometheus(cluster: LocalCluster) -> LocalCluster:
     """Starts Prometheus if it is installed and does not run, at the address that the head knows."""
     program = find_prometheus()
-    if program is None or not cluster.prometheus_port or cluster.has_prometheus():
+    if program is None or cluster.has_prometheus():
         return cluster
     server = _start_prometheus(program, directory() / "prometheus", cluster.ray_dir, cluster.prometheus_port)
     cluster = dataclasses.replace(cluster, prometheus=server)

@@ -17,7 +17,7 @@ from raypp.storage import AlreadyExists, ObjectStore
 from raypp.untrusted.documents import Bounds, Count, parse_as
 
 VERSION = 1
-"""Goes up when an older raypp would misunderstand what is written."""
+"""Goes up with each change of what is written."""
 _KEPT = 8
 _BOUNDS = Bounds()
 _FIX = "`raypp submit JOB --resume` ends the ranks that are left and goes on from the newest checkpoint"
@@ -71,7 +71,7 @@ class MachineLog:
             number: Of the submission's spec.
 
         Raises:
-            MachineError: It is damaged, or a newer raypp wrote it.
+            MachineError: It is damaged, or of another version.
         """
         self._number = number
         keys = [info.key for info in self._store.list(f"{self._run}/machine/{number}-")]
@@ -106,8 +106,8 @@ class MachineLog:
         key = machine_key(self._run, number, version)
         data, place = self._store.get(key, 0, _BOUNDS.size + 1), f"{self._store.url}/{key}"
         kind = "what a controller had decided"
-        newer = parse_as(_Version, data, place, _BOUNDS, MachineError, _FIX, kind=kind, unknown="ignore").version
-        if newer > VERSION:
-            fault = f"is of version {newer}, by a newer raypp; this one reads version {VERSION}"
-            raise MachineError(Problem(place, fault, f"use the newer raypp; {_FIX}"))
+        found = parse_as(_Version, data, place, _BOUNDS, MachineError, _FIX, kind=kind, unknown="ignore").version
+        if found != VERSION:
+            fault = f"is of version {found}; this raypp reads version {VERSION}"
+            raise MachineError(Problem(place, fault, f"use the raypp that wrote it; {_FIX}"))
         return parse_as(_Written, data, place, _BOUNDS, MachineError, _FIX, kind=kind)

@@ -29,8 +29,6 @@ CHECKED_BYTES = 8 << 20
 _QUICK_BYTES = 1 << 20
 _BLOCKS_COUNTED = 8
 _AHEAD = 2  # steps prepared in the background
-_ENCODING = 2
-"""Version of how rows become tokens; part of a position."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +117,7 @@ class Loader:
     def position(self) -> dict[str, Any]:
         """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
         template = self.documents.train.template
-        at = {**self._order.document(self._cursor), "data": self.identity, "encoding": _ENCODING}
+        at = {**self._order.document(self._cursor), "data": self.identity}
         return {**at, "template": template} if template else at
 
     def used(self) -> dict[str, float]:
@@ -153,11 +151,6 @@ class Loader:
             return Problem("data.chat_template", fault, f"use the same template and special tokens, or {other}")
         details = "; ".join(self._order.differences(position)) or f"digest {data}, now {self.identity}"
         fault = f"the checkpoint was made with other data ({details})"
-        if position.get("encoding") != _ENCODING:
-            fault += (
-                ". An earlier version of raypp made it, which knew no data.add_bos (as with false), took the end of "
-                "texts from a list of names, and encoded prompt and completion apart"
-            )
         return Problem("data.path", fault, f"use the same files, tokenizer, data settings and train.seed, or {other}")
 
     def held_out(self) -> Iterator[list[Microbatch]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from annotated_types import Ge, Le, MaxLen
@@ -128,14 +128,5 @@ def blocks_of(size: int) -> int:
 
 
 def as_json(document: ShardRecord | ShardPlan | Manifest) -> bytes:
-    """Encodes a document. Leaves out what is empty, so that older versions read it."""
-    return json.dumps(_lean(asdict(document))).encode()
-
-
-def _lean(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_lean(one) for one in value]
-    if isinstance(value, dict):
-        later = ("loss_sha256", "template", "around")
-        return {key: _lean(one) for key, one in value.items() if one or key not in later}
-    return value
+    """Encodes a document."""
+    return json.dumps(asdict(document)).encode()

@@ -2,7 +2,7 @@
 
 Floats are written as Python's `repr` writes them, so reading gives the same bits; NaN and
 infinities appear as `NaN`, `Infinity` and `-Infinity`, which Python's `json` accepts. Unknown
-fields are ignored, so that an older raypp can read what a newer one wrote.
+fields are ignored.
 """
 
 from __future__ import annotations

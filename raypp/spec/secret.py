@@ -22,8 +22,8 @@ _SHOWN = re.compile(
     r"|TOKENIZERS_PARALLELISM|HF_HUB_OFFLINE|HF_HOME|PYTHON\w+|LANG|LC_\w+|TZ|TMPDIR"
 )
 """Variables that change how libraries compute or communicate."""
-_MARK = re.compile(r"\(hidden, digest [0-9a-f]{8}\)|\(a secret, not shown\)")
-"""What stands in a document for a value; the second in those that an older raypp wrote."""
+_MARK = re.compile(r"\(hidden, digest [0-9a-f]{8}\)")
+"""What stands in a document for a value."""
 _ROUNDS = 10_000
 
 

@@ -9,7 +9,7 @@ import random
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote, unquote, urlsplit
@@ -165,28 +165,27 @@ class DirectoryStore:
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         wanted = _quoted(check_prefix(prefix))
-        entries: list[tuple[str, os.DirEntry[str]]] = []
-        for folder in self._temporaries():
-            try:
-                entries += sorted(((folder.name, entry) for entry in os.scandir(folder)), key=lambda one: one[1].name)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                raise self._failure(error, folder.name) from error
-        for place, entry in entries:
+        folder = self._temporary()
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._failure(error, folder.name) from error
+        for entry in entries:
             name = entry.name.rpartition("~")[0]
             key = unquote(name)
             if name.startswith(wanted) and not problem_of_key(key) and not problem_of_key(entry.name):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        yield Unfinished(key, f"{place}/{entry.name}", status.st_mtime)
+                        yield Unfinished(key, f"{folder.name}/{entry.name}", status.st_mtime)
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         for one in unfinished:
             folder, _, name = check_key(one.id).partition("/")
             try:
-                if self.root / folder in self._temporaries():
+                if self.root / folder == self._temporary():
                     (self.root / folder / name.replace("/", "")).unlink(missing_ok=True)
             except OSError as error:
                 raise self._failure(error, one.key) from error
@@ -247,18 +246,6 @@ class DirectoryStore:
         if path.is_symlink():
             raise StoreError(Problem(str(path), "is a link; raypp keeps temporary files there", "delete the link"))
         return path
-
-    def _temporaries(self) -> Sequence[Path]:
-        """Returns the folders in which this user's temporary files may lie.
-
-        Earlier versions had one folder, of the user who wrote first.
-        """
-        folders, before = [self._temporary()], self.root / _TEMPORARY
-        with contextlib.suppress(OSError):
-            status = before.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-                folders.append(before)
-        return folders
 
     def _opened(self, path: Path, key: str) -> BinaryIO:
         """Opens a regular file; never waits, as opening a FIFO would."""
@@ -357,17 +344,15 @@ class DirectoryStore:
                 oldest = here.stat().st_mtime - _STALE_AFTER_S
             finally:
                 here.unlink(missing_ok=True)
-            for path in [path for folder in self._temporaries() for path in folder.iterdir()]:
+            for path in self._temporary().iterdir():
                 with contextlib.suppress(OSError):  # its writer may rename it at any time
                     if path.lstat().st_mtime < oldest:
                         path.unlink()
 
     def remove_temporary(self) -> None:
-        """Removes this user's folders of temporary files, if nothing is being written."""
-        with contextlib.suppress(StoreError):  # a link, which is the user's own
-            for folder in self._temporaries():
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+        """Removes this user's folder of temporary files, if nothing is being written."""
+        with contextlib.suppress(StoreError, OSError):  # a link, which is the user's own
+            self._temporary().rmdir()
 
     def _failure(self, error: OSError, key: str) -> StoreError:
         place = f"{self.url}/{key}"

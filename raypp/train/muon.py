@@ -54,6 +54,7 @@ def orthogonalised(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
     A quintic Newton-Schulz iteration: X <- a X + (b A + c A²) X with A = X Xᵀ, five times, from
     X = M / |M|. The coefficients are Jordan's: chosen for a steep start, not for convergence to 1.
+    torch's own takes one matrix, and always in bf16.
 
     Args:
         matrix: `[..., rows, columns]`; leading dims are batches of independent matrices.
@@ -118,10 +119,6 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         if self._adamw is not None:
-            for group in self._adamw.param_groups:
-                for parameter in group["params"]:
-                    if "momentum_buffer" in self.state.get(parameter, ()):
-                        del self.state[parameter]  # an old checkpoint has experts' biases among the matrices
             self._adamw.step()
         for group in self.param_groups:
             if group["muon"]:

@@ -79,7 +79,7 @@ def embedded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> LocalCluster:
     s3 = SeaweedServer("http://127.0.0.1:8333", "K", "S", me.pid, me.started, (8333,), str(tmp_path))
     token = str(tmp_path / "token")
     write_private(Path(token), "secret")
-    cluster = LocalCluster("http://127.0.0.1:8265", "127.0.0.1:6379", 8, me, s3, token, "/tmp/raypp-x", "python")
+    cluster = LocalCluster("http://127.0.0.1:8265", "127.0.0.1:6379", 8, me, s3, token, "/tmp/raypp-x", "python", 9090)
     write_private(local.directory() / "state.json", json.dumps(asdict(cluster)))
     assert local.find() == cluster
     return cluster

@@ -157,11 +157,9 @@ def test_a_restarted_controller_returns_the_outcome_that_its_submission_had(tmp_
     assert outcome is not None and (outcome.state, outcome.exit_code, outcome.step) == ("FAILED", 2, 40)
 
 
-@pytest.mark.parametrize("older", [True, False], ids=["of an older raypp", "of this raypp"])
-def test_a_run_whose_controller_was_killed_before_it_recorded_anything_begins(tmp_path: Path, older: bool) -> None:
+def test_a_run_whose_controller_was_killed_before_it_recorded_anything_begins(tmp_path: Path) -> None:
     _write_failed(tmp_path)
-    if not older:
-        _write_machine(tmp_path, 1)
+    _write_machine(tmp_path, 1)
     write_end(DirectoryStore(tmp_path), RunEnd("r", RunState.FAILED, 2, 40, attempt=1), 1)
     write_spec(DirectoryStore(tmp_path), "r", job_document(parse_job({"name": "r"})), 2)
     leader = _SecondLife(tmp_path, "new")

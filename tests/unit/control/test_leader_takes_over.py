@@ -213,7 +213,7 @@ def test_the_pause_before_a_restart_and_the_budget_of_restarts_outlive_the_contr
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda text: text.replace('"version": 1', '"version": 9'), "is of version 9, by a newer raypp"),
+        (lambda text: text.replace('"version": 1', '"version": 9'), "is of version 9; this raypp reads"),
         (lambda text: text[:-9], "is not JSON"),
     ],
 )

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_jobs import data_identity, job, loading
+from data_jobs import data_identity, job
 from family_tokenizers import FAMILIES, write_family
 from hf_folder import write_hf_folder
 from lazily import Lazily
 
 from raypp.api.checked_job import load_checked_job
-from raypp.checkpoint.compatibility import check_resume
 from raypp.data.conversations import Names
 from raypp.data.rows import Encoded, RowEncoder
 from raypp.data.sources import open_documents, source_request
@@ -22,9 +21,7 @@ from raypp.data.tokenizer import FileTokenizer, document_of, framed, open_tokeni
 from raypp.data.write_shards import Options, write_shards
 from raypp.errors import DataError, JobError
 from raypp.hf.from_hf import with_hf_sizes
-from raypp.spec.job import Job
 from raypp.spec.job_file import load_job
-from raypp.spec.load import job_document
 from raypp.spec.tokenizer_file import special_tokens
 from raypp.storage import open_store
 
@@ -175,45 +172,22 @@ def test_documents_of_every_kind_begin_as_texts_do(tmp_path: Path) -> None:
         assert "texts do not get <bos>" in off.in_words(job(**data).data)
 
 
-def test_a_run_from_before_the_key_keeps_its_rows_or_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("in the beginning\n\nthe word")
-
-    def resumed(name: str, **data: Any) -> tuple[list[str], Job]:
-        tokenizer = str(write_family(name, tmp_path / name))
-        made = job(kind="text", path=f"{tmp_path}/a.txt", tokenizer=tokenizer, vocab_size=800, **data)
-        old = job_document(made)
-        del old["data"]["add_bos"]
-        return [f"{problem.key}: {problem.fault} | {problem.fix}" for problem in check_resume(old, made)], made
-
-    (problem,), made = resumed("llama2")
-    assert problem.startswith("data.add_bos: is 'auto': the tokenizer adds <s> to each text, and the run began without")
-    assert "set it to false" in problem
-    problems, off = resumed("llama2", add_bos=False)
-    assert problems == [] and resumed("qwen")[0] == []
-    with loading(off) as loader, loading(made) as other:
-        old = {key: value for key, value in loader.position().items() if key != "encoding"}
-        loader.seek(old)
-        with pytest.raises(JobError, match=r"An earlier version of raypp made it, which knew no data\.add_bos"):
-            other.seek(old)
-
-
 def test_shards_say_what_is_around_their_texts(tmp_path: Path) -> None:
     tokenizer = str(write_family("llama2", tmp_path / "llama2"))
     (tmp_path / "a.txt").write_text("in the beginning\n\nthe word")
     text = {"kind": "text", "path": f"{tmp_path}/a.txt", "tokenizer": tokenizer, "vocab_size": 800}
-    for name, add_bos in (("with", "auto"), ("old", False)):
+    for name, add_bos in (("with", "auto"), ("without", False)):
         read, request = source_request(job(**text, add_bos=add_bos))
         write_shards(read, request, open_store(f"{tmp_path}/{name}"), Options(1))
         shards = {**text, "kind": "tokens", "path": f"{tmp_path}/{name}"}
         assert data_identity(job(**shards, add_bos=add_bos)) == data_identity(job(**text, add_bos=add_bos))
         with pytest.raises(DataError) as refused:
-            open_documents(job(**shards, add_bos="auto" if name == "old" else False))
+            open_documents(job(**shards, add_bos="auto" if name == "without" else False))
         (problem,) = refused.value.problems
         said = (
             "<s> around each text" if name == "with" else "nothing around each text, but the job's tokenizer adds <s>"
         )
         assert problem.key == "data.add_bos" and said in problem.fault
-    assert "around" not in json.loads((tmp_path / "old" / "tokens.json").read_text())["plan"], "as older versions wrote"
 
 
 def test_a_job_with_from_hf_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:

@@ -210,34 +210,6 @@ def test_what_is_not_used_is_remarked(tmp_path: Path) -> None:
     assert remarks == [f"{tmp_path / 'a.jsonl'}: column id is not used (9 rows)"]
 
 
-OLD = {
-    "tokens.json": b'{"plan": {"format": 1, "source": "edcac7638edc6cbc1117cb8c22ab4a5b", "path": "/data/t.txt", '
-    b'"tokenizer": "bytes", "vocab_size": 257, "end_id": 256, "dtype": "uint16", "block": 65536, '
-    b'"shard_bytes": 20000}, "digest": "fb6b78ca443f8d77", "tokens": 8, "documents": 2, "shards": [{"tokens": 8, '
-    b'"documents": 2, "ids_sha256": "4a71c341cb87c81550acce3af3f174a5c24cab79f8fa958d0289c2f1388841ca", '
-    b'"index_sha256": "b8876a8723ac5b34b11ddf723553812b436aa4e25c88048452e7eb2d1b036adb"}]}',
-    "shard-000000.ids": np.array([111, 110, 101, 256, 116, 119, 111, 256], dtype="<u2").tobytes(),
-    "shard-000000.index": np.array([4, 8], dtype="<i8").tobytes() + bytes.fromhex("ca01a391"),
-}
-"""A folder as it was before there were loss masks."""
-
-
-def test_older_shards_are_read_and_those_of_text_are_still_written(tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    for name, content in OLD.items():
-        (tmp_path / "old" / name).write_bytes(content)
-    train = open_documents(job(kind="tokens", path=str(tmp_path / "old"))).train
-    assert texts_of(train) == ["one", "two"] and train.loss is None
-    (tmp_path / "t.txt").write_text("one\n\ntwo")
-    text = {"kind": "text", "path": str(tmp_path / "t.txt")}
-    manifest = written(text, tmp_path / "new")
-    for name in ("shard-000000.ids", "shard-000000.index"):
-        assert (tmp_path / "new" / name).read_bytes() == OLD[name]
-    own = {"source": manifest.plan.source.encode(), "path": text["path"].encode()}
-    old = OLD["tokens.json"].replace(b"/data/t.txt", own["path"])
-    assert (tmp_path / "new" / MANIFEST).read_bytes() == old.replace(b"edcac7638edc6cbc1117cb8c22ab4a5b", own["source"])
-
-
 def test_a_mixture_is_tokenised_part_by_part(text: dict[str, Any], chat: dict[str, Any], tmp_path: Path) -> None:
     template = {"chat_template": chat["chat_template"]}
     parts = [

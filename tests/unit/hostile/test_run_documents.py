@@ -73,7 +73,7 @@ COMMITS: list[tuple[str, Change | bytes]] = [
     ("step is true", lambda d: d.update(step=True)),
     ("step is missing", lambda d: d.pop("step")),
     ("format is missing", lambda d: d.pop("format")),
-    ("format is -1", lambda d: d.update(format=-1)),
+    ("format -1, but this raypp reads 1", lambda d: d.update(format=-1)),
     ("is the commit of step 1 of", lambda d: d.update(step=1, objects=[])),
     ('is the commit of step 2 of "other"', lambda d: d.update(run="other", objects=[])),
     ("is not JSON", b"{"),
@@ -105,10 +105,11 @@ def test_a_damaged_commit_is_told_and_the_older_checkpoint_is_used(
         assert said in capsys.readouterr().err
 
 
-def test_a_commit_of_a_newer_raypp_is_told_as_such_whatever_else_it_has() -> None:
+@pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
+def test_a_commit_of_another_format_is_refused_by_name_whatever_else_it_has(other: int) -> None:
     for change in (lambda d: d, lambda d: d.update(objects="elsewhere", more={})):
-        data = changed(COMMIT, lambda d, change=change: (d.update(format=FORMAT + 1), change(d)))
-        with pytest.raises(CheckpointError, match="has format 2, but this raypp reads 1\n  fix: use a newer raypp"):
+        data = changed(COMMIT, lambda d, change=change: (d.update(format=other), change(d)))
+        with pytest.raises(CheckpointError, match=f"{COMMIT}: has format {other}, but this raypp reads {FORMAT}"):
             Commit.from_bytes(data, COMMIT)
 
 

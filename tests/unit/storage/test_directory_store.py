@@ -82,18 +82,6 @@ def test_a_listing_looks_into_no_folder_that_cannot_hold_what_is_wanted(
     assert "b-run" not in looked
 
 
-def test_what_an_earlier_version_left_in_its_folder_is_found(store: DirectoryStore) -> None:
-    store.put("a", b"")
-    before = store.root / ".raypp-incoming"
-    before.mkdir(mode=0o700)
-    (before / "run%2Fnew~0123456789abcdef").write_bytes(b"half")
-    left = list(store.unfinished("run/"))
-    assert [one.key for one in left] == ["run/new"]
-    assert [info.key for info in store.list()] == ["a"]
-    store.discard(left)
-    assert not any(before.iterdir())
-
-
 def test_a_folder_goes_with_its_last_object(store: DirectoryStore) -> None:
     store.put("run/step-1/COMMIT", b"")
     store.delete(["run/step-1/COMMIT"])

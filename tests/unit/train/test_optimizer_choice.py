@@ -121,15 +121,6 @@ def test_biases_of_experts_do_not_decay(kind: str) -> None:
     assert stayed == {name for name, p in module.named_parameters() if name.endswith("bias") or p.ndim == 1}
 
 
-def test_muon_leaves_biases_of_experts_to_adamw_also_those_of_an_older_checkpoint() -> None:
-    module = experts()
-    bias = module.get_parameter("model.layers.0.mlp.experts.fused_down_proj_bias")
-    optimizer = build_optimizer([module], OptimizerOptions(kind="muon", lr=0.1))
-    optimizer.state[bias]["momentum_buffer"] = torch.zeros_like(bias)
-    optimizer.step()
-    assert set(optimizer.state[bias]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
 def test_sgd_decays_weights_outside_the_momentum() -> None:
     weight = torch.nn.Parameter(torch.full((2, 2), 10.0))
     module = torch.nn.Module()
