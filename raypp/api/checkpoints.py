@@ -12,7 +12,7 @@ from raypp.checkpoint.layout import split_location
 from raypp.checkpoint.saved_tensors import SavedTensors
 from raypp.clusters import known_runs
 from raypp.clusters.find import lend_store_settings
-from raypp.clusters.known_jobs import guarded, read_job
+from raypp.clusters.known_jobs import NOT_YOURS, guarded, read_job
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.export_adapter import export_adapter
 from raypp.hf.export_model import export_hf
@@ -116,7 +116,8 @@ def export(
     """
     store, commit, _ = open_checkpoint(run, say)
     commit = replace(commit, job=guarded(commit.job, trust=trust))
-    _check_form(saved_options(store, commit).lora, commit, adapter, merged, dtype)
+    options = saved_options(store, commit)
+    _check_form(options.lora, commit, adapter, merged, dtype)
     lend_store_settings()
     with open_for_others(target) as there:
         _check_empty(there)
@@ -125,7 +126,8 @@ def export(
         except CheckpointError:
             job = None
         if adapter:
-            done = export_adapter(store, commit, there, job=job, tokenizer=tokenizer, progress=progress)
+            base = (options.from_hf or "").removeprefix(NOT_YOURS)  # is named, not read
+            done = export_adapter(store, commit, there, base=base, job=job, tokenizer=tokenizer, progress=progress)
         else:
             done = export_hf(
                 store,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -195,14 +195,20 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns a value without the keys that are null, down to the innermost.
+def without_nulls(row: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Returns a row without the keys that are null, down to the innermost, but contents of turns.
 
-    A column of objects in parquet has the keys of all rows' objects.
+    A column of objects in parquet has the keys of all rows' objects. A turn that only calls tools
+    has a content of null, which templates write otherwise than a missing one.
     """
-    if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+    kept = {"content", "value", names.columns.get("content")}
+
+    def pruned(value: Any, kept: Collection[str | None] = ()) -> Any:
+        if isinstance(value, dict):
+            return {key: pruned(one) for key, one in value.items() if one is not None or key in kept}
+        return [pruned(one, kept) for one in value] if isinstance(value, list) else value
+
+    return {key: pruned(one, kept if isinstance(one, list) else ()) for key, one in row.items() if one is not None}
 
 
 def _refuse(row: _Row, shape: tuple[str, ...] | None) -> None:

@@ -73,7 +73,10 @@ def read(request: Request) -> Corpus:
     needed = [names.columns.get(one, one) for one in shape]
     encoder = row_encoder(request, lambda: next((row for file in files for row in rows_of(file, needed)), None))
     return tokenise(
-        request, files, lambda: (row for file in files for row in _records(file, sorted(columns), needed)), encoder
+        request,
+        files,
+        lambda: (row for file in files for row in _records(file, sorted(columns), needed, names)),
+        encoder,
     )
 
 
@@ -121,7 +124,7 @@ def _texts(file: SourceFile, key: str) -> Iterator[Text | Record]:
         yield Text(place, text)
 
 
-def _records(file: SourceFile, columns: Sequence[str], needed: Sequence[str]) -> Iterator[Record]:
+def _records(file: SourceFile, columns: Sequence[str], needed: Sequence[str], names: Names) -> Iterator[Record]:
     """Yields the rows of a file with the columns that it has, and those that all files need."""
     there = columns_of(file)
     if all(there.get(name, False) is None for name in needed):
@@ -130,7 +133,7 @@ def _records(file: SourceFile, columns: Sequence[str], needed: Sequence[str]) ->
     mine = sorted({*needed, *(set(columns) & set(there))})
     unused = frozenset(set(there) - set(mine))
     for number, row in enumerate(rows_of(file, mine)):
-        present = without_nulls(row)
+        present = without_nulls(row, names)
         fault = RowFault("all its columns are null", "remove the row")
         yield Record(f"{file.name}[{number}]", present or fault, unused)
 

@@ -34,6 +34,7 @@ def export_adapter(
     commit: Commit,
     target: ObjectStore,
     *,
+    base: str | None = None,
     job: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
     progress: Callable[[int], None] = lambda _bytes: None,
@@ -47,6 +48,7 @@ def export_adapter(
         store: Opened at the job's checkpoint.url.
         commit: The checkpoint's COMMIT.
         target: The store for the exported files.
+        base: What they name as the adapters' base; None: `model.from_hf` of the commit's job.
         job: The run's resolved job, for its tokenizer; None: the commit's job.
         tokenizer: Another tokenizer: `bytes`, or the path of a tokenizer.json.
         progress: Called with the bytes written since its last call.
@@ -60,6 +62,7 @@ def export_adapter(
     lora = options.lora
     if lora is None:
         raise JobError(Problem("--adapter", f"{commit.run} trained all weights and has no adapters", "leave it out"))
+    base = base or options.from_hf
     texts = tokenizer_files(job or commit.job, tokenizer, options, generation=False)
     adapters = _with_siblings(options)
     tensors = _tensors(adapters, SavedTensors(store, commit))
@@ -69,7 +72,7 @@ def export_adapter(
     for key, content in texts.files.items():
         target.put(key, content)
     config = {
-        "base_model_name_or_path": options.from_hf,
+        "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -84,7 +87,7 @@ def export_adapter(
     files = (_WEIGHTS, *texts.files, _CONFIG)
     remarks = list(texts.remarks)
     if grown := added_rows(options):
-        fault = f"the base of the adapters has {grown} more rows than {options.from_hf}, the mean of its rows"
+        fault = f"the base of the adapters has {grown} more rows than {base}, the mean of its rows"
         remarks.append(f"{fault}: add them to it, or export with --merged")
     return Exported(files, len(tensors), sum(tensor.nbytes for tensor in tensors.values()), tuple(remarks))
 

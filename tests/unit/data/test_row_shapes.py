@@ -267,6 +267,32 @@ def test_nulls_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
     assert ordered[0] == ordered[1]
 
 
+def test_a_content_of_null_in_parquet_is_what_json_lines_give(tmp_path: Path) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ 'content' in m }}{% if m.tool_calls %}"
+    plain += "{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+    null = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "town", "arguments": "{}"}}]}
+    mine, theirs = [ASKED, null, *turns("b", "c")], [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    calls = {"from": "gpt", "value": None, "tool_calls": null["tool_calls"]}
+    renamed = [{"role": turn["role"], "body": turn["content"], "tool_calls": turn.get("tool_calls")} for turn in mine]
+    for row, columns in (
+        ({"messages": mine}, {}), ({"conversations": [*theirs, calls]}, {}),
+        ({"prompt": mine[:3], "completion": mine[3:]}, {}), ({"messages": renamed}, {"content": "body"}),
+    ):  # fmt: skip
+        (tmp_path / "a.jsonl").write_text(json.dumps(row), encoding="utf-8")
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+        texts = [
+            bytes(
+                open_documents(of(path, tmp_path, plain, kind=kind, columns=columns, loss="all")).train.ids(0).tolist()
+            )
+            for path, kind in ((tmp_path / "a.jsonl", "chat"), (tmp_path / "a.parquet", "hf"))
+        ]
+        assert texts[0] == texts[1] and texts[0].count(b"<assistant>NoneTruetown") == 1, row
+    (shown,), _ = render_jinja_template([mine], chat_template=plain)
+    assert shown == encoded({"messages": mine}, plain, "all").text and "<assistant>NoneTruetown" in shown
+
+
 def test_what_is_not_used_is_said_once_for_each_file(tmp_path: Path) -> None:
     row = {"id": 1, "messages": [{**ASKED, "mood": "sad"}, {"role": "assistant", "content": "two", "name": None}]}
     for name in ("a", "b"):

@@ -210,6 +210,8 @@ def test_the_command_asks_for_the_form_and_refuses_one_that_does_not_fit(
     assert run([*export, f"{tmp_path}/out", "--adapter"]) == 0
     written = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert written == {"adapter_config.json", "adapter_model.safetensors"}
+    named = json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "hf"), "the name of the base, without a mark that others wrote it"
     capsys.readouterr()
     assert run([*export, f"{tmp_path}/out", "--merged"]) == 2
     assert "already contains a model (adapter_model.safetensors)" in capsys.readouterr().err
