@@ -29,7 +29,7 @@ from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Pr
 from raypp.hf.config import OWN_KEYS
 from raypp.hf.from_hf import hf_options
 from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles, matching_tensors
+from raypp.hf.model_files import HfFiles, matching_tensors, unused_tensors
 from raypp.hf.names import model_tensors
 from raypp.observe.status import date_and_clock, duration, mesh_text
 from raypp.planning.stored_bytes import size_text
@@ -430,6 +430,8 @@ def import_command(source: str, job: str, as_json: bool) -> None:
     with progress_bar("importing") as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
     remember_job(document)
+    if unused := unused_tensors(files, model_tensors(options)):
+        echo(f"note: {unused}", err=as_json)
     if as_json:
         place = f"{store.url}/{name}/step-00000000"
         echo_json({"run": name, "step": 0, "checkpoint": place, "bytes": commit.size})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
 from raypp.environment import usable_cores
-from raypp.errors import DataError, JobError
+from raypp.errors import DataError, JobError, RayppError
 from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
@@ -123,11 +125,14 @@ def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool
     file = load_checked_job(job, overrides)
     lend_store_settings()
     from raypp.data.look import look_at
+    from raypp.hf.from_hf import unused_weights
 
     try:
         look = look_at(file.job, rows)
     except DataError as error:
         raise DataError(file.locate(problem) for problem in error.problems) from error
+    with suppress(RayppError):  # of weights that cannot be read the run tells
+        look = replace(look, remarks=(*look.remarks, *filter(None, [unused_weights(file.job.model)])))
     if as_json:
         echo_json(_document(look, file.job))
     else:
@@ -139,6 +144,7 @@ def _document(look: Look, job: Job) -> dict[str, object]:
         "documents": look.documents,
         "tokens": look.tokens,
         "loss_tokens": look.loss_tokens,
+        "not_trained": look.untrained,
         "before_text": look.around[0],
         "after_text": look.around[1],
         "parts": [{"name": name, "documents": count, "tokens": size} for name, (count, size) in look.parts.items()],
@@ -167,6 +173,8 @@ def _show(look: Look, job: Job, console: Console) -> None:
     share = look.loss_tokens / look.tokens
     facts.add_row("documents", f"{look.documents:,}")
     facts.add_row("tokens", f"{look.tokens:,}; {share:.1%} of them carry loss")
+    if look.untrained_in_words:
+        facts.add_row("", Text(look.untrained_in_words))
     begin, end = look.around
     facts.add_row("texts", f"begin with {begin}, end with {end}" if begin else f"end with {end}")
     for remark in look.tokenizer.remarks:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 IdArray = NDArray[np.integer[Any]]
 Mask = NDArray[np.bool_]
 A = TypeVar("A", covariant=True)
+_CHUNK = 16 << 20
 
 
 @runtime_checkable
@@ -122,6 +123,27 @@ class Corpus:
         """Returns a corpus of some documents, in the given order; copies no ids."""
         chosen = documents if self.chosen is None else self.chosen[documents]
         return replace(self, chosen=chosen)
+
+
+def without_loss(corpus: Corpus, most: int | None = None) -> tuple[int, bool]:
+    """Returns how many tokens of a corpus carry no loss, and whether that is an estimate.
+
+    Args:
+        corpus: The documents.
+        most: Reads the loss of about so many tokens, the first; None: of all.
+    """
+    if corpus.loss is None:
+        return 0, False
+    if corpus.chosen is None:
+        parts = (shard[at : at + _CHUNK] for shard in corpus.loss for at in range(0, len(shard), _CHUNK))
+    else:
+        parts = (np.asarray(corpus.carries_loss(index)) for index in range(len(corpus)))
+    tokens, read, none = int(corpus.lengths().sum()), 0, 0
+    for part in parts:
+        read, none = read + len(part), none + len(part) - int(np.count_nonzero(part))
+        if most is not None and read >= most:
+            break
+    return (none, False) if read == tokens else (round(none / max(1, read) * tokens), True)
 
 
 def joined(corpora: Sequence[Corpus]) -> Corpus:

@@ -12,7 +12,7 @@ from raypp.errors import DataError, Problem
 from raypp.untrusted.text import visible
 
 _SHOWN = 3  # two lines each; with their number and a command's summary ten lines
-_REMARKS = 12
+_REMARKS, _FILES_APART = 12, 3
 _ROW = re.compile(r"(:\d+|\[\d+\]( \(line \d+\))?)$")
 """What a place has after its file."""
 _COUNTING_S = 10.0
@@ -35,11 +35,15 @@ class RowFault(Exception):
         return self.reason
 
 
+class Skipped(RowFault):
+    """A row is left out, which is remarked and no error."""
+
+
 class Faults:
     """Rows that cannot be used: the first, and how many.
 
     Attributes:
-        remarks: What was remarked of each file, and of how many rows.
+        remarks: What was remarked, and of how many rows of each file.
 
     Args:
         key: The key of the job file that names the data.
@@ -48,34 +52,39 @@ class Faults:
     def __init__(self, key: str) -> None:
         self._key, self._shown, self._more = key, list[Problem](), 0
         self._until = float("inf")
-        self.remarks = Counter[str]()
+        self.remarks: dict[str, Counter[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._shown)
 
     def add(self, place: str, fault: RowFault) -> None:
-        if len(self._shown) < _SHOWN:
+        if isinstance(fault, Skipped):
+            self.remark(place, [f"skipped: {fault.reason}"])
+        elif len(self._shown) < _SHOWN:
             self._shown.append(Problem(self._key, f"{place}: {fault.reason}", fault.fix))
         else:
             self._more += 1
 
     def remark(self, place: str, remarks: Iterable[str]) -> None:
         """Adds what is not used of a row, and the like."""
-        file = _ROW.sub("", place)
-        for fault in sorted(remarks):
-            words = visible(f"{file}: {fault}")
+        for words in sorted(remarks):
             if words in self.remarks or len(self.remarks) <= _REMARKS:
-                self.remarks[words] += 1
+                self.remarks.setdefault(words, Counter())[_ROW.sub("", place)] += 1
 
     def remarked(self) -> tuple[str, ...]:
-        """Returns the first remarks."""
+        """Returns the first remarks: of each file, or together for those of many files."""
+        apart: dict[str, list[str]] = {}
+        for words, files in islice(self.remarks.items(), _REMARKS):
+            many = len(files) > _FILES_APART
+            for file, count in {f"{len(files):,} files": files.total()}.items() if many else files.items():
+                apart.setdefault(file, []).append(visible(f"{file}: {words} ({count:,} row{'s'[: count > 1]})"))
         more = ("and more",) if len(self.remarks) > _REMARKS else ()
-        counted = (f"{words} ({count:,} row{'s'[: count > 1]})" for words, count in self.remarks.items())
-        return (*islice(counted, _REMARKS), *more)
+        return (*(one for each in apart.values() for one in each), *more)
 
     def take(self, others: Faults) -> None:
         """Adds those of later rows."""
-        self.remarks.update(others.remarks)
+        for words, files in others.remarks.items():
+            self.remarks.setdefault(words, Counter()).update(files)
         every = self._shown + others._shown
         self._shown = every[:_SHOWN]
         self._more += others._more + len(every) - len(self._shown)

@@ -14,7 +14,7 @@ from typing import Any
 from raypp.data.chat_files import row_encoder
 from raypp.data.conversations import READ, Names, kind_of, shape_of, without_nulls
 from raypp.data.corpus import Corpus
-from raypp.data.faults import RowFault
+from raypp.data.faults import RowFault, Skipped
 from raypp.data.source_files import MOST_TEXT_BYTES, SourceFile, find_files, too_long, watched
 from raypp.data.tokenised import Record, Request, Text, tokenise
 from raypp.errors import DataError, Problem, RayppError, in_words
@@ -46,8 +46,7 @@ _PATIENCE_S = 20.0
 def read(request: Request) -> Corpus:
     """Reads one column of text, or the columns of conversations, of all rows of a split.
 
-    Rows whose text is empty or null are skipped, as blank lines of other kinds are; so are files
-    whose column of text is null in all rows.
+    Rows whose text is empty or null are skipped, and counted.
 
     Raises:
         DataError: No such dataset, split, configuration or column; a damaged file; pyarrow is not
@@ -107,35 +106,32 @@ def _is_text(key: str, shape: Sequence[str] | None, there: Mapping[str, bool | N
 
 
 def _texts(file: SourceFile, key: str) -> Iterator[Text | Record]:
-    if columns_of(file).get(key, False) is None:
-        log.warning("%s: skips %s, whose column %r is null in all rows", file.place, file.name, key)
-        return
+    unused = columns_of(file).keys() - {key}
     for number, row in enumerate(rows_of(file, [key])):
-        text = row[key]
+        text, place = row[key], f"{file.name}[{number}]"
         if not text:
+            yield Record(place, Skipped(f"{key!r} is {'null' if text is None else 'empty'}", ""))
             continue
-        place = f"{file.name}[{number}]"
         if not isinstance(text, str):
             fault = RowFault(f"{key!r} is {kind_of(text)}, not a text", "write all files with the same columns")
             yield Record(place, fault)
             continue
         if len(text) > MOST_TEXT_BYTES:
             raise too_long(file.place, place, "text")
-        yield Text(place, text)
+        yield Text(place, text, unused)
 
 
 def _records(file: SourceFile, columns: Sequence[str], needed: Sequence[str], names: Names) -> Iterator[Record]:
     """Yields the rows of a file with the columns that it has, and those that all files need."""
     there = columns_of(file)
-    if all(there.get(name, False) is None for name in needed):
-        log.warning("%s: skips %s, where %s are null in all rows", file.place, file.name, " and ".join(needed))
-        return
+    nothing = all(there.get(name, False) is None for name in needed)
     mine = sorted({*needed, *(set(columns) & set(there))})
     unused = frozenset(set(there) - set(mine))
     for number, row in enumerate(rows_of(file, mine)):
-        present = without_nulls(row, names)
-        fault = RowFault("all its columns are null", "remove the row")
-        yield Record(f"{file.name}[{number}]", present or fault, unused)
+        present = without_nulls(row, names) or RowFault("all its columns are null", "remove the row")
+        if nothing:
+            present = Skipped(f"{' and '.join(needed)} are null in all rows", "")
+        yield Record(f"{file.name}[{number}]", present, unused)
 
 
 def _chosen(files: Sequence[SourceFile], path: str, request: Request) -> list[SourceFile]:

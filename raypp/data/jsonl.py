@@ -42,7 +42,8 @@ def read(request: Request) -> Corpus:
 def _documents(file: SourceFile, request: Request) -> Iterator[Text | Record]:
     for record in records_of(file):
         try:
-            yield Text(record.place, _text(record, request.data.text_key))
+            text = _text(record, request.data.text_key)
+            yield Text(record.place, text, record.row.keys() - {request.data.text_key})
         except RowFault as fault:
             yield Record(record.place, fault)
 

@@ -16,7 +16,6 @@ from raypp.spec.job import Job
 
 _MOST_BLOCKS = 8  # about 32,000 pieces
 _BINS = 10
-_CHUNK = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +34,7 @@ class Look:
     Attributes:
         documents: Documents, before any is dropped or held out.
         tokens, loss_tokens: Tokens of the training documents, and those that carry loss.
+        untrained, untrained_in_words: Tokens that are not learnt, by reason.
         too_long: Documents of more than data.seq_len tokens.
         too_long_in_words: What happens to them; empty if there are none.
         around: What each text begins and ends with, if it is not a conversation.
@@ -52,6 +52,8 @@ class Look:
     documents: int
     tokens: int
     loss_tokens: int
+    untrained: dict[str, int]
+    untrained_in_words: str
     too_long: int
     too_long_in_words: str
     around: tuple[str, str]
@@ -83,12 +85,14 @@ def look_at(job: Job, rows: int) -> Look:
     read = min(plan.blocks, _MOST_BLOCKS)
     packed = [row for block in range(read) for row in plan.block(0, block)]
     filled = sum(piece.length for row in packed for piece in row)
-    lengths = corpus.lengths()
+    lengths, (untrained, _) = corpus.lengths(), documents.untrained()
     edges, counts = histogram(lengths, data.seq_len)
     return Look(
         documents=documents.total,
         tokens=int(lengths.sum()),
-        loss_tokens=_with_loss(corpus, lengths),
+        loss_tokens=int(lengths.sum()) - untrained["masked"],
+        untrained=untrained,
+        untrained_in_words=documents.untrained_in_words(),
         too_long=documents.too_long,
         too_long_in_words=documents.too_long_in_words(data),
         around=_around(documents.tokenizer),
@@ -123,16 +127,6 @@ def histogram(lengths: NDArray[np.int64], seq_len: int) -> tuple[list[int], list
     borders = np.array(edges) + 1  # a length equal to an edge is below it
     borders[0] = 0
     return edges, np.histogram(lengths, borders)[0].tolist()
-
-
-def _with_loss(corpus: Corpus, lengths: NDArray[np.int64]) -> int:
-    if corpus.loss is None:
-        return int(lengths.sum())
-    if corpus.chosen is None:
-        parts = (shard[at : at + _CHUNK] for shard in corpus.loss for at in range(0, len(shard), _CHUNK))
-    else:
-        parts = (np.asarray(corpus.carries_loss(index)) for index in range(len(corpus)))
-    return sum(int(np.count_nonzero(part)) for part in parts)
 
 
 def _piece(corpus: Corpus, piece: Piece) -> LookedPiece:

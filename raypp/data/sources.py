@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raypp.data.corpus import Corpus, joined
+from raypp.data.corpus import Corpus, joined, without_loss
 from raypp.data.faults import Faults
 from raypp.data.mixture import Part, part_names, training_corpus
 from raypp.data.packing import PLAN_VERSION, permuted
@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # needs jinja2
     from raypp.data.rows import RowEncoder
 
 _CHECKED = 500  # rows
+_LOSS_READ = 64 << 20
+"""Tokens whose loss is read at the start of a run, to say how many carry none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,8 @@ class Documents:
         parts: The parts of a mixture, whose documents `train` has in order; else empty.
         total: Documents of the source, before any is dropped or held out.
         too_long: Those of them with more than data.seq_len tokens.
+        dropped_tokens: Tokens of documents that are dropped.
+        held_out_tokens: Tokens of documents that are held out by `data.eval.fraction`.
     """
 
     train: Corpus
@@ -52,11 +56,39 @@ class Documents:
     parts: tuple[Part, ...] = ()
     total: int = 0
     too_long: int = 0
+    dropped_tokens: int = 0
+    held_out_tokens: int = 0
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What of the data is not used, and what else their owner should know."""
-        return self.train.remarks
+        held_out = self.held_out.remarks if self.held_out is not None else ()
+        return tuple(dict.fromkeys((*self.train.remarks, *held_out)))
+
+    def untrained(self, most: int | None = None) -> tuple[dict[str, int], bool]:
+        """Returns how many tokens are not learnt, by reason, and whether that is an estimate.
+
+        Args:
+            most: Reads the loss of about so many tokens; None: of all.
+        """
+        masked, estimated = without_loss(self.train, most)
+        return {"masked": masked, "too_long": self.dropped_tokens, "held_out": self.held_out_tokens}, estimated
+
+    def untrained_in_words(self, most: int | None = None) -> str:
+        """Returns `untrained` in words; empty if all tokens are learnt."""
+        counts, estimated = self.untrained(most)
+        tokens, about = int(self.train.lengths().sum()), "about " if estimated else ""
+        why = (
+            (about, counts["masked"], "carry no loss (prompts, and turns that are not learnt)"),
+            ("", counts["too_long"], "are in documents that are dropped"), ("", counts["held_out"], "are held out"),
+        )  # fmt: skip
+        listed = ", ".join(f"{how}{count:,} {words}" for how, count, words in why if count)
+        every = tokens + self.dropped_tokens + self.held_out_tokens
+        return listed and f"{about}{sum(counts.values()):,} of {every:,} tokens are not trained on: {listed}"
+
+    def unused_in_words(self) -> str:
+        """Returns what of the data is not used, for the first event of a run; empty for nothing."""
+        return "; ".join(filter(None, (self.untrained_in_words(_LOSS_READ), *self.remarks)))
 
     def in_words(self, data: DataSection) -> str:
         """Returns what the user should know of the documents; empty if there is nothing."""
@@ -102,22 +134,22 @@ def open_documents(job: Job) -> Documents:
     if job.data.eval is not None and job.data.eval.path is not None:
         fault = f"kind {job.data.kind} reads no files by itself"
         raise DataError(Problem("data.eval.path", fault, "use `eval: {fraction: 0.02}`"))
-    trained, held, total, too_long = [], [], 0, 0
+    trained, held, totals = [], [], np.zeros(4, dtype=np.int64)
     options = job.data.parts or []
     for index, (one, name) in enumerate(zip(options, part_names(options), strict=True)):
         alone = job.model_copy(update={"data": job.data.part(index)})
         train, held_out, counts = _train_and_held_out(alone, tokenizer, f"data.parts[{index}]")
         held += [held_out] if held_out is not None else []
         trained.append(Part(name, train, _identity(train, tokenizer, alone), one.weight, one.epochs, one.tokens))
-        total, too_long = total + counts[0], too_long + counts[1]
+        totals += counts
     if not trained:
         raise DataError(Problem("data.parts", "is empty", "list at least one part"))
     whole = training_corpus(trained)
     identity = _identity(whole, tokenizer, job)
-    return Documents(whole, joined(held) if held else None, tokenizer, identity, tuple(trained), total, too_long)
+    return Documents(whole, joined(held) if held else None, tokenizer, identity, tuple(trained), *totals.tolist())
 
 
-def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpus, Corpus | None, tuple[int, int]]:
+def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpus, Corpus | None, tuple[int, ...]]:
     """Reads the documents of one source.
 
     Args:
@@ -126,12 +158,14 @@ def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpu
         key: The section of the source in the job file.
 
     Returns:
-        The training documents; those held out; how many there are, and how many are too long.
+        The training documents; those held out; how many there are, and how many are too long; the
+        tokens of those that are dropped, and of those that a fraction holds out.
     """
     data = job.data
     everything = _read(job, tokenizer, data.path or "", f"{key}.path")
     whole = kept(everything, data, f"{key}.path")
-    counts = len(everything), int((everything.lengths() > data.seq_len).sum())
+    lengths, tokens = everything.lengths(), int(whole.lengths().sum())
+    counts = len(everything), int((lengths > data.seq_len).sum()), int(lengths.sum()) - tokens, 0
     if data.eval is None or (data.eval.fraction is None and data.eval.path is None):
         return whole, None, counts
     if data.eval.path is not None:
@@ -139,7 +173,8 @@ def _train_and_held_out(job: Job, tokenizer: Tokenizer, key: str) -> tuple[Corpu
             fault = f"kind {data.kind} reads no files"
             raise DataError(Problem("data.eval.path", fault, "use `eval: {fraction: 0.02}`"))
         return whole, kept(_read(job, tokenizer, data.eval.path, "data.eval.path"), data, "data.eval.path"), counts
-    return *split(whole, data.eval.fraction or 0.0, job.train.seed), counts
+    train, held_out = split(whole, data.eval.fraction or 0.0, job.train.seed)
+    return train, held_out, (*counts[:3], int(held_out.lengths().sum()))
 
 
 def kept(corpus: Corpus, data: DataSection, place: str) -> Corpus:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -59,10 +59,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Text:
-    """A document before tokenising, and its place (`file:line`)."""
+    """A document before tokenising, its place (`file:line`), and columns beside it that are not
+    used."""
 
     place: str
     text: str
+    unused: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,8 @@ def encoded(
         for one in batch:
             if isinstance(one, Record) and isinstance(one.row, RowFault):
                 faults.add(one.place, one.row)
+            elif isinstance(one, Text):
+                faults.remark(one.place, _not_used(one.unused))
         batch = [one for one in batch if isinstance(one, Text)]
     for ids, loss in _texts(request, batch) if encoder is None else _records(encoder, batch, faults):
         yield ids.astype(dtype), loss
@@ -233,9 +237,12 @@ def _records(encoder: RowEncoder, batch: Sequence[Any], faults: Faults) -> Itera
         if isinstance(encoded, RowFault):
             faults.add(record.place, encoded)
         else:
-            unused = {f"column {name} is not used" for name in record.unused}
-            faults.remark(record.place, encoded.remarks | unused)
+            faults.remark(record.place, encoded.remarks | _not_used(record.unused))
             yield encoded.ids, encoded.loss
+
+
+def _not_used(columns: Iterable[str]) -> set[str]:
+    return {f"column {name} is not used" for name in columns}
 
 
 def _encoded(request: Request, batch: Sequence[Text]) -> list[NDArray[np.int64]]:

@@ -10,7 +10,7 @@ import numpy as np
 from raypp.checkpoint.arrays import FLOATS, as_float64
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.config import options_from_config
-from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles, matching_tensors, with_base_id
+from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles, matching_tensors, unused_tensors, with_base_id
 from raypp.hf.names import model_tensors
 from raypp.hf.original import with_original
 from raypp.kinds import known_source
@@ -104,6 +104,16 @@ def _own_head(files: HfFiles) -> bool:
         if not np.array_equal(one, other, equal_nan=True):
             return True
     return False
+
+
+def unused_weights(model: DecoderOptions) -> str:
+    """Returns how many tensors of `model.from_hf` no parameter takes, in words; empty for none.
+
+    Raises:
+        CheckpointError: There are no safetensors, or the headers cannot be read.
+        StoreError: The store does not answer.
+    """
+    return unused_tensors(HfFiles(model.from_hf), model_tensors(model)) if model.from_hf is not None else ""
 
 
 def check_hf_weights(job: Job) -> None:

@@ -146,8 +146,8 @@ def assemble(
                 counts = {"documents": loader.documents.total, "too_long": loader.documents.too_long}
                 tell(seat.event("data", words, **counts))
             passes = passes_in_words(loader.documents, job) if seat.rank == 0 else ""
-            unused = "; ".join(loader.documents.remarks)
-            for remark in filter(None, (passes, unused)) if seat.rank == 0 else ():
+            unused = loader.documents.unused_in_words() if seat.rank == 0 else ""
+            for remark in filter(None, (passes, unused)):
                 tell(seat.event("data", remark))
         stack.callback(loader.close)
         yield AssembledRank(

@@ -186,6 +186,7 @@ def _begin(mine: Restorable) -> None:
 
 def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
     # Only runs with model.from_hf import these.
+    from raypp.hf.from_hf import unused_weights
     from raypp.hf.initial_weights import load_from_hf
     from raypp.hf.model_files import HfFiles, with_base_id
 
@@ -199,7 +200,8 @@ def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
         what = f"{url}: {loaded.tensors} tensors, {megabytes} MB on this rank, {loaded.seconds:.1f} s"
         if skip:
             what = f"{url}: this rank has kept {len(skip)} tensors of it since the last attempt"
-        mine.tell("loaded_from_hf", what, 0)
+        unused = "" if skip else unused_weights(rank.job.model)
+        mine.tell("loaded_from_hf", "; ".join(filter(None, (what, unused))), 0)
 
 
 def _from_rank_zero(value: int) -> int:

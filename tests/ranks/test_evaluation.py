@@ -49,6 +49,7 @@ def lived(rank: int, world: int, port: int, source: dict[str, Any]) -> tuple[dic
     found: dict[str, Any] = {
         "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len, r.extras) for r in told.reports],
         "evaluations": [(e.step, e.details) for e in told.events if e.kind == "evaluated"],
+        "unused": [e.message for e in told.events if e.kind == "data" and "not trained on" in e.message],
         "samples": [(e.step, e.details["samples"]) for e in told.events if e.kind == "sampled"],
         "phases": told.phases,
     }
@@ -174,7 +175,9 @@ def run_of(name: str = "one", every: int = 2) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         source["checkpoint"] = {"url": folder, "every_steps": 0}
         results = run_in_living(world_of(source), ("evaluated", str(source["mesh"])), live, source)
-    assert not any(result["evaluations"] for result in results[1:])
+    assert not any(result["evaluations"] or result["unused"] for result in results[1:])
+    (unused,) = results[0]["unused"]
+    assert unused.endswith(" are held out")
     assert all(("evaluate" in result["phases"]) == bool(every) for result in results)
     return results[0]
 

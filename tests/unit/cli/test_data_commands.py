@@ -27,6 +27,7 @@ def test_rows_are_shown_with_their_loss_and_all_documents_are_counted(capsys: py
     assert "▌ " in printed and "<|im_end|>»" in printed and "«<|im_start|>" not in printed
     assert "24 of 48 documents have more than 128 tokens and are cut into pieces" in " ".join(printed.split())
     assert "27.5% of them carry loss" in printed
+    assert "5,025 of 6,934 tokens are not trained on: 5,025 carry no loss" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 80
 
 
@@ -43,6 +44,7 @@ def test_json_holds_the_ids_and_the_loss_of_the_rows(capsys: pytest.CaptureFixtu
     assert found["documents"] == 48 and found["too_long"] == {"documents": 0, "are": "dropped"}
     assert sum(one["documents"] for one in found["lengths"]) == 48
     assert len(found["first_rows"]) == 3
+    assert found["not_trained"] == {"masked": found["tokens"] - found["loss_tokens"], "too_long": 0, "held_out": 0}
     for piece in (piece for row in found["first_rows"] for piece in row):
         learnt = bytes(i for i, loss in zip(piece["ids"], piece["loss"], strict=True) if loss).decode()
         assert learnt.endswith("<|im_end|>") and "<|im_start|>" not in learnt
