@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -40,23 +40,23 @@ def read(request: Request) -> Corpus:
 
 
 def _documents(file: SourceFile, request: Request) -> Iterator[Text | Record]:
+    key = request.data.text_key
     for record in records_of(file):
         try:
-            text = _text(record, request.data.text_key)
-            yield Text(record.place, text, record.row.keys() - {request.data.text_key})
+            if isinstance(record.row, RowFault):
+                raise record.row
+            yield Text(record.place, _text(record.row, key), record.row.keys() - {key})
         except RowFault as fault:
             yield Record(record.place, fault)
 
 
-def _text(record: Record, key: str) -> str:
-    if isinstance(record.row, RowFault):
-        raise record.row
-    text = record.row.get(key)
+def _text(row: Mapping[str, Any], key: str) -> str:
+    text = row.get(key)
     if not isinstance(text, str):
-        keys = ", ".join(repr(name[:_LONGEST_KEY]) for name in islice(record.row, _SHOWN))
-        has = f"it has {keys or 'no keys'}" if key not in record.row else f"it is {kind_of(text)}"
+        keys = ", ".join(repr(name[:_LONGEST_KEY]) for name in islice(row, _SHOWN))
+        has = f"it has {keys or 'no keys'}" if key not in row else f"it is {kind_of(text)}"
         fix = "set data.text_key to the field that holds the text"
-        if shape_of(record.row) is not None:
+        if shape_of(row) is not None:
             fix = "set data.kind to chat, which reads conversations"
         raise RowFault(f"has no text under {key!r} ({has})", fix)
     try:
