@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def some_hosts(prefix: str, count: int = 2, *, awake: bool = True) -> Iterator[H
 
 
 class Hosts:
-    """Some hosts. Rank r runs on host and core r; further ranks begin at host 0 again."""
+    """Some hosts. Rank r runs on host and core r."""
 
     def __init__(self, network: Network, count: int) -> None:
         self.network, self.count, self._port = network, count, 29700
@@ -51,9 +51,7 @@ class Hosts:
         for host in range(self.count):
             self.network.set_rate(host, f"{mbit:.3f}mbit" if mbit else "none")
 
-    def run(
-        self, module: str, arguments: Sequence[str], more: Mapping[str, str] | None = None, per_host: int = 1
-    ) -> list[dict[str, Any]]:
+    def run(self, module: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
         """Runs the ranks of a module and returns what all of them measured.
 
         The results include `sent`: the bytes that the rank's host sent through its network card.
@@ -62,8 +60,6 @@ class Hosts:
             module: `benchmarks.timed_rank`, or another module that reads torchrun's variables and
                 writes to BENCH_OUT.
             arguments: The module's arguments.
-            more: Additional environment variables.
-            per_host: Ranks on each host.
 
         Raises:
             SystemExit: A rank failed. The message has the last output of all ranks.
@@ -71,9 +67,9 @@ class Hosts:
         sent = self.sent()
         with tempfile.TemporaryDirectory() as folder:
             ranks = []
-            for rank, (command, environment) in enumerate(self._commands(module, arguments, per_host)):
+            for rank, (command, environment) in enumerate(self._commands(module, arguments)):
                 with Path(f"{folder}/said.{rank}").open("wb") as said:
-                    own = {"BENCH_OUT": f"{folder}/out", "BENCH_STORE": f"{folder}/store", **(more or {})}
+                    own = {"BENCH_OUT": f"{folder}/out", "BENCH_STORE": f"{folder}/store"}
                     ranks.append(subprocess.Popen(command, env=environment | own, stdout=said, stderr=said))
             end = time.monotonic() + PATIENCE_S
             for process in ranks:
@@ -88,12 +84,12 @@ class Hosts:
             ]
         after = self.sent()
         for rank, figures in enumerate(found):
-            figures["sent"] = after[rank % self.count] - sent[rank % self.count]
+            figures["sent"] = after[rank] - sent[rank]
         return found
 
-    def hold(self, module: str, arguments: Sequence[str], per_host: int = 1) -> Held:
+    def hold(self, module: str, arguments: Sequence[str]) -> Held:
         """Starts the ranks of a program that trains in turns; the arguments are those of `run`."""
-        return Held(self._commands(module, [*arguments, "--steps", str(10**6)], per_host), self.sent)
+        return Held(self._commands(module, [*arguments, "--steps", str(10**6)]), self.sent)
 
     def sent(self) -> list[int]:
         """Returns the bytes that the switch has received from each host."""
@@ -101,21 +97,20 @@ class Hosts:
         cables = [folder / self.network.cable(host) for host in range(self.count)]
         return [int((cable / "statistics/rx_bytes").read_text()) for cable in cables]
 
-    def _commands(self, module: str, arguments: Sequence[str], per_host: int) -> list[tuple[list[str], dict[str, str]]]:
+    def _commands(self, module: str, arguments: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
         """Returns the command and the environment of each rank."""
         self._port += 1
         found = []
-        for rank in range(self.count * per_host):
-            host = rank % self.count
-            command = self.network.command(host, pinned(host, module, arguments))
-            found.append((command, self._environment(rank, per_host)))
+        for rank in range(self.count):
+            command = self.network.command(rank, pinned(rank, module, arguments))
+            found.append((command, self._environment(rank)))
         return found
 
-    def _environment(self, rank: int, per_host: int) -> dict[str, str]:
+    def _environment(self, rank: int) -> dict[str, str]:
         return {
             **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RANK": str(rank),
-            "WORLD_SIZE": str(self.count * per_host), "LOCAL_RANK": str(rank // self.count),
-            "LOCAL_WORLD_SIZE": str(per_host), "GROUP_RANK": str(rank % self.count),
+            "WORLD_SIZE": str(self.count), "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank),
             "MASTER_ADDR": self.network.address(0), "MASTER_PORT": str(self._port),
         }  # fmt: skip
 

@@ -12,7 +12,6 @@ need four cores, and by default run only raypp with auto, with int8, and torch's
 
 `--paced` replaces computing by sleeping (`benchmarks.paced`). It needs hardly any core, so it runs
 anywhere, and shows what the cables cost without what they cost the cores.
-`--on-paper` prints the simulated tables and bounds only (`benchmarks.link_bounds`, `link_orders`).
 
 All programs run at the same time and train in turns of two steps, round after round, every second
 round in reverse order. So the values that are compared were measured within half a minute, and the
@@ -20,8 +19,6 @@ rate of the cable follows the speed of the machine. A ratio compares two turns o
 the tables show the median over the rounds and the range. No snapshots in memory travel over the
 cable, unless a variant says so. The cores are kept awake (`benchmarks.awake`). With
 `--sleeping-cores` they are not, and a program pays extra for each wait after which a core is slow.
-
-The tables for more ranks come from the simulator.
 """
 
 from __future__ import annotations
@@ -35,15 +32,10 @@ from typing import Any
 
 from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.kept import Kept, add_resume
-from benchmarks.link_bounds import print_bounds
-from benchmarks.link_orders import print_orders
 from benchmarks.sizes import ROWS, SEQ_LEN, model_options
 from benchmarks.surroundings import announce
-from benchmarks.torch_1f1b_on_paper import torch_1f1b_s
 from benchmarks.turns import Held, Turn
 from cluster.testbed import why_not
-from raypp.schedules.one_f_one_b import build
-from raypp.schedules.simulate import StageTimes, simulate
 
 MICROBATCHES = 16
 CUTS = {2: "5,3", 4: "2,2,2,2"}
@@ -202,7 +194,7 @@ def measure(hosts: Hosts, kept: Kept, options: argparse.Namespace) -> dict[float
 
 
 def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begun: str) -> None:
-    """Prints the tables of seconds and ratios with the goals, and the simulated one."""
+    """Prints the tables of seconds and ratios with the goals."""
     print(f"\n{begun}")
     print(f"\nP = {options.hosts}, m = {options.microbatches}, fp32, "
           f"{'stages that sleep' if options.paced else 'one core each'}; "
@@ -227,37 +219,11 @@ def report(found: dict[float, dict[str, Any]], options: argparse.Namespace, begu
                   f"| {_ratios(rounds, NO_LIMIT, variant)}{goal[0]} | {against} | {size:.1f} |")  # fmt: skip
     for share, cable in found.items():
         print(f"\n{share}: {cable['told']}")
-    on_paper(options)
-
-
-def on_paper(options: argparse.Namespace) -> None:
-    """Prints the simulated tables, and the bounds of hosts between two others."""
-    simulated()
-    cut = [int(part) for part in CUTS[options.hosts].split(",")]
-    if len(cut) > 2:
-        print_bounds(cut, options.microbatches)
-        print_orders(cut)
 
 
 def _ratios(rounds: Sequence[dict[str, Figures]], base: str, variant: str) -> str:
     """Returns how many times faster a variant is than `base`, for each round."""
     return spread([one[base]["step_s"] / one[variant]["step_s"] for one in rounds])
-
-
-def simulated() -> None:
-    """Prints the simulated table for two to eight ranks: forward 1, backward 2, equal stages."""
-    print("\nSimulated (forward 1, backward 2, equal stages): share of a free link's speed")
-    print("\n| P | m | message ÷ forward | raypp, best lookahead | lookahead | torch Schedule1F1B | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for pp, microbatches in ((2, 16), (4, 32), (8, 64)):
-        free = simulate(build(pp, 1, microbatches), StageTimes.equal(pp)).makespan
-        for share in (0.5, 1.0, 1.5, 2.0):
-            times = StageTimes.equal(pp, link=share)
-            steps = [simulate(build(pp, 1, microbatches, depth), times).makespan for depth in range(5)]
-            best = next(depth for depth, step in enumerate(steps) if step <= min(steps) * 1.01)
-            theirs = torch_1f1b_s([1.0] * pp, [2.0] * pp, microbatches, share)
-            print(f"| {pp} | {microbatches} | {share} | {free / steps[best]:.2f} | {best} | {free / theirs:.2f} "
-                  f"| {theirs / steps[best]:.2f} |")  # fmt: skip
 
 
 def main() -> None:
@@ -270,7 +236,6 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
     parser.add_argument("--sleeping-cores", action="store_true", help="do not keep the cores awake while they wait")
     parser.add_argument("--paced", action="store_true", help="sleep instead of computing: what the cables cost")
-    parser.add_argument("--on-paper", action="store_true", help="print the simulated tables only")
     add_resume(parser)
     options = parser.parse_args()
     announce()
@@ -279,10 +244,8 @@ def main() -> None:
     cores, few = len(os.sched_getaffinity(0)), ""
     if cores < options.hosts and not options.paced:
         few = f"{options.hosts} hosts need {options.hosts} cores, and there are {cores}; --paced runs on any number"
-    if options.on_paper or (reason := why_not() or few):
-        if not options.on_paper:
-            print(f"skipped: {reason}")
-        on_paper(options)
+    if reason := why_not() or few:
+        print(f"skipped: {reason}")
         return
     started = time.perf_counter()
     names = ("hosts", "steps", "microbatches", "only", "sleeping_cores", "paced")

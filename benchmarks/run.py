@@ -35,38 +35,22 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("throughput", 6, "raypp's step compared with a bare Schedule1F1B script"),
-    Benchmark("schedules", 4, "each schedule's measured and simulated step"),
     Benchmark("dispatch", 2, "the runtime's cost per microbatch compared with torch's classes"),
     Benchmark("receives_on_paper", 1, "what receives posted in one order cost; computed"),
-    Benchmark("schedules_on_cables", 1, "every schedule on slow cables, with and without a lookahead; computed"),
-    Benchmark("timeline", 2, "what tracing costs a step"),
-    Benchmark("lengths", 6, "the gain from negotiating lengths per microbatch"),
-    Benchmark("memory", 3, "peak memory by number of microbatches"),
-    Benchmark("offload", 3, "a step's time and what is in host memory, with and without offloading"),
-    Benchmark("loss_memory", 7, "peak memory and time of the loss, by whole logits and in chunks"),
     Benchmark("kernel_counts", 1, "kernels and bytes of a layer's elementwise work, compiled or not; computed"),
-    Benchmark("quantised_base", 3, "memory and speed of adapters on int8, nf4, bf16 and fp32 bases"),
-    Benchmark("context_balance", 1, "how evenly context-parallel ranks share attention"),
     Benchmark("startup", 5, "from submit to the first step, compared with torchrun"),
     Benchmark("saves", 5, "a save's stall, rate, memory and re-cut, compared with other writers"),
-    Benchmark("crowded", 3, "stall per save and negotiation with more ranks than cores"),
-    Benchmark("memory_tier", 3, "the cost of a snapshot in memory and of a restart from it"),
     Benchmark("link_hiding", 20, "how much of a slow cable is hidden, compared with torch's 1F1B and FSDP", root=True),
-    Benchmark("pacing", 8, "how much a save slows steps on a slow cable, throttled and not", root=True),
-    Benchmark("fsdp_overlap", 5, "how much of FSDP's traffic over a slow cable a step hides", root=True),
     Benchmark("sites", 10, "outer steps against sums over a link of 20 Mbit/s and 50 ms between two sites", root=True),
     Benchmark("replica_sync", 12, "sums over replicas on a slow cable: beside the backward, in int8", root=True),
-    Benchmark("memory_prediction", 15, "predicted and measured peak memory per rank"),
-    Benchmark("low_memory", 30, "loss, peak memory and step time by precision and optimizer state"),
     Benchmark("prediction", 10, "predicted and measured step times", root=True),
     Benchmark("generate", 2, "tokens/s of decoding, compared with transformers"),
-    Benchmark("scale", 2, "8 to 1,024 GPUs on 1 to 100 Gbit/s; computed"),
     Benchmark("wire", 7, "bytes and loss of compressed messages"),
     Benchmark("recovery", 8, "from a kill to the next step, compared with a cold start"),
     Benchmark("gpu_single", 3, "tokens/s, memory and MFU of one GPU; without one, a toy model on the CPU"),
     Benchmark("controller_scale", 4, "a controller's cost per rank, and how many ranks it supports"),
 )
-PARTS = ("bare_1f1b", "memory_rank", "recut_bytes", "save_rank", "sink", "timed_costs", "timed_rank")
+PARTS = ("bare_1f1b", "recut_bytes", "save_rank", "timed_costs", "timed_rank")
 """Modules that a benchmark runs as separate processes."""
 
 

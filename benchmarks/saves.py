@@ -4,8 +4,7 @@ It uses one S3 server on loopback and runs ranks as processes, with all writers 
 round. It prints medians over the rounds: what training loses; the upload and its CPU time, compared
 with raw boto3 and DCP's writers; and what a load onto other meshes reads.
 
-The server is SeaweedFS, which stores and whose CPU time bounds every writer; or with `--server
-sink` one that reads bodies and drops them (`benchmarks.sink`), so that writers bound themselves.
+The server is SeaweedFS, which stores and whose CPU time bounds every writer.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from typing import Any
 from benchmarks.recut_bytes import recut_table
 from benchmarks.save_teams import Answers, Teams
 from benchmarks.save_writers import WRITERS
-from benchmarks.sink import Sink
 from benchmarks.surroundings import announce
 from raypp.clusters.seaweed import SeaweedServer
 
 WORLD = 2
-Server = SeaweedServer | Sink
 
 
 def medians(found: list[Answers], key: str) -> float:
@@ -38,7 +35,7 @@ def ratios(theirs: list[float], ours: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))
 
 
-def in_turns(what: str, rounds: int, teams: Teams, server: Server) -> dict[str, list[Answers]]:
+def in_turns(what: str, rounds: int, teams: Teams, server: SeaweedServer) -> dict[str, list[Answers]]:
     """Returns the answers of every round, for each writer that did not fail.
 
     There is one additional round at the start, which allocates memory, opens connections and grows
@@ -59,13 +56,13 @@ def warm(found: dict[str, list[Answers]]) -> dict[str, list[Answers]]:
     return {name: answers[1:] for name, answers in found.items()}
 
 
-def clear(server: Server) -> None:
+def clear(server: SeaweedServer) -> None:
     for folder in ("raw", "s3tc", "fsspec"):
         store = server.store("bench", folder)
         store.delete([info.key for info in store.list("")])
 
 
-def uploads(teams: Teams, rounds: int, server: Server) -> list[str]:
+def uploads(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
     """Measures saves without training: the seconds until they are durable, and the CPU time."""
     everything = in_turns("save", rounds, teams, server)
     found = warm(everything)
@@ -87,8 +84,7 @@ def uploads(teams: Teams, rounds: int, server: Server) -> list[str]:
             f"| {ratios(seconds[name], whole):.2f} | {ratios(seconds[name], alone):.2f} "
             f"| {ratios(client[name], client['raypp']):.2f} |"
         )
-    if isinstance(server, SeaweedServer):
-        lines += ["", *bound(found, seconds, gigabytes)]
+    lines += ["", *bound(found, seconds, gigabytes)]
     extra = [max(answer["extra"] for answer in one) for one in everything["raypp"]]
     lines += [
         "",
@@ -118,7 +114,7 @@ def bound(found: dict[str, list[Answers]], seconds: dict[str, list[float]], giga
     return lines
 
 
-def losses(teams: Teams, rounds: int, server: Server) -> list[str]:
+def losses(teams: Teams, rounds: int, server: SeaweedServer) -> list[str]:
     """Measures saves during training, for writers that let it continue."""
     found = warm(in_turns("train", rounds, teams, server))
     lines = [
@@ -137,7 +133,7 @@ def losses(teams: Teams, rounds: int, server: Server) -> list[str]:
     return lines
 
 
-def stalls(rounds: int, megabytes: int, environment: dict[str, str], server: Server) -> list[str]:
+def stalls(rounds: int, megabytes: int, environment: dict[str, str], server: SeaweedServer) -> list[str]:
     """Measures raypp's saves of a larger state."""
     lines = [
         "| ranks | MB per rank | step, s | stop per save, ms, median (longest) | of it before the next step "
@@ -160,7 +156,7 @@ def stalls(rounds: int, megabytes: int, environment: dict[str, str], server: Ser
     return lines
 
 
-def beside_others(options: Any, environment: dict[str, str], server: Server) -> list[str]:
+def beside_others(options: Any, environment: dict[str, str], server: SeaweedServer) -> list[str]:
     teams = Teams(options.writers, WORLD, options.megabytes, environment, server.pid)
     try:
         print("\n".join(uploads(teams, options.rounds, server)), "\n", flush=True)
@@ -182,11 +178,10 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", choices=("stops", "uploads", "loads"), default=["stops", "uploads", "loads"]
     )
-    parser.add_argument("--server", choices=("seaweed", "sink"), default="seaweed", help="what takes the saves")
     options = parser.parse_args()
-    announce(f"server: {options.server}")
+    announce()
     with tempfile.TemporaryDirectory() as folder:
-        server = Sink.start() if options.server == "sink" else SeaweedServer.start(Path(folder), buckets=("bench",))
+        server = SeaweedServer.start(Path(folder), buckets=("bench",))
         try:
             environment = {
                 **os.environ, **server.environment(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",

@@ -13,20 +13,16 @@ from typing import Any
 
 import torch
 import yaml
-from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.paced import sleep_instead
 from benchmarks.sizes import MICROBATCHES, ROWS, SEQ_LEN, model_options
 from benchmarks.turns import Gate
-from raypp.parallel import apply, late_sums
+from raypp.parallel import apply
 from raypp.pipeline import runtime
-from raypp.pipeline.planned_stage import PlannedStage
-from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.wire import SumStart
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
-from raypp.storage.rate_limit import OtherTraffic
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.rank import run_rank
 
@@ -91,28 +87,6 @@ def job_of(settings: Sequence[str], *, world: int, steps: int, cut: str = "", ur
     return parse_job(document)
 
 
-def wait_for_weights_and_sums() -> None:
-    """Makes sharded stages wait for their weights and sums immediately, without any overlap."""
-
-    def unshard(self: ProgramRuntime, stage: PlannedStage, microbatch: int) -> None:
-        for module in stage.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-
-    ProgramRuntime._unshard = unshard  # type: ignore[method-assign]
-    begin = late_sums.LateSums.__init__
-
-    def at_once(self: late_sums.LateSums, *, late: bool) -> None:
-        begin(self, late=False)
-
-    late_sums.LateSums.__init__ = at_once  # type: ignore[assignment, method-assign]
-
-
-def never_give_way() -> None:
-    """Makes limited uploads send their share whatever else is under way."""
-    OtherTraffic.is_under_way = lambda self: False  # type: ignore[method-assign]
-
-
 def start_sums(when: str) -> None:
     """Changes when sums over replicas start: `after` the last backward as FSDP's own, or `at-once`.
 
@@ -129,8 +103,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--cut", default="")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override a key of the job")
-    parser.add_argument("--no-overlap", action="store_true", help="wait for sharded weights and sums at once")
-    parser.add_argument("--no-yield", action="store_true", help="limited uploads do not give way to training")
     parser.add_argument("--pace", type=float, help="sleep this many seconds per layer (benchmarks.paced)")
     parser.add_argument("--sums", choices=("after", "at-once"), help="start sums over replicas at another time")
     parser.add_argument("--no-save", action="store_true", help="stop after the steps without a checkpoint")
@@ -139,10 +111,6 @@ def main() -> None:
         sleep_instead(arguments.pace)
     if arguments.sums:
         start_sums(arguments.sums)
-    if arguments.no_overlap:
-        wait_for_weights_and_sums()
-    if arguments.no_yield:
-        never_give_way()
     url = os.environ.get("BENCH_STORE") or tempfile.mkdtemp()
     world = int(os.environ["WORLD_SIZE"])
     steps = arguments.steps + arguments.no_save  # the run is stopped before its last step, which saves

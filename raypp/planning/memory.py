@@ -1,8 +1,7 @@
 """Device memory that a rank needs, by purpose, at the moment of a step when it needs most.
 
 The rank's actions are played in order. Before, within and after each of them the bytes of all
-tensors are added up, and the largest sum is the prediction. `benchmarks.memory_prediction` compares
-it with what ranks take.
+tensors are added up, and the largest sum is the prediction.
 """
 
 from __future__ import annotations

@@ -248,10 +248,10 @@ FAULTS = [
         "a damaged COMMIT with two objects of one rank is read",
     ),
     Fault(
-        "commit-newer-format-is-read", _COMMIT,
-        "if version > FORMAT:",
+        "commit-other-format-is-read", _COMMIT,
+        "if version != FORMAT:",
         "if False:",
-        "a checkpoint of a newer raypp is read by the old rules",
+        "a checkpoint of another format is read by the rules of this one",
     ),
     Fault(
         "commit-of-another-run", _COMMIT,

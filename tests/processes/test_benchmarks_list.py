@@ -1,10 +1,7 @@
-"""The command that runs all benchmarks lists them all, with a description of each.
-
-Each benchmark says on which machine it runs before it measures."""
+"""The command that runs all benchmarks lists them all, with a description of each."""
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from pathlib import Path
@@ -30,22 +27,6 @@ def test_the_page_of_figures_names_every_benchmark_in_its_table() -> None:
     page = (PLACE / "docs" / "benchmarks" / "README.md").read_text()
     missing = [one.name for one in BENCHMARKS if f"| `{one.name}` |" not in page]
     assert not missing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [one.name for one in BENCHMARKS])
-def test_each_announces_the_machine_before_it_prints_or_starts_anything(name: str) -> None:
-    tree = ast.parse((PLACE / "benchmarks" / f"{name}.py").read_text())
-    main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
-    called = [ast.unparse(node.value.func) if is_call(node) else "" for node in main.body]  # type: ignore[attr-defined]
-    assert called.count("announce") == 1, "main() must call benchmarks.surroundings.announce(), not within a branch"
-    before = main.body[: called.index("announce")]
-    assert "print" not in called[: len(before)]
-    assert not [node for node in before if isinstance(node, ast.For | ast.While | ast.With | ast.Try)]
-
-
-def is_call(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
 
 
 @pytest.mark.slow
