@@ -115,6 +115,7 @@ def error_facts(status: Mapping[str, Any]) -> list[tuple[str, RenderableType]]:
     if not status["error"]:
         return []
     name, style = ("last failure", "yellow") if survived(status) else ("error", "red")
+    name = "note" if status["state"] == "PENDING" else name  # that it waits
     return [(name, Lines(status["error"], style=style))]
 
 

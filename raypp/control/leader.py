@@ -126,8 +126,8 @@ class Leader:
                 if (seen := watcher.check(turn)) is not None:
                     self._process_event(seen)
             self.reports.stepped = False
-            if attempt.phase is AttemptPhase.PLACING and (words := self._placement.waits_for()):
-                self.record.event(Event("waiting", words, attempt=attempt.number))
+            placing = attempt.phase is AttemptPhase.PLACING
+            self.record.waits(self._placement.waits_for() if placing else None, attempt.number)
         else:
             self._process_reports(wait_s=_POLL_S)
         if self._wake_at is not None and time.monotonic() >= self._wake_at:

@@ -140,7 +140,8 @@ class Placement:
     _asked_at: float = 0.0
     _infeasible_since: float | None = None
     _used: set[str] = field(default_factory=set)
-    _told: bool = False
+    _waits: str | None = None
+    _looked_at: float = 0.0
 
     @classmethod
     def of(cls, job: Job, name: str, world: int, device: str, lifetime: str | None = "detached") -> Placement:
@@ -168,7 +169,7 @@ class Placement:
     def request(self) -> None:
         """Requests the group unless it exists, and restarts the wait for it."""
         self._asked_at = time.monotonic()
-        self._infeasible_since, self._told = None, False
+        self._infeasible_since, self._waits, self._looked_at = None, None, self._asked_at
         if self.group is None:
             avoided = self.excluded | self.lost_nodes.unreachable()
             self.group = make_group(self.name, self.world, self.bundle, avoided, self.lifetime)
@@ -194,16 +195,17 @@ class Placement:
         return time.monotonic() - self._asked_at
 
     def waits_for(self) -> str | None:
-        """Returns what the run waits for, and who has it; once for each request, after a while."""
-        if self._told or self.waited_s() < _TELL_WAIT_S:
-            return None
-        self._told, held = True, Counter[str]()
+        """Returns what the run waits for, and who has it, as it was lately; None for a while."""
+        if time.monotonic() - self._looked_at < _TELL_WAIT_S:
+            return self._waits
+        self._looked_at, held = time.monotonic(), Counter[str]()
         for group in placement_group_table().values():
             if group["state"] == "CREATED" and group["name"] != self.name:
                 held[run_of(group["name"])] += len(group["bundles"])
         who = ", ".join(f"{name} has {count}" for name, count in held.items()) or "no run has any"
         want = ", ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
-        return f"waits for {self.world} places of {want}, of which {self.room()} are free: {who}"
+        self._waits = f"waits for {self.world} places of {want}, of which {self.room()} are free: {who}"
+        return self._waits
 
     def room(self, excluded: frozenset[str] = frozenset()) -> int:
         """Returns how many ranks there is room for now, counting what the run holds already.

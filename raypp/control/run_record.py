@@ -57,6 +57,8 @@ class RunRecord:
         self._known: dict[tuple[Any, ...], None] = {}
         self._unsaved: Event | None = None
         """Since when saves fail; None while they succeed."""
+        self._waits: str | None = None
+        """What the run waits for before it can begin an attempt."""
         self._newest = (0, 0)
         """Attempt and step of the report that the status is from."""
 
@@ -204,6 +206,12 @@ class RunRecord:
         self._trackers.event(event)
         self._say(f"{event.kind}: {event.message}")
 
+    def waits(self, words: str | None, attempt: int) -> None:
+        """Sets what the run waits for; None: for nothing. The first time, it is an event."""
+        if words and not self._waits:
+            self.event(Event("waiting", words, attempt=attempt))
+        self._waits = words
+
     def log(self, line: LogLine) -> None:
         """Records a line of a rank's output."""
         self._recorder.log(line)
@@ -212,7 +220,7 @@ class RunRecord:
         """Updates the status from machine and ranks. Without ranks it keeps the last ones, as they
         ended."""
         done = machine.state is RunState.SUCCEEDED
-        unsaved = "" if machine.state.final else self.unsaved(machine.committed_step)
+        now = () if machine.state.final else (self._waits, self.unsaved(machine.committed_step))
         shown = _rank_status(ranks, self._status.ranks) or tuple(
             dataclasses.replace(one, state="done" if done or one.state == "done" else "dead")
             for one in self._status.ranks
@@ -224,7 +232,7 @@ class RunRecord:
             restarts=machine.restarts,
             checkpoint=self._url_of(machine.committed_step),
             ranks=shown,
-            error="\n".join(filter(None, (unsaved, machine.error))) or None,
+            error="\n".join(filter(None, (*now, machine.error))) or None,
         )
         self._recorder.status(self._status)
         self._gauges.status(self._status, machine.committed_step)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 
+from raypp.api.find_run import present_status
 from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
+from raypp.cli.console import Console
+from raypp.cli.render import runs_table, status_view
+from raypp.clusters.known_runs import RunPlace
 from raypp.control.machine import Machine
 from raypp.control.protocol import BatchAnswer
 from raypp.control.report.reporter import ReportBuffer
@@ -183,3 +188,27 @@ def test_saves_that_fail_are_told_once_and_the_status_says_what_is_in_memory_onl
     record.close()
     kinds = [event.kind for event in RunReader(DirectoryStore(tmp_path), "told").events()]
     assert kinds == ["save_failed", "save_failed", "committed", "save_failed"]
+
+
+def test_what_a_run_waits_for_is_one_event_and_stays_in_its_status_until_it_has_it(tmp_path: Path) -> None:
+    record = _record(DirectoryStore(tmp_path), "c-1")
+    record.begin(None)
+    for words in ("waits for 4 places: a has 2", "waits for 4 places: a has 1"):
+        record.waits(words, 1)
+        record.update_status(Machine(RunState.PENDING), ())
+        assert record.status().error == words
+    place = RunPlace(str(tmp_path), "told", "http://10.0.0.1:8265")
+    shown = present_status(place, RunReader(DirectoryStore(tmp_path), "told")) if record.flush() else {}
+    for width in (None, 70):
+        screen = StringIO()
+        console = Console(file=screen, width=width or 200)
+        console.print(runs_table([(shown, place)], width))
+        console.print(status_view(shown, [], console))
+        lines = screen.getvalue().splitlines()
+        assert sum("waits for 4 places: a has 1" in line for line in lines) == 2
+        assert any(line.split() == ["note", *words.split()] for line in lines)
+    record.waits(None, 1)
+    record.update_status(Machine(RunState.RUNNING), ())
+    assert record.status().error is None and record.close()
+    events = RunReader(DirectoryStore(tmp_path), "told").events()
+    assert [(one.kind, one.message, one.attempt) for one in events] == [("waiting", "waits for 4 places: a has 2", 1)]
