@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 
 from raypp.api.checked_job import load_checked_job
 from raypp.cli.console import Console, Lines, Table, Text
+from raypp.cli.first_hour import cards_of, first_hour
 from raypp.cli.options import set_option
 from raypp.cli.output import check_writable, echo, echo_json, echo_lines, problem_parts, styled, write_file
 from raypp.clusters.find import Cluster, find_cluster, lend_store_settings
@@ -45,6 +47,8 @@ _COLOURS = {Severity.BREAKS: "red", Severity.EXPOSES: "red", Severity.SLOWS: "ye
 @click.option("--seconds", default=0.6, show_default=True, help="Length of each bandwidth measurement.")
 @click.option("--no-devices", is_flag=True, help="Skip the matrix product on every device.")
 @click.option("--nccl", is_flag=True, help="Run NCCL between the GPUs, and look at what arrives.")
+@click.option("--first-hour", "hour", is_flag=True, help="Run ten checks of new cards; write a page to send to us.")
+@click.option("--nodes", default="", metavar="A,B", help="With --first-hour: the nodes it may use.  [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor_command(
     job: Path | None,
@@ -55,6 +59,8 @@ def doctor_command(
     seconds: float,
     no_devices: bool,
     nccl: bool,
+    hour: bool,
+    nodes: str,
     as_json: bool,
 ) -> None:
     """Check every node of a cluster, each link between two nodes, and the store.
@@ -62,8 +68,17 @@ def doctor_command(
     With JOB, check what it needs: also that each node can read its data, every part of a mixture,
     and its tokenizer.
 
+    With --first-hour, run ten checks of new cards in order on whatever cards there are, and write
+    what they printed to first-hour.md (or --out). Without cards, run what CPUs can.
+
     Exits with code 0 if all is fine, 1 if something will break a run, 3 if there is no cluster.
     """
+    if hour and (job is not None or as_json):
+        what = "--json" if as_json else "JOB"
+        raise JobError(Problem("--first-hour", f"it does not take {what}", f"leave out {what}"))
+    if nodes and not hour:
+        raise JobError(Problem("--nodes", "it limits --first-hour only", "leave it out, or add --first-hour"))
+    out = Path("first-hour.md") if hour and out is None else out
     checked = load_checked_job(job, overrides).job if job is not None else None
     if job is None and overrides:
         raise JobError(Problem("--set", "needs a JOB whose value it replaces", "give the job file first"))
@@ -77,9 +92,17 @@ def doctor_command(
         url = str(expand_home(url).absolute())
     examined = without_secrets(job_document(checked)) if checked else None
     here = cluster.embedded is not None
-    options = ProbeOptions(url, examined, max(0.05, min(seconds, 60.0)), not no_devices, nccl, share_environment=here)
+    seconds = max(0.05, min(seconds, 60.0))
+    options = ProbeOptions(url, examined, seconds, hour or not no_devices, hour or nccl, share_environment=here)
+    start = time.monotonic()
     report = last_answer(_examination(cluster, options))
     results = findings(report)
+    if hour:
+        assert out is not None
+        cards = cards_of(report, nodes, store_url or "")
+        write_file(Path("links.json"), (json.dumps(links_document(report), indent=2) + "\n").encode())
+        passed = first_hour(report, results, time.monotonic() - start, cluster, cards, out)
+        raise SystemExit(EXIT_OK if passed else EXIT_RUN_FAILED)
     if checked is not None:
         try:
             client.check_resources(checked, cluster)
