@@ -23,7 +23,7 @@ from raypp.checkpoint.compatibility import (
     recorded_precision,
     recorded_reduction,
 )
-from raypp.checkpoint.run_files import travelling_files, write_run_files
+from raypp.checkpoint.run_files import changed_files, travelling_files, write_run_files
 from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
@@ -205,7 +205,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> Jo
             say(f"train.sync.every_steps: auto is {steps}, as before")
             file = replace(file, job=file.job.with_every_steps(steps))
         problems = check_resume(before, file.job) + check_steps(saved[-1].step, file.job.train.steps)
-        if problems:
+        if problems := problems or changed_files(store, name, file.job):
             raise JobError(map(file.locate, problems))
         if jump := rate_jump(before, file.job, saved[-1].step):
             say(f"warning: {jump}")

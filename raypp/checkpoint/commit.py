@@ -283,6 +283,7 @@ class DataPosition:
     data: str
     parts: tuple[PartPosition, ...] = ()
     template: str = ""
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
 
     These may change: mesh, pipeline, train.steps and the learning rate, checkpoint, recovery,
     resources, data.eval.path, model.max_context, and `model.from_hf`, which only a run without
-    checkpoints reads, or which holds the same frozen weights (`model.lora.base_id`).
+    checkpoints reads, or which holds the same frozen weights (`model.lora.base_id`). So may the
+    paths of tokenizer and chat template: their contents are part of the data position.
     Fields that the old document lacks are not compared.
 
     These may not change: the rest of model and data, train.seed (it orders the data),
@@ -45,6 +46,8 @@ def check_resume(old_job: Mapping[str, Any], new_job: Job | Mapping[str, Any]) -
     problems: list[Problem] = []
     for section in ("model", "data"):
         before, after = _meaning(old_job, section), _meaning(new, section)
+        if "bytes" not in (before.get("tokenizer", "bytes"), after.get("tokenizer", "bytes")):
+            del before["tokenizer"]  # two files
         problems.extend(_changed(*difference) for difference in _differences(before, after, section))
     for path in (("train", "seed"), ("train", "optimizer", "kind"), ("train", "optimizer", "state")):
         before, after = _at(old_job, path), _at(new, path)
@@ -124,7 +127,7 @@ def _meaning(job: Mapping[str, Any], section: str) -> dict[str, Any]:
     The path of the held-out data matters only if they are cut from the training data.
     """
     meaning = dict(job.get(section) or {})
-    for name in ("from_hf", "original", "max_context") if section == "model" else ():
+    for name in ("from_hf", "original", "max_context") if section == "model" else ("chat_template",):
         meaning.pop(name, None)
     if "eval" in meaning:
         held_out = meaning["eval"]

@@ -17,6 +17,7 @@ from raypp.data.mixture import MixtureOrder
 from raypp.data.packing import NO_LABEL, Row, RowOrder, RowPlan, make_row
 from raypp.data.source_files import find_files
 from raypp.data.sources import Documents, open_documents
+from raypp.data.tokenizer import FileTokenizer
 from raypp.errors import DataError, JobError, Problem, RayppError
 from raypp.kinds import SOURCES, keeps_data_elsewhere
 from raypp.spec.job import Job
@@ -116,9 +117,14 @@ class Loader:
 
     def position(self) -> dict[str, Any]:
         """Returns the position of the next step: plain JSON, the same on every rank and mesh."""
-        template = self.documents.train.template
-        at = {**self._order.document(self._cursor), "data": self.identity}
-        return {**at, "template": template} if template else at
+        return {**self._order.document(self._cursor), "data": self.identity, **self._files()}
+
+    def _files(self) -> dict[str, str]:
+        """Returns digests of the tokenizer and the chat template that the rows were made with, if
+        they are files."""
+        tokenizer, template = self.documents.tokenizer, self.documents.train.template
+        digests = {"tokenizer": tokenizer.identity} if isinstance(tokenizer, FileTokenizer) else {}
+        return digests | ({"template": template} if template else {})
 
     def used(self) -> dict[str, float]:
         """Returns what was used of each part of a mixture so far, by names for the history.
@@ -144,11 +150,13 @@ class Loader:
         self._cursor = cursor
 
     def _other_data(self, data: str, position: Mapping[str, Any]) -> Problem:
-        own, other = self.documents.train.template, "start a run under another name"
-        template = position.get("template", "")
-        if own != template:
-            fault = f"the checkpoint was made with another chat template (digest {template or None}, now {own or None})"
-            return Problem("data.chat_template", fault, f"use the same template and special tokens, or {other}")
+        other, mine = "start a run under another name", self._files()
+        for name, key in (("tokenizer", "tokenizer"), ("template", "chat_template")):
+            own, before = mine.get(name), position.get(name) or None
+            if own != before:
+                what = key.replace("_", " ")
+                fault = f"the checkpoint was made with another {what} (digest {before}, now {own})"
+                return Problem(f"data.{key}", fault, f"use the same {name} and special tokens, or {other}")
         details = "; ".join(self._order.differences(position)) or f"digest {data}, now {self.identity}"
         fault = f"the checkpoint was made with other data ({details})"
         return Problem("data.path", fault, f"use the same files, tokenizer, data settings and train.seed, or {other}")

@@ -61,7 +61,7 @@ def test_every_document_sees_the_same_loss_packed_or_not(chats: Path) -> None:
     assert labelled() == labelled(packing=False) == labelled(shuffle=False)
 
 
-def test_a_loader_goes_on_where_another_was_and_names_a_changed_template(chats: Path) -> None:
+def test_a_loader_goes_on_where_another_was_and_names_a_changed_template_or_tokenizer(chats: Path) -> None:
     with loading(chat_job(chats)) as first, loading(chat_job(chats)) as second:
         first.next_step()
         position = json.loads(json.dumps(first.position()))
@@ -71,6 +71,22 @@ def test_a_loader_goes_on_where_another_was_and_names_a_changed_template(chats: 
     with loading(chat_job(chats)) as changed, pytest.raises(JobError, match="with another chat template"):
         changed.seek(position)
     (chats.parent / "chatml.jinja").write_text(CHATML)
+    (chats.parent / "elsewhere").mkdir()
+    one, other = write_tokenizer(chats.parent / "here"), chats.parent / "elsewhere" / "t.json"
+    for added in ("", "\n"):
+        other.write_text(one.read_text() + added)
+        (other.parent / "tokenizer_config.json").write_bytes((one.parent / "tokenizer_config.json").read_bytes())
+        template = {"chat_template": str(chats.parent / "chatml.jinja")}
+        with (
+            loading(chat_job(chats, vocab_size=400, tokenizer=str(one), **template)) as here,
+            loading(chat_job(chats, vocab_size=400, tokenizer=str(other), **template)) as there,
+        ):
+            if not added:
+                there.seek(here.position())
+                continue
+            with pytest.raises(JobError, match="with another tokenizer") as caught:
+                there.seek(here.position())
+            assert caught.value.problems[0].key == "data.tokenizer"
     write(chats, [{"messages": turns("a", "b")}])
     with loading(chat_job(chats)) as changed, pytest.raises(JobError, match="with other data"):
         changed.seek(position)
