@@ -248,7 +248,7 @@ EventKind = Literal[
     # of ranks that train
     "evaluated", "sampled", "loss_spike", "straggler", "step_skipped", "preemption_notice", "traced", "trace_failed",
     "committed", "save_failed", "save_skipped", "save_waited", "prune_failed", "leftovers_removed", "store_limited",
-    "memory_tier", "memory_tier_off", "memory_tier_reduced", "tracking", "tracker_stopped",
+    "memory_tier", "memory_tier_off", "memory_tier_reduced", "tracking", "tracker_stopped", "tracker_dropped",
 ]  # fmt: skip
 """Every kind of event that raypp writes."""
 END_EVENTS: dict[RunState, EventKind] = {

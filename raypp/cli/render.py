@@ -34,6 +34,7 @@ _EVENT_STYLES = {
     "stop_requested": "yellow",
     "stopped": "bold yellow",
     "tracker_stopped": "yellow",
+    "tracker_dropped": "yellow",
     "committed": "green",
     "succeeded": "bold green",
 }

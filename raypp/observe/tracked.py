@@ -38,9 +38,9 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A library's curves of one run. Used by one thread of a process of its own.
+    """A library's curves of one run. Used by one thread, which uses nothing else.
 
-    Any method may raise: the tracker is then stopped, and the reason reported to the run.
+    Any method may raise or hang: the tracker is then given up, and the reason reported to the run.
 
     Attributes:
         where: Where a user finds the curves, or the command that shows them.
@@ -64,7 +64,7 @@ class Tracker(Protocol):
     def rewind(self, step: int) -> bool:
         """The run continues at `step`; what it knows of later ones is void.
 
-        Called before the first step of each process, too.
+        Called before the first step of each life of the run, too.
 
         Returns:
             Whether it forgets them. If not, repeated steps are left out.

@@ -8,6 +8,7 @@ start of the same job resumes from the newest checkpoint.
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import signal
@@ -125,7 +126,9 @@ class ConsoleReporter:
         """Writes the run's final event and status, and waits until they are in the store."""
         self.event(event)
         if self._recorder is not None:
-            self._trackers.close(str(state))
+            if not self._trackers.close(str(state)):
+                # What is registered last runs first: a library's exit hooks would hang, too.
+                atexit.register(os._exit, EXIT_OK if error is None else EXIT_RUN_FAILED)
             word = "done" if error is None else "ended"
             ranks = tuple(replace(rank, state=word) for rank in self._status.ranks)
             self._show(state=state, error=error, ranks=ranks)

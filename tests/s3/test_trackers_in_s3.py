@@ -11,8 +11,7 @@ import pytest
 from seaweed import BUCKET
 
 from raypp.observe.recorder import RunRecorder
-from raypp.observe.tracker_process import identity
-from raypp.observe.tracking import Trackers
+from raypp.observe.tracking import Trackers, identity
 from raypp.records import Event, StepReport
 from raypp.spec.load import parse_job
 from raypp.storage import open_store
