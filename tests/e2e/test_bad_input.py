@@ -42,32 +42,6 @@ def _refused(told: Answer, code: int, *words: str) -> None:
     assert not told.out, told.out
 
 
-WRONG_JOBS = {
-    "an unknown key": (["pipeline.microbatch=4"], ["pipeline.microbatch", "microbatches"]),
-    "a wrong type": (["train.steps=many"], ["train.steps", "many"]),
-    "fewer microbatches than stages": (["pipeline.microbatches=1"], ["pipeline.microbatches", "1f1b"]),
-    "more stages than layers": (["mesh.pp=6", "pipeline.microbatches=8"], ["mesh.pp", "4 layers"]),
-    "ep that does not divide": (["mesh.ep=3"], ["mesh.ep", "3"]),
-    "a data file that is not there": (["data.path=nowhere.txt"], ["data.path", "nowhere.txt"]),
-    "an empty data file": (["data.path=empty.txt"], ["data.path", "empty.txt", "empty"]),
-    "a tokenizer with more ids than the vocabulary": (["data.tokenizer=big.json"], ["model.vocab_size", "399"]),
-    "bytes that do not fit the vocabulary": (["model.vocab_size=200"], ["model.vocab_size", "200", "257"]),
-    "a name no run can have": (["name=Bad_Input"], ["name", "Bad_Input"]),
-    "a URL of no store": (["checkpoint.url=gs://bucket/x"], ["checkpoint.url", "gs"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("settings", "words"), list(WRONG_JOBS.values()), ids=list(WRONG_JOBS))
-def test_a_wrong_job_is_refused_with_its_place_and_a_fix(laptop: Laptop, settings: list[str], words: list[str]) -> None:
-    (laptop.directory / "empty.txt").touch()
-    (laptop.directory / "big.json").write_text(
-        json.dumps({"model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(400)}, "merges": []}})
-    )
-    arguments = [word for setting in settings for word in ("--set", setting)]
-    _refused(laptop.raypp("submit", str(laptop.job(NAME)), *arguments, "--json"), 2, *words)
-
-
 def test_every_error_of_a_file_is_told_at_once_with_its_line(laptop: Laptop) -> None:
     job = laptop.job(NAME)
     text = job.read_text().replace("pp: 2", "pp: two").replace("seq_len: 64", "seq_length: 64")
@@ -126,12 +100,6 @@ def _write_bad_data(path: Path) -> None:
             path.write_bytes(b"\xff\xfe\xfd\n")
 
 
-@pytest.mark.slow
-def test_a_bucket_that_does_not_exist_is_named(laptop: Laptop) -> None:
-    told = laptop.raypp("submit", str(laptop.job(NAME, checkpoint__url="s3://no-such-bucket/x")))
-    _refused(told, 3, "checkpoint.url", "no-such-bucket")
-
-
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -145,39 +113,15 @@ def test_a_store_that_refuses_the_key_is_named(laptop: Laptop, key: str, words: 
     _refused(told, 3, "s3://raypp/tests", key, *words)
 
 
-@pytest.mark.slow
-def test_a_store_that_does_not_answer_is_named(laptop: Laptop) -> None:
-    endpoint = f"http://127.0.0.1:{free_port()}"
-    environment = laptop.s3.environment() | {"AWS_ENDPOINT_URL_S3": endpoint}
-    told = laptop.raypp("submit", str(laptop.job(NAME)), environment=environment)
-    _refused(told, 3, endpoint, "AWS_ENDPOINT_URL_S3")
-
-
 def test_an_address_without_a_ray_is_named(laptop: Laptop) -> None:
     address = f"http://127.0.0.1:{free_port()}"
     _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--address", address), 3, address, "raypp local up")
-
-
-@pytest.mark.slow
-def test_an_address_of_something_else_is_named(laptop: Laptop) -> None:
-    told = laptop.raypp("submit", str(laptop.job(NAME)), "--address", laptop.s3.endpoint)
-    _refused(told, 3, laptop.s3.endpoint)
-
-
-def test_without_any_cluster_the_way_to_start_one_is_told(laptop: Laptop) -> None:
-    environment = {"RAYPP_HOME": str(laptop.directory / "homeless")}
-    _refused(laptop.raypp("submit", str(laptop.job(NAME)), environment=environment), 3, "raypp local up", "--address")
 
 
 def test_too_few_places_are_told_with_a_mesh_that_would_fit(laptop: Laptop) -> None:
     job = laptop.job(NAME, mesh={"pp": 2, "fsdp": 6})
     told = laptop.raypp("submit", str(job))
     _refused(told, 4, "12 ranks", "8 are free", "127.0.0.1 8 of 8", "--set mesh.fsdp=4")
-
-
-@pytest.mark.slow
-def test_to_resume_what_never_was_is_refused(laptop: Laptop) -> None:
-    _refused(laptop.raypp("submit", str(laptop.job(NAME)), "--resume"), 2, NAME, "--resume")
 
 
 @pytest.mark.slow
@@ -190,23 +134,3 @@ def test_to_resume_a_run_that_was_submitted_under_another_name_tells_that_name(l
     finally:
         store.delete([f"{NAME}-1122/spec.json"])
     _refused(told, 2, "leave out --resume", f"`--set name={NAME}-1122`?")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["status"],
-        *(pytest.param(words, marks=pytest.mark.slow) for words in (["history"], ["save"], ["checkpoints", "list"])),
-        ["stop"],
-    ],
-)
-def test_a_run_nobody_knows_is_refused(laptop: Laptop, command: list[str]) -> None:
-    _refused(laptop.raypp(*command, "bad-input-never-was"), 2, "bad-input-never-was")
-
-
-@pytest.mark.slow
-def test_a_job_file_that_is_not_there_or_no_yaml_is_refused(laptop: Laptop) -> None:
-    _refused(laptop.raypp("submit", "nowhere.yaml"), 2, "nowhere.yaml")
-    torn = laptop.directory / "torn.yaml"
-    torn.write_text("name: x\nmesh: {pp: 2\n")
-    _refused(laptop.raypp("submit", str(torn)), 2, "torn.yaml:")

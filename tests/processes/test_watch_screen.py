@@ -156,15 +156,6 @@ def test_the_terminal_is_restored_when_it_is_interrupted(screen: Screen, how: si
     screen.assert_restored()
 
 
-def test_the_terminal_is_restored_after_an_exception(screen: Screen, recorder: RunRecorder, tmp_path: Path) -> None:
-    screen.until("Ctrl-C leaves")
-    recorder.close()
-    (tmp_path / "store/watched/status.json").write_text("[]")
-    assert screen.end() != 0
-    screen.assert_restored()
-    assert "status.json" in plain(screen.seen[screen.seen.rindex(LEAVE) :])
-
-
 def test_it_follows_the_size_of_the_window(screen: Screen) -> None:
     screen.until("Ctrl-C leaves")
     for rows, columns in ((40, 150), (12, 40), (3, 10), (24, 80)):

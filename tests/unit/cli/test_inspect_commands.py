@@ -1,7 +1,6 @@
 """status, list, history, events and logs, on the records of runs in a directory."""
 
 import dataclasses
-import io
 import json
 import math
 import time
@@ -11,9 +10,7 @@ import pytest
 
 from raypp.api import find_run
 from raypp.cli import inspect_commands
-from raypp.cli.console import Console
 from raypp.cli.main import run
-from raypp.cli.render import runs_table
 from raypp.clusters.known_runs import RunPlace, remember_run
 from raypp.observe.json_lines import LogLine, document
 from raypp.observe.recorder import RunRecorder
@@ -81,13 +78,6 @@ def test_status_json_is_one_object_with_the_keys_of_the_contract(kjv, capsys):
     }
 
 
-def test_status_for_people_shows_progress_ranks_and_the_curve(kjv, capsys):
-    assert run(["status", kjv]) == 0
-    shown = capsys.readouterr().out
-    for words in ("kjv  RUNNING", "4 of 10", "2.5000", "12.3k", "pp 2 · fsdp 2", "pp1-fsdp1", "node1", "step 1"):
-        assert words in shown
-
-
 @pytest.mark.parametrize("columns", [80, 120])
 def test_nothing_is_wider_than_the_terminal(store, columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -131,12 +121,6 @@ def test_samples_are_printed_in_full_each_step_once(store, capsys):
     assert [(one["step"], one["attempt"], one["samples"][0]["text"][:3]) for one in found] == [
         (2, 1, "beg"), (4, 2, "a\n\x1b"),
     ]  # fmt: skip
-
-
-def test_a_run_without_samples_says_so(kjv, capsys):
-    assert run(["events", kjv, "--samples"]) == 0
-    printed = capsys.readouterr()
-    assert not printed.out and "no samples yet: train.sample" in printed.err
 
 
 def test_events_tell_time_rank_node_and_cause(kjv, capsys):
@@ -248,18 +232,6 @@ def test_an_unknown_run_is_an_error_with_the_close_name(kjv, command, capsys):
     assert f"did you mean {kjv}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["status", "history", "events", "logs"])
-def test_a_name_nobody_knows_is_an_error(store, command):
-    assert run([command, "no-such-run"]) == 2
-
-
-def test_list_without_runs_says_how_to_start_one(store, capsys):
-    assert run(["list"]) == 0
-    assert "raypp submit" in capsys.readouterr().out
-    assert run(["list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
-
-
 def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsys):
     remember_run(RunPlace(store.url, "kjv", None, "", time.time() - 60))
     remember_run(RunPlace(store.url, "broken", None, "", time.time() - 3600))
@@ -279,19 +251,6 @@ def test_a_run_known_here_is_found_by_its_bare_name_and_listed(kjv, store, capsy
     assert [entry["run"] for entry in json.loads(capsys.readouterr().out)] == ["kjv"]
     assert run(["list", "--state", "STOPPED"]) == 0
     assert "no such runs found" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("columns", [40, 60, 80])
-def test_a_list_shows_names_and_states_in_full_on_a_narrow_terminal(store, columns):
-    name = "seventy-b-with-lr-3e-4-and-warm-up-of-50"
-    status = dataclasses.replace(STATUS, run=name).as_dict()
-    screen = Console(file=io.StringIO(), width=columns)
-    screen.print(runs_table([(status, RunPlace(store.url, name, None))], columns))
-    head, *rows = map(str.rstrip, screen.file.getvalue().splitlines())
-    assert head.split()[:3] == ["run", "state", "step"] and max(map(len, rows)) <= columns
-    end = head.index("state")
-    assert "".join(row[:end].strip() for row in rows if not row.startswith("in ")).startswith(name)
-    assert rows[0][end:].split()[:2] == ["RUNNING", "4/10"]
 
 
 def test_a_list_in_a_pipe_has_all_columns_and_one_line_for_each_run(store, capsys, monkeypatch):

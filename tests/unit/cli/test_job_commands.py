@@ -55,17 +55,6 @@ def test_every_command_of_the_table_is_there_under_its_name_and_has_help(name: s
     assert command.help
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    printed = capsys.readouterr().out
-    assert all(name in printed and text in printed for name, (_, text) in COMMANDS.items())
-
-
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("raypp ")
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -136,22 +125,6 @@ def test_the_plan_says_everything_within_the_terminals_width(
     assert max(map(len, printed.splitlines())) <= columns
     assert [word for word in ("Mesh", "Schedule", "Bubble", "Memory per rank", "Links") if word not in printed] == []
     assert [word for word in ("fraction", "overhead", "activations", "head", "step time") if word not in printed] == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ([], "auto: bf16 on CUDA, fp32 on CPUs"),
-        (["train.precision=fp32"], "fp32; on CUDA, matrix products in TF32 (train.tf32: false for fp32)"),
-        (["train.precision=fp32", "train.tf32=false"], "fp32; on CUDA, matrix products in fp32 (train.tf32: false)"),
-        (["train.precision=bf16"], "bf16: weights and gradients in fp32, compute in bf16"),
-        (["resources.device=cpu"], "auto: fp32"),
-    ],
-)
-def test_the_plan_says_the_precision(settings: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", QUICKSTART, *[option for setting in settings for option in ("--set", setting)]]) == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[lines.index("Precision") + 1] == said
 
 
 def test_the_plan_as_json_has_the_textbooks_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,15 +256,3 @@ def test_the_schema_takes_the_shipped_jobs_and_refuses_mistakes(capsys: pytest.C
         {"name": "a", "pipeline": {"schedule": "1F1B"}},
     ):
         assert not validator.is_valid(wrong), wrong
-
-
-def test_a_wrong_value_does_not_hide_what_else_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text(
-        "name: Mine\ndata: {kind: synthetic}\nmodel: {num_layers: 4, num_heads: 3}\n"
-        "mesh: {pp: 9}\npipeline: {microbatches: 4}\ntrain: {stepz: 3}\n"
-    )
-    assert run(["plan", str(job)]) == 2
-    printed = capsys.readouterr().err
-    for place in ("job.yaml:1 name", "job.yaml:3 model", "job.yaml:4 mesh.pp", "job.yaml:6 train.stepz"):
-        assert place in printed, printed

@@ -14,7 +14,7 @@ from rich.console import Console
 from raypp.api.find_run import Records
 from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.cli.render import status_view
-from raypp.cli.run_commands import LiveView, figures, next_commands, print_next, summary_view
+from raypp.cli.run_commands import LiveView, figures, print_next, summary_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
@@ -169,28 +169,6 @@ def test_a_store_that_does_not_answer_for_a_while_is_told_once(store, monkeypatc
     assert screen.file.getvalue().count("cannot read the run's records at the moment: no answer") == 1
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_summary_tells_the_end_and_fits_the_terminal(width):
-    screen = console(width=width)
-    rows = [dataclasses.asdict(report(step)) for step in range(1, 101)]
-    events = [Event("submitted", "", 1000.0), Event("succeeded", "", 1083.0)]
-    status = dataclasses.replace(
-        STATUS, state=RunState.SUCCEEDED, step=100, restarts=2, checkpoint="s3://bucket/r/step-00000100"
-    )
-    screen.print(summary_view(Records(status.as_dict(), rows, events), screen))
-    shown = screen.file.getvalue()
-    for words in ("SUCCEEDED", "100 of 100", "3.0000", "10k", "1:23", "step-00000100", "step 1"):
-        assert words in shown
-    assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
-
-
-def test_the_summary_of_a_run_that_never_made_a_step_is_short_and_names_the_error():
-    screen = console()
-    status = dataclasses.replace(STATUS, state=RunState.FAILED, error="data.path: no such file")
-    screen.print(summary_view(Records(status.as_dict(), [], []), screen))
-    assert "data.path: no such file" in screen.file.getvalue()
-
-
 def test_a_run_that_can_be_trained_on_offers_the_command_that_submitted_it_on_one_line():
     screen = console()
     status = dataclasses.replace(STATUS, state=RunState.SUCCEEDED, checkpoint="s3://bucket/r/step-00000100")
@@ -199,13 +177,6 @@ def test_a_run_that_can_be_trained_on_offers_the_command_that_submitted_it_on_on
     lines = screen.file.getvalue().splitlines()
     assert f"  {again} --resume --set train.steps=200  # train longer" in lines
     assert all(shlex.split(line, comments=True)[0] == "raypp" for line in lines[1:])
-
-
-def test_a_run_that_goes_on_offers_to_watch_and_to_stop_it():
-    place = RunPlace("s3://bucket", "r", None)
-    commands = [command for command, _ in next_commands(place, STATUS.as_dict(), "raypp submit job.yaml")]
-    assert "raypp status r --watch" in commands
-    assert "raypp stop r" in commands
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import nasty_world as nasty
 import pytest
 from traces import two_ranks
 
-from raypp.api.report.charts import COLUMNS, means, number, thinned, ticks
+from raypp.api.report.charts import COLUMNS, means, thinned
 from raypp.api.report.html import Html, joined, tag, text
 from raypp.cli.main import run
 from raypp.observe.json_lines import document, step_line
@@ -139,16 +139,6 @@ def test_two_runs_are_laid_over_each_other_and_their_jobs_compared(store: Object
     assert not {"name", "mesh.pp"} & set(cells)
 
 
-def test_runs_of_one_name_are_told_apart_by_their_stores(store: ObjectStore, tmp_path: Path) -> None:
-    other = open_store(str(tmp_path / "t"))
-    write(store)
-    write(other)
-    assert run(["report", f"{store.url}/r", f"{other.url}/r", "--out", "r.html"]) == 0
-    shown = Page(Path("r.html").read_text()).text()
-    assert f"r ({store.url})" in shown and f"r ({other.url})" in shown
-    assert "differ in nothing but their names" in shown
-
-
 def test_a_run_that_wrote_nothing_is_an_error(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     store.put("r/spec.json", b"{}")
     assert run(["report", f"{store.url}/r"]) == 2
@@ -157,21 +147,6 @@ def test_a_run_that_wrote_nothing_is_an_error(store: ObjectStore, capsys: pytest
     assert run(["report", f"{store.url}/none"]) == 2
     assert run(["report", "a", "b", "c"]) == 2
     assert "3 runs are named" in capsys.readouterr().err
-
-
-def test_a_run_without_steps_has_a_page(store: ObjectStore) -> None:
-    with RunRecorder(store, "r", "a1", interval_s=60) as recorder:
-        recorder.event(Event("submitted", "as job 1", 100.0))
-    page = report(store, "r")
-    assert page.faults() == []
-    for words in (
-        "No step is done yet",
-        "No rank has been placed",
-        "No checkpoint",
-        "the job cannot be shown",
-        "as job 1",
-    ):
-        assert words in page.text()
 
 
 def test_a_file_that_cannot_be_written_is_an_error(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,13 +190,6 @@ def test_a_thinned_curve_keeps_every_extreme() -> None:
     assert [step for step, _ in found] == sorted(step for step, _ in found)
     assert thinned(points[:100]) == [point for point in points[:100] if point[0] != 77]
     assert means(points[:100]) == [] and len(means(points)) <= 122
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 8e9), (1e-9, 2e-9), (5, 5), (1, 100_000), (-1e300, 1e300)])
-def test_ticks_are_few_round_numbers_within_the_axis(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 1 <= len(found) <= 11 and all(low - 1e-9 * abs(high) <= one <= high * (1 + 1e-9) + 1e-12 for one in found)
-    assert all(len(number(one)) <= 10 for one in found)
 
 
 def test_only_markup_is_not_escaped() -> None:

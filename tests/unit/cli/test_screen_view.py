@@ -39,26 +39,3 @@ def test_it_fits_any_window(pp: int, fsdp: int, width: int, height: int) -> None
     lines = drawn(pp, fsdp, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     assert "\x1b[2J" not in "".join(lines)
-
-
-def test_each_rank_has_its_place_in_the_mesh() -> None:
-    lines = drawn(2, 2, 100, 30)
-    place = next(number for number, line in enumerate(lines) if line.startswith("mesh  pp 2 · fsdp 2"))
-    assert [line.split() for line in lines[place + 1 : place + 4]] == [
-        ["pp0", "pp1"], ["fsdp0", "0", "running", "1", "running"], ["fsdp1", "2", "running", "3", "dead"],
-    ]  # fmt: skip
-    assert "step 100/200" in lines[1] and lines[1].rstrip().endswith("ETA 0:50")
-
-
-def test_of_many_ranks_those_in_another_state_are_named() -> None:
-    shown = "\n".join(drawn(64, 32, 100, 40))
-    assert "2047 running, 1 dead" in shown and "3 dead on n" in shown
-
-
-def test_a_run_that_has_no_step_yet_is_drawn() -> None:
-    shown = "\n".join(drawn(1, 1, 80, 24, [], step=0, state="PENDING", ranks=[], mesh={}))
-    assert "step 0/200" in shown and "no ranks now" in shown and "no steps yet" in shown
-
-
-def test_an_error_stays_one_line() -> None:
-    assert "first second; fix: third" in drawn(1, 1, 80, 24, error="first\nsecond\n  fix: third")[4]

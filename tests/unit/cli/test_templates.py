@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import click
 import pytest
-from gallery import NAMES, commands, header, settings, small
+from gallery import NAMES, commands, settings, small
 
 from raypp.api.checked_job import load_checked_job
-from raypp.cli.job_commands import TEMPLATES, summary
+from raypp.cli.job_commands import TEMPLATES
 from raypp.cli.main import COMMANDS
 from raypp.planning.costs import device_named
 from raypp.planning.machines import Machines
@@ -36,15 +35,6 @@ def own_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_there_is_one_folder_of_jobs() -> None:
     assert len(NAMES) >= 12 and NAMES[0] == "quickstart"
     assert (REPOSITORY / "jobs").resolve() == TEMPLATES.resolve()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_header_says_for_whom_it_is_what_it_needs_and_how_to_try_it(name: str) -> None:
-    said = header(name)
-    assert re.match(r"[A-Z].*\.\n\nFor: .*\nNeeds: ", said), said
-    assert summary(name) == said.splitlines()[0]
-    assert "\nSmall, on this machine:\n" in said
-    assert max(map(len, (TEMPLATES / f"{name}.yaml").read_text().splitlines())) <= 120
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -81,11 +81,6 @@ def test_a_run_without_a_trace_is_an_error_with_a_way_out(
     assert "no complete trace of r is in its store" in printed and words in printed
 
 
-@pytest.mark.parametrize("steps", ["0", "101", "x"])
-def test_a_wrong_number_of_steps_is_refused(steps: str) -> None:
-    assert run(["timeline", "r", "--steps", steps]) == 2
-
-
 def test_a_trace_with_a_damaged_part_names_it(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     trace = two_ranks()
     write(store, trace)

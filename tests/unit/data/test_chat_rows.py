@@ -198,20 +198,15 @@ def test_today_is_refused_until_the_job_says_which_day() -> None:
 
 WRONG = [
     ({}, "has no keys"),
-    ({"prompt": "a"}, "it has 'prompt'"),
     ({"prompt": ["a"], "completion": "b"}, "'prompt' is a list, not a text"),
     ({"messages": []}, "messages is empty"),
-    ({"messages": None}, "messages is null, not a list"),
-    ({"messages": "hi"}, "messages is a text, not a list"),
     ({"messages": ["hi"]}, r"messages\[0\] is a text, not an object"),
     ({"messages": [{"content": "a"}]}, r"messages\[0\] has no role \(it has 'content'\)"),
     (
         {"messages": [{"role": "wizard", "content": "a"}]},
         r"messages\[0\]: there is no role 'wizard'; there are: system",
     ),
-    ({"messages": [{"role": ["user"], "content": "a"}]}, r"there is no role a list"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"\(user\): content\[0\] is not a text"),
-    ({"messages": [{"role": "user", "content": {"a": 1}}]}, r"\(user\): content is an object, not a text"),
     ({"messages": [{"role": "assistant", "content": None}]}, "content is null"),
     ({"messages": turns("only a question")}, "has no assistant turn"),
     ({"messages": turns("a", "b") * 2000}, "4,000 turns; at most 2,000"),
@@ -219,8 +214,6 @@ WRONG = [
     ({"messages": turns("a", "b"), "tools": [1]}, "not a list of objects"),
     ({"messages": turns("a", "\ud800")}, "not valid Unicode"),
     ({"conversations": [{"from": "narrator", "value": "a"}]}, "there is no from 'narrator'; there are: system, human"),
-    ({"conversations": [{"from": "human"}]}, r"conversations\[0\] \(human\): value is null"),
-    ({"conversations": [{"value": "a"}]}, r"conversations\[0\] has no from"),
 ]
 
 

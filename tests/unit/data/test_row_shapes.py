@@ -121,9 +121,13 @@ def answers(**marks: Any) -> dict[str, Any]:
     return {"messages": [ASKED, first, {"role": "user", "content": "no."}, {"role": "assistant", "content": "two"}]}
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, FORGETFUL])
-@pytest.mark.parametrize("key", ["weight", "loss", "loss_weight", "train", "training"])
-@pytest.mark.parametrize("value", [0, 0.0, False, "false", "0", "False"])
+@pytest.mark.parametrize(
+    ("template", "key", "value"),
+    [
+        (CHATML, "weight", 0), (CHATML_MARKED, "train", False), (FORGETFUL, "loss", "false"),
+        (CHATML, "loss_weight", 0.0), (CHATML, "training", "0"),
+    ],
+)  # fmt: skip
 def test_a_turn_marked_as_not_to_be_learnt_is_not(template: str, key: str, value: Any) -> None:
     assert said(answers(**{key: value}), template) == ["two"]
     shared = [
@@ -184,13 +188,8 @@ def test_a_system_text_beside_the_turns_is_the_first_turn(key: str) -> None:
 
 REFUSED = [
     ({"messages": turns("a", "b"), "images": ["a.png"]}, "has 'images': raypp trains on text only"),
-    ({"messages": turns("a", "b"), "videos": ["a.mp4"]}, "has 'videos'"),
-    ({"conversations": turns("a", "b"), "audios": ["a.wav"]}, "has 'audios'"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "has 'chosen', 'rejected': raypp does not train on preferences"),
-    ({"instruction": "a", "input": "", "chosen": "b", "rejected": "c"}, "does not train on preferences"),
-    ({"conversations": turns("a"), "chosen": {"value": "b"}, "rejected": {}}, "has 'chosen', 'rejected'"),
     ({"prompt": "a", "completion": "b", "label": True}, "has 'label': raypp does not train on preferences"),
-    ({"messages": turns("a", "b"), "kto_tag": False}, "has 'kto_tag'"),
     ({"prompt": "a", "completions": ["b", "c"], "labels": [True, False]}, "has 'completions'"),
     ({"input": {"messages": []}, "preferred_output": [], "non_preferred_output": []}, "has 'preferred_output'"),
     ({"messages": turns("a", "b"), "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
@@ -200,7 +199,6 @@ REFUSED = [
     ({"instruction": "a", "output": "b", "history": ["x"]}, "history is not a list of pairs"),
     ({"segments": [{"text": "a"}]}, r"segments\[0\] is not an object with a text and a label"),
     ({"question": "a", "answer": "b"}, "nor instruction and output.*it has 'question', 'answer'"),
-    ({"prompt": "only"}, "it has 'prompt'"),
 ]
 
 

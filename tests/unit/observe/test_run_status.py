@@ -3,7 +3,7 @@
 import pytest
 
 from raypp.observe.quantities import METRICS
-from raypp.observe.status import GONE_AFTER_S, SILENT_AFTER_S, STATUS_KEYS, RunStatus, is_final, without_a_sign_of_life
+from raypp.observe.status import GONE_AFTER_S, SILENT_AFTER_S, RunStatus, is_final, without_a_sign_of_life
 from raypp.records import RunState
 
 
@@ -11,17 +11,9 @@ def status(state: RunState = RunState.RUNNING, error: str | None = None) -> dict
     return RunStatus("r", state, step=3, error=error, updated_at=1000.0).as_dict()
 
 
-def test_the_keys_are_those_of_the_contract_and_the_time():
-    assert tuple(status()) == (*STATUS_KEYS, "updated_at")
-
-
 @pytest.mark.parametrize("state", RunState)
 def test_final_states_are_final(state):
     assert is_final(status(state)) == (str(state) in ("SUCCEEDED", "FAILED", "STOPPED"))
-
-
-def test_no_status_is_not_final():
-    assert not is_final(None)
 
 
 @pytest.mark.parametrize("state", [RunState.SUCCEEDED, RunState.STOPPED, RunState.FAILED])
