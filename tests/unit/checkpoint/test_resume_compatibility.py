@@ -81,11 +81,6 @@ def test_another_model_data_or_batch_names_the_field_and_both_values(
     assert problem.fix
 
 
-def test_every_changed_field_is_told_at_once() -> None:
-    problems = check_resume(OLD, changed(model={"num_layers": 4, "vocab_size": 99}, data={"seq_len": 8}))
-    assert [problem.key for problem in problems] == ["model.num_layers", "model.vocab_size", "data.seq_len"]
-
-
 def test_a_run_of_a_name_can_begin_once_and_a_resume_adds_its_job(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     assert write_spec(store, "kjv", OLD) == "kjv/spec.json"

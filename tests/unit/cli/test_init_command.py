@@ -12,7 +12,7 @@ from gallery import NAMES
 
 from raypp.api.checked_job import load_checked_job
 from raypp.cli import job_commands
-from raypp.cli.job_commands import TEMPLATES, files_of, summary
+from raypp.cli.job_commands import TEMPLATES, files_of
 from raypp.cli.main import run
 
 
@@ -25,13 +25,6 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def here(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_without_a_name_it_lists_all_and_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["init"]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"{name} " in printed and summary(name) in printed for name in NAMES)
-    assert here(tmp_path) == {}
 
 
 def test_a_file_that_the_disk_has_no_room_for_does_not_stay(tmp_path: Path) -> None:
@@ -94,12 +87,6 @@ def test_another_file_gets_the_job_and_its_data(tmp_path: Path, capsys: pytest.C
     assert run(["init", "lora", "--out", "mine/first.yaml"]) == 2
     assert "mine/first.yaml is already here" in capsys.readouterr().err
     assert (tmp_path / "mine/first.yaml").read_bytes() == (TEMPLATES / "quickstart.yaml").read_bytes()
-
-
-def test_a_typo_gets_the_closest_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["init", "long-contxt"]) == 2
-    assert "did you mean long-context?" in capsys.readouterr().err
-    assert here(tmp_path) == {}
 
 
 def test_a_folder_without_rights_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

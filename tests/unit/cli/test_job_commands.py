@@ -191,12 +191,6 @@ def test_an_interrupt_while_the_command_line_is_imported_leaves_with_130(monkeyp
     assert ended.value.code == 130
 
 
-@pytest.mark.parametrize(("exits", "code"), [(SystemExit(4), 4), (SystemExit(None), 0), (SystemExit("words"), 1)])
-def test_a_command_may_choose_its_exit_code(raising, exits: SystemExit, code: int) -> None:
-    raising(exits)
-    assert run(["plan"]) == code
-
-
 def test_an_unexpected_error_is_one_line_and_a_traceback_only_with_debug(
     raising, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from raypp.api.find_run import Records
 from raypp.checkpoint.run_spec import RunEnd, write_end, write_spec
 from raypp.cli.render import status_view
-from raypp.cli.run_commands import LiveView, figures, print_next, summary_view
+from raypp.cli.run_commands import LiveView, print_next, summary_view
 from raypp.clusters.known_runs import RunPlace
 from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
@@ -145,11 +145,6 @@ def test_ctrl_c_reaches_the_caller(store):
 
     with pytest.raises(KeyboardInterrupt):
         LiveView(console(terminal=True)).follow(place_of(store), RunReader(store, "r"), interrupt)
-
-
-def test_the_line_shows_where_a_restarted_run_is_now():
-    rows = [dataclasses.asdict(report(step)) for step in range(1, 8)]
-    assert figures(Records(dataclasses.replace(STATUS, step=12).as_dict(), rows, []))[0] == "step   7/100"
 
 
 def test_a_store_that_does_not_answer_for_a_while_is_told_once(store, monkeypatch):

@@ -7,7 +7,6 @@ import json
 
 import nasty_world as nasty
 import pytest
-import rich.table
 from rich.box import HEAVY_HEAD
 from rich.cells import cell_len
 from rich.console import Group
@@ -57,13 +56,6 @@ def test_rows_of_a_table_stay_rows_within_the_width(text: str) -> None:
     assert sum(" kB" in line for line in bare) == 3
     ends = {cell_len(line) for line in bare if " kB" in line}
     assert len(ends) == 1
-
-
-def test_a_layout_does_not_truncate() -> None:
-    grid = Table.grid()
-    grid.add_row("x" * 300)
-    assert drawn(grid, width=400).strip() == "x" * 300
-    assert isinstance(grid, rich.table.Table)
 
 
 def test_markup_is_text() -> None:

@@ -147,7 +147,3 @@ def test_nothing_of_the_embedded_cluster_is_sent_to_another(monkeypatch: pytest.
     assert lend_store_settings(ELSEWHERE.embedded) is None
     assert lend_store_settings() is None
     assert (collect_secrets(), collect_settings(ELSEWHERE)) == ({}, {"AWS_REGION": "eu-west-1"})
-
-
-def test_what_a_store_finds_elsewhere_is_named_like_its_secrets() -> None:
-    assert set(KEYS) == set(STORES.get("s3").secrets)

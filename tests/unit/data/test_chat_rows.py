@@ -154,20 +154,6 @@ def test_loss_is_on_all_assistant_turns_the_last_or_everything() -> None:
     assert learnt(encoded(row, MARKED["chatml"], "last")) == ["d.<|im_end|>"]
 
 
-def test_both_spellings_of_a_conversation_are_the_same_row() -> None:
-    spoken = [("system", "s"), ("human", "a"), ("gpt", "b")]
-    shared = {"conversations": [{"from": who, "value": text} for who, text in spoken]}
-    assert encoded(shared).ids.tolist() == encoded({"messages": turns("a", "b", system="s")}).ids.tolist()
-    assert learnt(encoded(shared)) == ["b<|im_end|>\n"]
-
-
-def test_a_completion_carries_loss_and_its_prompt_does_not() -> None:
-    row = {"prompt": "2 + 2 é =", "completion": " 4"}
-    assert learnt(encoded(row, None)) == [" 4∎"]
-    assert learnt(encoded(row, None, "all")) == ["2 + 2 é = 4∎"]
-    assert learnt(encoded({"prompt": "", "completion": "x"}, None)) == ["x∎"]
-
-
 def test_text_is_a_row_only_where_its_column_is_given() -> None:
     assert learnt(encoded({"text": "hi"}, None, names=Names({"text": "text"}))) == ["hi∎"]
     with pytest.raises(RowFault, match=r"has neither messages.*it has 'text'"):

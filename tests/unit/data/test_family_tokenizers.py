@@ -106,13 +106,6 @@ def test_prompt_and_completion_are_one_text_cut_at_the_border(name: str, tmp_pat
         assert completion.strip() in learnt and "answer" not in learnt
 
 
-def test_data_show_shows_ids_as_they_are(tmp_path: Path) -> None:
-    ours = FileTokenizer(write_family("llama2", tmp_path))
-    ids = ours.encode("it is").tolist()
-    assert ours.shown(ids) == " it is", "the space that the tokenizer puts before a text is one of its tokens"
-    assert "".join(ours.shown([one]) for one in ids) == " it is"
-
-
 def test_a_job_decides_what_texts_begin_with(tmp_path: Path) -> None:
     path = write_family("phi3", tmp_path / "phi3")
     ids = FileTokenizer(path).encode("in")

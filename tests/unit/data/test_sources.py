@@ -12,8 +12,8 @@ from data_jobs import as_lists, job, loading, rows_of, texts_of
 from raypp.data import tokenizer
 from raypp.data.jsonl import records_of
 from raypp.data.source_files import find_files, watching
-from raypp.data.sources import SOURCES, check_data, job_tokenizer, open_documents
-from raypp.errors import DataError, JobError, RayppError
+from raypp.data.sources import check_data, job_tokenizer, open_documents
+from raypp.errors import DataError, RayppError
 
 
 def refused(**data: Any) -> str:
@@ -23,12 +23,6 @@ def refused(**data: Any) -> str:
     (problem,) = caught.value.problems
     assert problem.fix
     return f"{problem.key}: {problem.fault}"
-
-
-def test_a_paragraph_is_a_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeff\n\none\r\ntwo\r\n \t \r\n\n  three\n\n\n".encode())
-    train = open_documents(job(kind="text", path=str(tmp_path / "a.txt"))).train
-    assert texts_of(train) == ["one\ntwo", "  three"]
 
 
 def test_files_of_a_directory_or_a_glob_come_in_order_of_name(tmp_path: Path) -> None:
@@ -47,12 +41,6 @@ def test_lines_longer_than_a_chunk_are_read_whole(tmp_path: Path, monkeypatch: p
     paragraphs = ["short", "a much longer line", "ä" * 20, "x\ny", "end."]
     (tmp_path / "a.txt").write_text("\n\n".join(paragraphs))
     assert texts_of(open_documents(job(kind="text", path=str(tmp_path))).train) == paragraphs
-
-
-def test_json_lines_are_documents(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one\\n\\nstill one"}\n\n{"id": 3, "text": "zwölf"}\n')
-    train = open_documents(job(kind="jsonl", path=str(tmp_path))).train
-    assert texts_of(train) == ["one\n\nstill one", "zwölf"]
 
 
 ARRAYS = {
@@ -235,16 +223,6 @@ def test_a_fraction_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
     assert refused(kind="text", path=str(tmp_path), eval={"fraction": 0.5}).startswith("data.eval.fraction: ")
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
-    message = refused(kind="text", path="jobs/data", vocab_size=200)
-    assert message == "model.vocab_size: every text gets the token '∎' (id 256), but model.vocab_size is 200"
-
-
-def test_an_unknown_kind_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(JobError, match="text, jsonl, tokens, chat, hf, synthetic, mixture"):
-        open_documents(job(kind="parquet", path="x"))
-
-
 def test_a_source_of_ones_own_is_found_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     train = open_documents(job(kind="raypp.data.synthetic:read", num_documents=3, document_len=[2, 5])).train
     assert len(train) == 3
@@ -261,12 +239,6 @@ def test_the_check_before_a_run_finds_all_problems_at_once(tmp_path: Path) -> No
     assert check_data(job(kind="text", path="jobs/data/kjv-new-testament.txt")) == []
     assert check_data(job(kind="synthetic")) == []
     assert check_data(job(kind="text", path="s3://somewhere/else")) == []
-
-
-def test_every_kind_is_in_the_list_and_loads() -> None:
-    names = ["text", "jsonl", "tokens", "chat", "hf", "synthetic", "mixture"]
-    assert [kind.name for kind in SOURCES.usable()] == names
-    assert all(callable(kind.build()) for kind in SOURCES.usable())
 
 
 def a_tokenizer(tmp_path: Path, **changes: Any) -> str:
@@ -300,12 +272,6 @@ def test_synthetic_documents_beside_texts_whose_end_is_id_0_are_refused(tmp_path
     parts = [{"weight": 1, "path": f"{tmp_path}/a.txt"}, {"weight": 1, "kind": "synthetic"}]
     with pytest.raises(DataError, match=r"^data.tokenizer: the end id of this tokenizer is 0, and synthetic"):
         open_documents(job(kind="mixture", parts=parts, tokenizer=tokenizer))
-
-
-def test_a_paragraph_that_the_tokenizer_knows_nothing_of_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n\nunknown\nwords\n")
-    message = refused(kind="text", path=f"{tmp_path}/a.txt", tokenizer=a_tokenizer(tmp_path))
-    assert message.startswith(f"data.path: the tokenizer cannot encode {tmp_path}/a.txt:3: ")
 
 
 def with_pattern(tmp_path: Path, pattern: str) -> str:

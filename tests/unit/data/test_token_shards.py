@@ -119,13 +119,6 @@ def test_a_folder_of_other_data_is_refused(text: dict[str, Any], tmp_path: Path)
         written(text, tmp_path / "out")
 
 
-def test_what_is_read_and_its_size_are_told(text: dict[str, Any], tmp_path: Path) -> None:
-    total: list[int] = []
-    read: list[int] = []
-    written(text, tmp_path / "out", total=total.append, progress=read.append)
-    assert total == [sum(read)] == [Path(text["path"]).stat().st_size]
-
-
 @pytest.mark.parametrize("data", [{"kind": "synthetic"}, {"kind": "mixture", "parts": [{"kind": "synthetic"}]}])
 def test_only_text_can_be_tokenised(data: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"has no text|no part has text"):

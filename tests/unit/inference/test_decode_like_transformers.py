@@ -11,7 +11,6 @@ from their_models import FAMILY_CASES, family_cases, keys_of, loaded, options_in
 
 from raypp.hf.original import repeat_settings, unused_settings
 from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, Repeats, length_that_changes_keys
-from raypp.spec.models import DecoderOptions, OriginalFiles
 
 NEW = 6
 PROMPTS = ((5, 17, 3, 80, 41, 9, 66, 12, 31, 58, 2, 90), (44, 7, 13))
@@ -80,10 +79,3 @@ def test_repeats_are_avoided_as_a_generation_config_says(penalty: float, ngram: 
     stages = loaded(tmp_path, 1)
     ours = decoded(stages, PROMPTS, rows=2, new=30, repeats=Repeats(*repeat_settings(options)))
     assert ours == theirs != decoded(stages, PROMPTS, rows=2, new=30)
-
-
-def test_settings_of_a_generation_config_that_are_not_used_are_named() -> None:
-    given = '{"suppress_tokens": [3], "num_beams": 4, "min_length": 0, "repetition_penalty": "much", "do_sample": true}'
-    options = DecoderOptions(original=OriginalFiles(config="{}", generation_config=given))
-    assert repeat_settings(options) == (1.0, 0)
-    assert unused_settings(options)[0].startswith("suppress_tokens, num_beams of generation_config.json: not used")

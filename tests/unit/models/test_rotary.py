@@ -123,13 +123,6 @@ def test_dims_beyond_the_width_and_layers_without_rotation_are_unchanged() -> No
     assert rotated(x, None) is x
 
 
-@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "default"])
-def test_complete_scalings_have_no_problems(name: str) -> None:
-    scaling, _ = SCALINGS[name]
-    assert scaling is not None
-    assert not list(rope_problems(scaling, WIDTH, "model.rope"))
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -201,14 +201,6 @@ def test_close_gives_up_on_a_dead_store_in_time(tmp_path):
     assert recorder.last_error
 
 
-def test_records_taken_after_close_raise_nothing(store):
-    recorder = RunRecorder(store, "r", "a1")
-    recorder.close()
-    recorder.step(report(1))
-    recorder.event(Event("stopped", "late"))
-    assert not recorder.flush()
-
-
 def test_details_that_are_no_json_do_not_raise(store):
     with RunRecorder(store, "r", "a1") as recorder:
         recorder.event(Event("odd", "x", details={"path": Path("/x"), ("a", "b"): 1, "n": {1, 2}.__class__}))

@@ -99,8 +99,3 @@ def test_the_rules_are_those_of_the_jobs_layers() -> None:
     job = parse_job({"name": "a", "model": {"kind": "gemma3", "num_layers": 7}})
     windows = {rule.window for rule in Setting.of(job, CPU).rules}
     assert windows == {512, None}
-
-
-def test_an_unknown_kernel_is_refused() -> None:
-    with pytest.raises(JobError, match=r"train\.attention"):
-        parse_job({"name": "a", "train": {"attention": "fast"}})

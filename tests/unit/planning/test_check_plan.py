@@ -37,17 +37,6 @@ def test_too_few_microbatches_for_virtual_stages_are_advised_a_schedule_that_has
     assert check_plan(job_with(pipeline={**pipeline, "schedule": "looped_bfs"}, mesh={"pp": 2})) == []
 
 
-def test_gpipe_does_with_any_number_of_microbatches() -> None:
-    assert check_plan(job_with(pipeline={"microbatches": 1, "schedule": "gpipe"}, mesh={"pp": 4})) == []
-
-
-def test_more_stages_than_layers() -> None:
-    key, what, fix = problem(mesh={"pp": 9}, pipeline={"microbatches": 9})
-    assert key == "mesh.pp"
-    assert what == "9 stages for 8 layers leave stage 8 without a layer"
-    assert fix == "use mesh.pp ≤ 8"
-
-
 def test_weights_that_leave_a_stage_without_a_layer() -> None:
     ones = {"input_weight": 1, "output_weight": 1}
     key, _, fix = problem(mesh={"pp": 8}, pipeline=ones)
@@ -161,12 +150,6 @@ def test_8_bit_moments_need_whole_blocks_of_experts_rows() -> None:
     assert check_plan(job_with(model={**narrow, "expert_ffn_size": 690}, mesh=mesh, train=train)) == []
     wide = {**narrow, "hidden_size": 768}
     assert check_plan(job_with(model=wide, mesh=mesh, train=train)) == []
-
-
-def test_an_unknown_schedule() -> None:
-    key, what, fix = problem(pipeline={"schedule": "1f1bb"})
-    assert key == "pipeline.schedule"
-    assert "interleaved_1f1b" in what and fix == "did you mean '1f1b'?"
 
 
 def test_all_problems_are_told_at_once() -> None:

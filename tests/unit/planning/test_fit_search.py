@@ -297,11 +297,6 @@ def test_a_lever_changes_valid_keys_and_each_level_saves_more(lever: object) -> 
     assert applied
 
 
-def test_unknown_cards_are_refused_with_the_closest() -> None:
-    with pytest.raises(Exception, match="did you mean rtx4090"):
-        device_named("rtx4900")
-
-
 def test_the_depth_of_the_warm_up_is_the_best_that_fits_for_plan_and_search() -> None:
     """An 8 B on four cards and 1 Gbit/s: without a limit the plan would take a deeper one."""
     sections = {"lora": {"rank": 16}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from planned_jobs import job_with
 
@@ -23,15 +21,6 @@ def test_a_plan_names_every_rank_its_stages_and_layers() -> None:
     assert [(rank.stages, rank.layers) for rank in plan.ranks[::2]] == [((0,), ((0, 4),)), ((1,), ((5, 7),))]
     assert plan.program[0].startswith("0F0 0F1 0B0")
     assert plan.picture.startswith("pp0  0  1  ·  ·  0━━━━ 2")
-
-
-def test_a_plan_is_json() -> None:
-    plan = make_plan(job_with(), Grounds(link_gbps=1.0))
-    document = json.loads(json.dumps(plan.as_dict()))
-    assert document["cut"] == [5, 3]
-    assert document["ranks"][1]["coordinates"] == {"pp": 1, "dp_replicate": 0, "fsdp": 0, "cp": 0}
-    assert document["memory"][0]["total"] == plan.memory[0].total
-    assert "timeline" not in document
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
@@ -159,13 +148,3 @@ def test_a_loss_in_chunks_needs_a_chunk_and_one_gradient_of_the_projection() -> 
     one = memory_of(resources={"device": "cuda"}, model={"hidden_size": 1024}, data={"seq_len": 2048}).memory[1].logits
     assert one == 2 * 4 * 4096 * 4096 + 4096 * 1024 * 4 + rows  # one chunk, through the same kernel
     assert small == 4096 * 4096 * 4 * 4  # 64 MiB of logits, not cut; the log-softmax and two gradients
-
-
-def test_step_times_are_told_with_their_assumptions() -> None:
-    free = make_plan(job_with(resources={"device": "cpu"}))
-    (guess,) = free.predictions
-    assert guess.device == "cpu" and any("assumed" in words for words in guess.assumptions)
-    assert guess.tokens_per_s == pytest.approx(free.tokens_per_step / guess.step_s)
-    (slow,) = make_plan(job_with(resources={"device": "cpu"}), Grounds(link_gbps=0.01)).predictions
-    assert slow.step_s > guess.step_s and slow.bubble > guess.bubble
-    assert [p.device for p in make_plan(job_with()).predictions] == ["cpu", "cuda"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.records import Coordinates
-from raypp.recovery.hang_analysis import RankActivity, activity_table, find_culprit
+from raypp.recovery.hang_analysis import RankActivity, find_culprit
 
 STAGES = [0, 1, 2, 3]
 
@@ -140,11 +140,6 @@ def test_pipelines_beside_each_other_are_not_mixed_up() -> None:
     ]
     blame = find_culprit(everyone, [0, 1])
     assert blame.rank == 1
-
-
-def test_the_table_has_a_line_for_every_rank() -> None:
-    lines = activity_table(ranks("step 0B3 waits", "step 1F5", inside={1: "all_gather"}, silent=(0,))).splitlines()
-    assert lines == ["pp0: `step 0B3 waits` for 70 s, silent", "pp1: `step 1F5` for 70 s, in all_gather"]
 
 
 PHASES = st.one_of(

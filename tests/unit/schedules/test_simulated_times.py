@@ -71,18 +71,6 @@ def test_split_backwards_may_take_longer_and_the_first_stage_does_not_split_its_
     assert (found["0I0"], found["0W0"]) == ((7, 7), (7, 11))
 
 
-def test_a_picture_shows_who_waits() -> None:
-    assert [line.rstrip() for line in draw(build_1f1b(2, 1, 3)).splitlines()] == [
-        "pp0  0  1  ·  ·  0━━━━ 2  1━━━━ ·  2━━━━",
-        "pp1  ·  0  0━━━━ 1  1━━━━ 2  2━━━━ ·  ·",
-        "     0 forward   0━━ backward   · idle",
-    ]
-
-
-def test_a_picture_of_several_stages_per_rank_names_them() -> None:
-    assert draw(build_program("interleaved_1f1b", 2, 2, 2)).startswith("pp0  0.0  0.1  2.0  2.1")
-
-
 def test_a_wide_picture_is_cut_and_says_so() -> None:
     picture = draw(build_1f1b(4, 1, 64), 80)
     *rows, signs = picture.splitlines()

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from raypp.errors import EXIT_USAGE, JobError, Problem
-from raypp.spec.job import Job
 from raypp.spec.job_file import JobFile, load_job
 from raypp.spec.load import job_document, parse_job
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -179,10 +176,6 @@ def test_a_wrong_setting_is_told_with_the_setting_as_its_place(folder: Path, set
     assert told(folder, "name: a\nmesh: {pp: 1}\n", setting).startswith(message)
 
 
-def test_a_setting_repairs_what_is_wrong_in_the_file(folder: Path) -> None:
-    assert load(folder, "name: a\nmesh: {pp: x}\n", "mesh.pp=2").job.mesh.pp == 2
-
-
 def test_a_problem_found_later_is_located_at_its_key_or_the_nearest_section_given(folder: Path) -> None:
     file = load(folder, "name: a\nmesh:\n  pp: 2\n", "train.steps=3", "data={seq_len: 8}")
 
@@ -235,10 +228,3 @@ def test_the_checkpoint_url_is_absolute_and_a_tilde_is_home(folder: Path, monkey
     assert load(folder, "name: a\n").job.run_url == f"{folder}/elsewhere/checkpoints/a"
     assert load(folder, "name: a\ncheckpoint: {url: out}\n").job.checkpoint.url == f"{folder}/out"
     assert load(folder, "name: a\ncheckpoint: {url: s3://b/c/}\n").job.run_url == "s3://b/c/a"
-
-
-def test_the_quickstart_is_a_job_of_four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    job = load_job(REPOSITORY / "jobs" / "quickstart.yaml").job
-    assert isinstance(job, Job)
-    assert (job.name, job.mesh.world, job.mesh.pp) == ("quickstart", 4, 2)

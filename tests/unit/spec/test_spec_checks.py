@@ -20,10 +20,6 @@ def found(directory: Path | None = None, **sections: Any) -> dict[str, str]:
     return {problem.key: f"{problem.fault} | {problem.fix}" for problem in problems}
 
 
-def test_a_job_of_defaults_has_no_problem() -> None:
-    assert found() == {}
-
-
 def test_a_model_and_a_schedule_may_be_ones_own() -> None:
     assert found(model={"kind": "json:loads", "any_key": 3}, pipeline={"schedule": "json:loads"}) == {}
     missing = found(model={"kind": "my.module:build"}, pipeline={"schedule": "my.module:order"})

@@ -78,11 +78,6 @@ def test_without_any_device_the_rank_refuses_before_it_joins() -> None:
         check_device(job(), local_seat(0, 2, 1, job(), device="cuda"))
 
 
-def test_why_torch_sees_no_card_is_told() -> None:
-    (problem,) = device_problems(job(), local_seat(0, 2, 1, job(), device="cuda"), 0, None, "The driver is too old")
-    assert "sees no CUDA devices there (The driver is too old)" in problem.fault and "nvidia-smi" in problem.fix
-
-
 def test_a_job_that_compiles_needs_a_compiler_on_its_node() -> None:
     compiled = job(train={"compile": True})
     seat = local_seat(0, 2, 1, compiled, device="cuda")

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-from rich.console import Console
-
-from raypp.api.find_run import Records
-from raypp.cli.run_commands import summary_view
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
-from raypp.observe.status import RunStatus
-from raypp.records import RunState
 from raypp.spec.checks import check_spec
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -28,18 +21,6 @@ def test_an_evaluation_comes_back_from_the_store_and_the_last_attempt_counts(tmp
         {"step": 2, "loss": 3.25, "tokens": 1000, "seconds": 0.5, "attempt": 1},
         {"step": 4, "loss": 2.75, "tokens": 1000, "seconds": 0.5, "attempt": 2},
     ]
-
-
-def test_the_event_says_it_in_words() -> None:
-    assert Evaluation(3.14159, 12345, 1.26).event(7, 1).message == "loss 3.1416 on 12,345 held-out tokens in 1.3 s"
-
-
-def test_the_summary_of_a_run_shows_the_last_evaluation() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    status = RunStatus("r", RunState.SUCCEEDED, steps=4).as_dict()
-    events = [Evaluation(3.0, 10, 0.5).event(2, 1), Evaluation(2.75, 10, 0.5).event(4, 1)]
-    console.print(summary_view(Records(status, [], events), console))
-    assert "held-out loss  2.7500  (step 4)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def job(**train: int) -> dict[str, object]:

@@ -13,7 +13,7 @@ from raypp.errors import UnreachableError
 from raypp.records import Coordinates, Seat
 from raypp.train import network
 from raypp.train.network import Chosen, Interface, choose_interface, nccl_sockets, prepare_network
-from raypp.train.preflight import LinkReport, check_links, links_in_words, wait_for_master
+from raypp.train.preflight import check_links, links_in_words, wait_for_master
 
 pytestmark = pytest.mark.skipif(not network.interfaces().get("lo"), reason="needs Linux's loopback interface")
 
@@ -184,11 +184,6 @@ def test_a_rank_zero_that_is_gone_is_told_apart_from_a_network_that_fails() -> N
     seat = replace(SEAT, rank=1, node="127.0.0.9", master_addr="127.0.0.1", master_port=1)
     with pytest.raises(UnreachableError, match=r"127.0.0.9 cannot reach rank 0's node 127.0.0.1.*nothing listens"):
         wait_for_master(seat, _chosen("127.0.0.9"), patience_s=0.2)
-
-
-def test_of_many_links_the_slowest_is_told() -> None:
-    reports = [LinkReport("a", f"b{index}", "eth0", 0.001, 900.0 - index) for index in range(9)]
-    assert "9 links work, the slowest: a – b8" in links_in_words(_chosen("127.0.0.1"), reports)
 
 
 def test_under_torchrun_a_host_name_that_is_loopback_here_is_refused_if_there_are_other_nodes(
