@@ -177,10 +177,6 @@ def _play(file: JobFile, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-_WARN_ABOVE = 0.05
-"""Share of a core used by other programs above which a warning is printed."""
-
-
 def _measure(job: Job, path: Path) -> None:
     """Measures costs in a process that may import torch, and writes them.
 
@@ -191,11 +187,6 @@ def _measure(job: Job, path: Path) -> None:
     console = Console(stderr=True)
     with console.status("measuring the parts of the model on this machine …"):
         answer = ask("raypp.measure.model_costs", request, "the measurement")
-    if (others := 1 - 1 / answer["stretched"]) > _WARN_ABOVE:
-        console.print(
-            f"Other programs, or the host of a virtual machine, used the core for {others:.0%} of the time. "
-            "The measured costs include that."
-        )
     measured = TypeAdapter(Costs).validate_python(answer)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     try:

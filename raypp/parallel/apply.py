@@ -30,7 +30,6 @@ from raypp.models.once import forward_and_recomputation
 from raypp.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.parallel.compute_copies import ComputeCopies, sum_in_fp32
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
-from raypp.parallel.late_sums import LateSums, sum_by_parts
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.shard import sharded_like
@@ -46,13 +45,10 @@ class PreparedStage:
 
     Attributes:
         module: The module.
-        late_sums: The stage's gradient sums, which the caller waits for at the end of a step. None
-            where FSDP's own reduce-scatter is used.
         replica_sums: The stage's sums over replicas. None where there are none, or FSDP takes them.
     """
 
     module: nn.Module
-    late_sums: LateSums | None
     replica_sums: ReplicaSums | None = None
 
 
@@ -102,9 +98,9 @@ def prepare_stage(
         _compile_blocks(stage)
     if extent != "none" and not within:
         recompute_blocks(stage, "selective" if extent == "selective" else "full")
-    late_sums = replica_sums = None
+    replica_sums = None
     if data_mesh is not None:
-        late_sums = _shard(stage, job, data_mesh, expert_mesh)
+        _shard(stage, job, data_mesh, expert_mesh)
         replica_sums = _replica_sums(stage, job, data_mesh)
     _allocate(stage, device, kept or {})
     if replica_sums is not None:
@@ -113,7 +109,7 @@ def prepare_stage(
         sum_in_fp32(stage)
     if data_mesh is None and dtypes.copies_weights:
         ComputeCopies(stage, compute_dtype(job), torch_dtype(dtypes.reduce), _held_whole(stage, job))
-    return PreparedStage(stage, late_sums, replica_sums)
+    return PreparedStage(stage, replica_sums)
 
 
 def _allocate(stage: nn.Module, device: torch.device, kept: Mapping[str, Tensor]) -> None:
@@ -173,8 +169,8 @@ def _held_whole(stage: nn.Module, job: Job) -> set[nn.Parameter]:
     return held
 
 
-def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> LateSums | None:
-    """Shards experts, blocks and the stage with FSDP2; on CPU, replaces the reduce-scatter."""
+def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
+    """Shards experts, blocks and the stage with FSDP2."""
     policy, dtypes = MixedPrecisionPolicy(), job.train.dtypes
     if dtypes.compute is not FP32:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(job), reduce_dtype=torch_dtype(dtypes.reduce))
@@ -200,12 +196,8 @@ def _shard(stage: nn.Module, job: Job, data_mesh: DeviceMesh, expert_mesh: Devic
             module.set_force_sum_reduction_for_comms(True)
             if data_mesh.size() > 1:  # a rank alone would divide by 1, into one more buffer
                 module.set_gradient_divide_factor(1.0)
-    if data_mesh.device_type != "cpu":
-        if job.mesh.reshard_after_forward:
-            _prefetch_next_block(stage)
-        return None
-    late = data_mesh.ndim == 1 and dtypes.sums_in_place and not job.reduces_each
-    return sum_by_parts(stage, late=late)
+    if data_mesh.device_type != "cpu" and job.mesh.reshard_after_forward:
+        _prefetch_next_block(stage)
 
 
 def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaSums | None:

@@ -9,9 +9,11 @@ summed, so an exact sum has the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from raypp.parallel.int8_sums import add_up, encode, message_size
-from raypp.parallel.late_sums import SumsUnderWay
 from raypp.parallel.shard import local_part, sharded_like
 from raypp.torch_private import reduced_together, take_replica_sum
 
@@ -77,25 +78,40 @@ def residuals_of(stage: nn.Module) -> Residuals | None:
     return held
 
 
-class ReplicaSums(SumsUnderWay):
+class ReplicaSums:
     """The sums over replicas of one stage, in place of FSDP's all-reduce.
 
     Args:
         stage: A stage that FSDP shards and replicates.
         int8: Quantise what is sent.
-        late: As for `SumsUnderWay`; possible on a CPU when gradients are reduced in the dtype of
-            the weights. On a GPU it is FSDP's stream that waits, not the host.
+        late: Whether sums complete in `wait`, which is possible on a CPU when gradients are reduced
+            in the dtype of the weights. Else each is awaited before FSDP goes on; on a GPU it is
+            FSDP's stream that waits, not the host.
     """
 
     def __init__(self, stage: nn.Module, *, int8: bool, late: bool) -> None:
-        super().__init__(late=late)
-        self.int8 = int8
+        self.int8, self.late = int8, late
+        self.timed: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Returns a context around the start of each sum."""
+        self._under_way: list[Callable[[], None]] = []
+        """Each waits for a sum, and completes it."""
         self._flats: list[_Flat] = []
         for module in stage.modules():
             if isinstance(module, FSDPModule) and (group := take_replica_sum(module)) is not None:
                 flat = _Flat(module, group)
                 module.set_all_reduce_hook(self._start_of(flat))
                 self._flats.append(flat)
+
+    @property
+    def under_way(self) -> int:
+        """The number of sums in flight."""
+        return len(self._under_way)
+
+    def wait(self) -> None:
+        """Waits for all sums in flight. Call it before anything reads the gradients."""
+        for finish in self._under_way:
+            finish()
+        self._under_way.clear()
 
     def allocate(self, stage: nn.Module) -> None:
         """Allocates the residuals of int8 sums, as zeros, once the weights have memory.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raypp.parallel.late_sums import SumsUnderWay
+from raypp.parallel.replica_sums import ReplicaSums
 from raypp.pipeline.device_clock import DeviceClock
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.torch_private import Computation
@@ -62,12 +62,11 @@ class ActionTrace:
         self._gathers: set[int] = set()
         """Stages whose weights are being gathered."""
         self._hooks: list[Any] = []
-        self._sums: list[SumsUnderWay] = []
+        self._sums: list[ReplicaSums] = []
         for stage in stages:
-            for sums in (stage.late_sums, stage.replica_sums):
-                if sums is not None:
-                    sums.timed = partial(self.timed, "sum", stage.stage_index)
-                    self._sums.append(sums)
+            if (sums := stage.replica_sums) is not None:
+                sums.timed = partial(self.timed, "sum", stage.stage_index)
+                self._sums.append(sums)
             for module in stage.submod.modules():
                 if isinstance(module, FSDPModule):
                     self._watch_gather(module, stage)

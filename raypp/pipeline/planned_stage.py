@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raypp.parallel.late_sums import LateSums
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.pipeline.wire import AsIs, WireFormat, message_seed
 from raypp.schedules.communication import MessageKind
@@ -51,7 +50,6 @@ class PlannedStage(ChunkStage):
         activations: Wire format of activations; None: as computed.
         gradients: Wire format of gradients; None: as computed.
         seed: Seeds the formats' random numbers, with the step, the stage and the microbatch.
-        late_sums: The gradient sums that are awaited at the end of a step; None if there are none.
         replica_sums: The sums over replicas that FSDP does not take; None if there are none.
         replicated: Whether other replicas hold the same weights.
         frees_weights: Whether each block frees its gathered weights after its use.
@@ -74,7 +72,6 @@ class PlannedStage(ChunkStage):
         activations: WireFormat | None = None,
         gradients: WireFormat | None = None,
         seed: int = 0,
-        late_sums: LateSums | None = None,
         replica_sums: ReplicaSums | None = None,
         replicated: bool = False,
         frees_weights: bool = False,
@@ -86,7 +83,7 @@ class PlannedStage(ChunkStage):
         self.hidden_size = hidden_size
         self.boundary_dtype = dtype
         self.up_group, self.down_group, self.seed = up_group, down_group, seed
-        self.late_sums, self.frees_weights, self.below_trains = late_sums, frees_weights, below_trains
+        self.frees_weights, self.below_trains = frees_weights, below_trains
         self.replica_sums, self.replicated, self.reduces_each = replica_sums, replicated, reduces_each
         self._exact = AsIs(dtype)
         self._formats = activations or self._exact, gradients or self._exact
@@ -124,8 +121,7 @@ class PlannedStage(ChunkStage):
     @property
     def sums_beside(self) -> bool:
         """Whether sums of gradients can run beside the backward that completes the gradients."""
-        own = (self.late_sums, self.replica_sums)
-        return self.device.type != "cpu" or any(sums is not None and sums.late for sums in own)
+        return self.device.type != "cpu" or (self.replica_sums is not None and self.replica_sums.late)
 
     # Messages to and from other ranks.
 

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
+from raypp.parallel.backward_sums import free_within_backward, reduce_now, reduce_within_backward
 from raypp.parallel.compute_copies import computing, copies_of, fill_wide_gradients
-from raypp.parallel.late_sums import free_within_backward, reduce_now, reduce_within_backward
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.device_clock import ActionClock
@@ -268,7 +268,7 @@ class ProgramRuntime:
         self._held.clear()
 
     def _wait_for_sums(self) -> None:
-        sums = [one for stage in self.planned.values() for one in (stage.late_sums, stage.replica_sums) if one]
+        sums = [stage.replica_sums for stage in self.planned.values() if stage.replica_sums is not None]
         if self.mark is not None and (self._reducing or any(one.under_way for one in sums)):
             self.mark("sums")
         with self._traced("wait sums"):

@@ -188,11 +188,6 @@ class Costs:
             the backward.
         weight_share: Fraction that its weight half takes. Both halves together may take longer than
             the whole.
-        copy_s: Seconds per byte of a message that gloo takes from the compute on either side; CPUs
-            only.
-        gather_s: Seconds of copies per weight that FSDP gathers, without those of messages; CPUs
-            only.
-        sum_s: Seconds of copies and additions per weight whose gradient FSDP reduces; likewise.
         kind: The kind of device.
         measured: True if these are measured times.
         source: Where the numbers come from, for people.
@@ -203,9 +198,6 @@ class Costs:
     last: Part
     optimizer_s: _Seconds = 0.0
     step_s: _Seconds = 0.0
-    copy_s: _Seconds = 0.0
-    gather_s: _Seconds = 0.0
-    sum_s: _Seconds = 0.0
     input_share: _Share = 0.5
     weight_share: _Share = 0.5
     kind: Kind = "cpu"

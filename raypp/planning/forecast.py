@@ -36,7 +36,6 @@ from raypp.planning.sizes import sizes_of
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
 from raypp.spec.lora import lowest_trained
-from raypp.spec.precision import FP32
 
 _TAKEN = 0.1
 """Seconds by which a second of a collective slows the compute beside it: its kernel holds
@@ -294,12 +293,10 @@ class _Step:
             for part, here in ((costs.first, stage == 0), (costs.last, stage == end)):
                 if here:
                     f, b = f + part.forward, b + part.backward
-            crossed = sum(bool(borders[s].seconds) for s in (stage - 1, stage) if 0 <= s < end)
-            copying = crossed * self._size * costs.copy_s
             moving = microbatch_tokens(job) * moved_per_token(job, stage, cut) * 8 / (self._host_gbps * 1e9)
             gathered, summed, *_ = self._beside(stage, speed)
-            forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + copying + gathered)
-            backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + copying + summed)
+            forward.append(max(f / job.mesh.cp / speed, moving) + layers * within + gathered)
+            backward.append(max(b / job.mesh.cp / speed, moving) + 2 * back * within + summed)
         links = [border.seconds for border in borders]
         times = StageTimes(forward, backward, costs.input_share, links, costs.weight_share, first_whole=True)
         if self._apart:
@@ -332,8 +329,7 @@ class _Step:
                 for part in (0, 1)
             )
         else:
-            sent, copied = self._collectives(gathered, trained), self._copies(gathered, trained)
-            unshard, reduce = (a + b / slowest for a, b in zip(sent, copied, strict=True))
+            unshard, reduce = self._collectives(gathered, trained)
             # A step gathers at most one time for each action of the stage with most of them.
             actions = Counter(action.stage for line in pipeline.program.values() for action in line)
             unshard *= max(actions.values()) if job.mesh.reshard_after_forward else 1
@@ -341,10 +337,7 @@ class _Step:
         update = costs.optimizer_s * (max(one.rest + one.experts for one in trained) / job.mesh.shards) / slowest
         # The update takes longer because of state in host memory.
         moved = max(state_of(job, stages, pipeline.cut, "cuda").host for stages in pipeline.stages_of_rank)
-        # On a CPU, copies there and back share its memory; a device has a direction for each.
-        on_cpu = self._kind == "cpu"
-        copying = 2 * moved * costs.copy_s if on_cpu else moved * 8 / (self._host_gbps * 1e9)
-        return unshard, reduce, update + copying
+        return unshard, reduce, update + moved * 8 / (self._host_gbps * 1e9)
 
     def _sharded(self, of_stage: Callable[[Job, int, Sequence[int]], tuple[int, int]]) -> list[_Sharded]:
         """Returns what the ranks of each pipeline rank share of what `of_stage` counts: all of it,
@@ -387,29 +380,6 @@ class _Step:
             end_sums + add + layers * _longer(add * (not each), backward),
         )
 
-    def _copies(self, gathered: Sequence[_Sharded], trained: Sequence[_Sharded]) -> tuple[float, float]:
-        """Returns the seconds of local copies for gathering weights once and reducing gradients.
-
-        They add to the time on the wire. FSDP copies for replicas too, although nothing is sent if
-        nothing is sharded.
-        """
-        job, costs, dtypes = self._job, self._costs, self._job.train.dtypes
-        shards, copies = job.mesh.shards, job.summed_replicas
-        if shards * copies == 1:
-            return 0.0, 0.0
-        each = 2 * costs.copy_s  # a rank sends as much as it receives
-        local = costs.gather_s / dtypes.compute.bytes
-        replicas = each * 2 * (copies - 1) / copies / shards * FP32.bytes
-
-        def gather(one: _Sharded) -> float:
-            return local * one.held + each * (one.rest_sent + one.experts_sent)
-
-        def reduce(one: _Sharded) -> float:
-            sent = each * dtypes.reduce.bytes * (one.rest_sent + one.experts_sent)
-            return costs.sum_s * one.held + sent + replicas * (one.rest + one.experts)
-
-        return max(map(gather, gathered)), max(map(reduce, trained))
-
     def _layer_traffic(self) -> float:
         """Returns the seconds of cp's and ep's messages in one layer's forward of one microbatch.
 
@@ -437,8 +407,7 @@ class _Step:
         """Returns the seconds of gathering weights once, and of summing gradients over shards.
 
         Both for the slowest pipeline rank, from bytes of every rank's weights and numbers of its
-        gradients. The parts that ranks on CPUs send each other take as long (`parallel.late_sums`;
-        counted at a network card).
+        gradients.
         """
         if self._job.mesh.shards == 1:
             return 0.0, 0.0

@@ -47,10 +47,6 @@ def chunk_sizes(tokens: int, vocab_size: int, device_type: str) -> list[int]:
     return [min(size, tokens - start) for start in range(0, tokens, max(1, size))]
 
 
-_LARGE = 16 * 2**20
-"""Bytes from which glibc's heap finds holes for few blocks (`kept_by_heap`). Fitted."""
-
-
 @dataclass(frozen=True)
 class LossMemory:
     """Bytes of the loss on the last stage, for one microbatch.
@@ -100,18 +96,3 @@ def loss_memory(job: Job, tokens: int, kind: Kind) -> LossMemory:
     working = projection * summed + max(logits, projection * copied)
     backward = working if projection else 0  # of the projection, from logits that it computes again
     return LossMemory(kept=tokens * model.hidden_size * compute, forward=working, backward=backward)
-
-
-def kept_by_heap(job: Job, tokens: int) -> int:
-    """Returns the bytes of the loss's blocks that glibc's heap keeps beside those in use, on a CPU.
-
-    glibc asks its heap for 96 bytes more than an aligned block has, and what it does not use of
-    them goes to small objects. So a block that is freed leaves a hole which the next one of its
-    size does not fit, and large blocks are placed anew. Whole logits are counted once more: as
-    many bytes as one microbatch takes. `tokens` as of `loss_memory`.
-    """
-    vocabulary = job.model.vocab_size
-    if chunk_size(tokens, vocabulary, "cpu") != tokens or tokens * vocabulary * FP32.bytes <= _LARGE:
-        return 0
-    loss = loss_memory(job, tokens, "cpu")
-    return loss.kept + loss.forward + loss.backward

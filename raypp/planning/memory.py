@@ -20,7 +20,7 @@ from raypp.planning.activations import (
     split_backward_bytes,
     stage_activation_bytes,
 )
-from raypp.planning.loss_memory import LossMemory, kept_by_heap, loss_memory
+from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.offload import BLOCK, BLOCKS_ON_DEVICE, host_activation_bytes, passing_per_token
 from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline, wire_bytes, wire_of
 from raypp.planning.sizes import sizes_of
@@ -169,10 +169,8 @@ def rank_memory(
         dataclasses.replace(base, gradients=sums, working=held.passing + update_bytes(job, kind)),
     )
     peak = max(moments, key=lambda moment: moment.total)
-    buffers = fsdp.flat + fsdp.buffers
-    if len(cut) - 1 in stages and kind == "cpu":
-        buffers += kept_by_heap(job, microbatch_tokens(job))
-    return dataclasses.replace(peak, runtime=_runtime(job, stages, cut, peak.total, buffers, kind))
+    runtime = _runtime(job, stages, cut, peak.total, fsdp.flat + fsdp.buffers, kind)
+    return dataclasses.replace(peak, runtime=runtime)
 
 
 @dataclass(frozen=True)
@@ -438,8 +436,8 @@ class Gathered:
         """Returns the figures of a rank's stages; `split`: it splits backwards.
 
         A reduction has a buffer with what is sent and, if there are other ranks, one with what is
-        received. On CPUs the sums of all blocks are in flight at once (`parallel.late_sums`,
-        `parallel.replica_sums`), unless they are in bf16. Otherwise one block after the other is
+        received. On CPUs the sums of all blocks over replicas are in flight at once
+        (`parallel.replica_sums`), unless they are in bf16. Otherwise one block after the other is
         reduced, beside the gradients. Sums over replicas are in place. In int8 there are also the
         replicas' messages and the next residuals.
         """
@@ -482,7 +480,8 @@ class Gathered:
         within = {stage: (ends, layer, whole - ends) for stage, (whole, ends, layer) in of_trained.items()}
         residuals = residual_bytes(job, stages, cut)
         messages = residuals // FP32.bytes * job.mesh.dp_replicate
-        at_once, alone = kind == "cpu" and dtypes.sums_in_place, job.mesh.shards == 1 < replicas
+        at_once = kind == "cpu" and dtypes.sums_in_place and job.summed_replicas > 1
+        alone = job.mesh.shards == 1 < replicas
         # On CUDA, what comes back is no more than what was freed; a single rank that FSDP lets
         # divide by 1 has a copy.
         two = alone if kind == "cuda" else replicas > 1 and not (at_once and alone)
@@ -541,9 +540,9 @@ def _runtime(job: Job, stages: Sequence[int], cut: Sequence[int], tensors: int, 
 
     Args:
         tensors: Bytes of the tensors at the peak.
-        buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients,
-            and of large blocks of the loss (`kept_by_heap`). They live outside the peak, but find
-            no holes in glibc's heap, so on a CPU they come on top.
+        buffers: Bytes of FSDP's flat buffers, in which it gathers weights and reduces gradients.
+            They live outside the peak, but find no holes in glibc's heap, so on a CPU they come on
+            top.
     """
     if kind == "cpu":
         return CPU_RUNTIME + buffers + int(HEAP * (tensors + buffers))

@@ -114,7 +114,6 @@ def build_stages(
                 activations=wire_format(pipeline.wire.activations),
                 gradients=wire_format(pipeline.wire.gradients),
                 seed=message_seed(job.train.seed, *place.column),
-                late_sums=prepared.late_sums,
                 replica_sums=prepared.replica_sums,
                 replicated=job.summed_replicas > 1,
                 frees_weights=job.mesh.reshard_after_forward,

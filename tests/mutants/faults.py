@@ -28,7 +28,6 @@ MEETS = {
             "tests/ranks/test_mesh_does_not_change_numbers.py",
             "tests/ranks/test_evaluation.py",
             "tests/ranks/test_replica_sums.py",
-            "tests/ranks/test_late_sums.py",
             "tests/ranks/test_long_steps.py",
             "tests/ranks/test_lookahead_and_wire.py",
             "tests/ranks/test_waiting_sends.py",
@@ -54,7 +53,6 @@ MEETS = {
             "tests/ranks/test_recompute_and_compile.py",
             "tests/ranks/test_quantised_base.py",
             "tests/ranks/test_experts.py",
-            "tests/ranks/test_late_sums.py",
         ],
     ),
     "raypp/data/loader.py": (
@@ -577,12 +575,6 @@ FAULTS = [
         "if shards > 1 and job.mesh.ep < shards:",
         "if shards > 1 and job.mesh.ep <= shards:",
         "each rank copies quantised experts that only it has",
-    ),
-    Fault(
-        "apply-copies-summed-in-place", _APPLY,
-        "data_mesh.ndim == 1 and dtypes.sums_in_place",
-        "data_mesh.ndim == 1 and dtypes.reduce is FP32",
-        "late sums add to copies of bf16 gradients that nobody reads",
     ),
     # The loader.
     Fault(

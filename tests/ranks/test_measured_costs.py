@@ -31,7 +31,6 @@ def test_a_models_parts_are_timed_and_a_plan_rests_on_them(
     assert found["kind"] == "cpu"
     assert found["layer"]["forward"] > 0 and found["layer"]["backward"] > 0
     assert all(found[name] > 0 for name in ("input_share", "weight_share", "optimizer_s"))
-    assert all(found[name] > 0 for name in ("copy_s", "gather_s", "sum_s"))
     printed = capsys.readouterr()
     (prediction,) = json.loads(printed.out)["predictions"]
     assert "costs" in prediction["measured"]

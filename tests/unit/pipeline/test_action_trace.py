@@ -42,7 +42,6 @@ class Stage:
 
     stage_index = 3
     submod = torch.nn.Linear(1, 1)
-    late_sums = None
     replica_sums = None
 
 

@@ -111,7 +111,7 @@ class Sharded(FSDPModule, nn.Identity):
 class Stage:
     """Multiplies by its weight; what `PlannedStage` has that the runtime uses."""
 
-    late_sums = replica_sums = None
+    replica_sums = None
     frees_weights = reduces_each = False
     below_trains = True
     device = torch.device("cpu")

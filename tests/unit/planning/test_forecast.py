@@ -246,32 +246,6 @@ def test_costs_of_a_gpu_are_planned_as_a_gpus(tmp_path):
         assert Grounds(costs=read_costs(path, job)).devices_for(job) == [DEVICES[kind]]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "copied"),
-    [({"pp": 1}, 0.0), ({"pp": 1, "fsdp": 4}, 2 * 0.75 * 8), ({"pp": 1, "dp_replicate": 4}, 2 * 1.5 * 4)],
-)
-def test_where_cores_copy_sharded_weights_and_sums_the_step_takes_so_much_longer(mesh, copied):
-    """Counts `copied` bytes per weight, sent and received: all-gather and reduce-scatter, or
-    all-reduce."""
-    job, machines = job_with(model={"num_layers": 4}, mesh=mesh), Machines.alike(1, 4, None)
-    copying = Costs(UNIT.layer, UNIT.first, UNIT.last, copy_s=1e-9, gather_s=2e-9, sum_s=3e-9)
-    free, taken = (forecast(job, machines, costs).parts for costs in (UNIT, copying))
-    more = sum(taken[name] - free[name] for name in ("unshard", "reduce"))
-    assert more == pytest.approx(stage_parameters(job, 0, [4]) * (bool(copied) * 5e-9 + copied * 1e-9))
-
-
-@pytest.mark.parametrize("ep", [1, 2, 8])
-def test_cores_copy_the_experts_that_they_hold_and_share(ep):
-    job = job_with(model=EXPERTS, mesh={"pp": 1, "fsdp": 8, "ep": ep})
-    whole, experts = stage_parameters(job, 0, [4]), sizes_of(job.model).stage_experts(range(4))
-    held = whole - experts + experts / ep
-    sent = (whole - experts) * 7 / 8 + experts * (1 / ep - 1 / 8)
-    copying = Costs(UNIT.layer, UNIT.first, UNIT.last, copy_s=1e-9, gather_s=2e-9, sum_s=3e-9)
-    free, taken = (forecast(job, Machines.alike(8, 8, None), costs).parts for costs in (UNIT, copying))
-    more = sum(taken[name] - free[name] for name in ("unshard", "reduce"))
-    assert more == pytest.approx(5e-9 * held + 2 * 2 * 4e-9 * sent)
-
-
 def test_backwards_in_halves_cost_what_the_halves_take():
     job = job_with(mesh={"pp": 2}, pipeline={"microbatches": 4, "schedule": "zbv", "stages_per_rank": 2})
     whole, apart = (forecast(job, Machines.alike(2, 1, None), replace(UNIT, weight_share=w)) for w in (0.5, 0.75))
