@@ -8,10 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from raypp.data.chat_template import KEY, ChatTemplate, TemplateFault
+from raypp.data.chat_template import KEY, MOST_SOURCE, ChatTemplate, TemplateFault
 from raypp.data.conversations import Names, needs_template
 from raypp.data.rows import RowEncoder
-from raypp.data.template_limits import MOST_SOURCE
 from raypp.data.tokenised import Request
 from raypp.data.tokenizer import NotEncodable, PromptTokenizer
 from raypp.errors import DataError, Problem

@@ -1,4 +1,8 @@
-"""Renders a conversation by a model's Jinja chat template, as transformers does, within limits."""
+"""Renders a conversation by a model's Jinja chat template, as transformers does.
+
+A template comes with a model that somebody else published: Jinja's sandbox keeps it away from the
+process, and what it writes is limited.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,24 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, nodes, pass_eval_context
+from jinja2 import Template, nodes, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
-from raypp.data.template_limits import MOST_SOURCE, BoundedEnvironment, Budget
 from raypp.errors import DataError, Problem
 from raypp.untrusted.text import visible
 
 Message = dict[str, Any]
 
 KEY = "data.chat_template"
+MOST_SOURCE = 1 << 20
+"""Characters of a template."""
+MOST_OUTPUT = 64 << 20
+"""Characters that one rendering may write."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys that hold a model's reasoning in data; templates read the first two."""
@@ -104,7 +113,6 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         *,
         add_generation_prompt: bool = False,
-        until: float | None = None,
     ) -> Rendered:
         """Renders a conversation.
 
@@ -112,16 +120,13 @@ class ChatTemplate:
             messages: Its turns: plain values of JSON, with a `role` each.
             tools: JSON schemas of the tools that the model may call.
             add_generation_prompt: End with the header of the assistant's next turn.
-            until: The `deadline` of the row; None: begins now.
 
         Raises:
-            TemplateFault: The template refuses the conversation, fails, or exceeds a limit.
+            TemplateFault: The template refuses the conversation, fails, or writes too much.
         """
-        environment, tracker = self._environment, _tracker(self._environment)
-        environment.budget = Budget(until)
+        tracker = _tracker(self._environment)
         turns = [_normal(message) for message in messages]
         tracker.begin(turns)
-        environment.at = tracker.at  # type: ignore[method-assign]
         values = {
             **self._special,
             "messages": turns,
@@ -131,10 +136,10 @@ class ChatTemplate:
         }
         parts = []
         try:
-            environment.budget.step()
             for part in self._templates[self._chosen(tools)].generate(values):
-                environment.budget.write(len(part))
                 tracker.position += len(part)
+                if tracker.position > MOST_OUTPUT:
+                    raise TemplateError(f"writes more than {MOST_OUTPUT:,} characters")
                 parts.append(part)
         except Exception as error:  # a template can raise whatever its expressions raise
             raise TemplateFault(_in_words(error)) from error
@@ -144,13 +149,20 @@ class ChatTemplate:
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
 
 
+_AT = "_at"
+"""The filter to which each iteration of a loop gives its item. It reads the context, so that Jinja
+does not compute it in advance."""
+
+
 class _Generation(Extension):
-    """The tag `{% generation %}`: records where its content begins and ends."""
+    """Records where the content of the tag `{% generation %}` begins and ends, and that of
+    loops."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
+        environment.filters[_AT] = pass_context(lambda _, item, loop: self.at(item, loop))
         self.begin()
 
     def begin(self, turns: Sequence[Message] = ()) -> None:
@@ -208,10 +220,30 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-def _environment(today: datetime | None) -> BoundedEnvironment:
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+class _Loops(NodeTransformer):
+    """Makes loops tell their items as they go through them, and their end."""
+
+    _loops = 0
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.generic_visit(node)
+        if not isinstance(node.target, nodes.Name) or node.recursive:
+            return [node]
+        self._loops += 1
+        item = nodes.Name(node.target.name, "load", lineno=node.lineno)
+        node.body.insert(0, self._noted(item))
+        return [node, self._noted(nodes.Const(None, lineno=node.lineno))]
+
+    def _noted(self, item: nodes.Expr) -> nodes.ExprStmt:
+        number = nodes.Const(self._loops, lineno=item.lineno)
+        call = nodes.Filter(item, _AT, [number], [], None, None, lineno=item.lineno)
+        return nodes.ExprStmt(call, lineno=item.lineno)
+
+
+def _environment(today: datetime | None) -> ImmutableSandboxedEnvironment:
+    extensions = [_Generation, loopcontrols]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
-    environment.guard_filters()
 
     def strftime_now(form: str) -> str:
         if today is None:
@@ -224,19 +256,19 @@ def _environment(today: datetime | None) -> BoundedEnvironment:
     return environment
 
 
-def _tracker(environment: BoundedEnvironment) -> _Generation:
+def _tracker(environment: ImmutableSandboxedEnvironment) -> _Generation:
     tracker = environment.extensions[_Generation.identifier]
     assert isinstance(tracker, _Generation)
     return tracker
 
 
-def _compiled(environment: BoundedEnvironment, source: str) -> Template:
+def _compiled(environment: ImmutableSandboxedEnvironment, source: str) -> Template:
     fix = "use the template of the model's tokenizer, or repair it"
     if len(source) > MOST_SOURCE:
         fault = f"the chat template has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
         raise DataError(Problem(KEY, fault, fix))
     try:
-        code = environment.compile(environment.bounded(source), filename=_NAME)
+        code = environment.compile(_Loops().visit(environment.parse(source)), filename=_NAME)
         return Template.from_code(environment, code, environment.make_globals(None))
     except TemplateSyntaxError as error:
         fault = f"line {error.lineno} of the chat template: {visible(str(error.message)[:_SHOWN])}"

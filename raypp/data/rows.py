@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from raypp.data.chat_template import ChatTemplate, Rendered, TemplateFault
 from raypp.data.conversations import Completion, Content, Conversation, Names, Segments, parse_row
 from raypp.data.faults import RowFault
-from raypp.data.template_limits import deadline
 from raypp.data.tokenizer import NotEncodable, Tokenizer, Tokens, document_of, lacking
 from raypp.untrusted.text import visible
 
@@ -189,7 +188,7 @@ class _Turns:
     """
 
     def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
-        self._template, self._conversation, self._until = template, conversation, deadline()
+        self._template, self._conversation = template, conversation
         self._messages, self._tools = conversation.messages, conversation.tools
         self._assistant = [index for index, turn in enumerate(self._messages) if turn["role"] == "assistant"]
         self.rendered = self._render(len(self._messages))
@@ -238,7 +237,7 @@ class _Turns:
     def _render(self, turns: int, *, header: bool = False) -> Rendered:
         """Renders the first turns, and the header of the assistant's next one."""
         messages = self._messages[:turns]
-        return self._template.render(messages, self._tools, add_generation_prompt=header, until=self._until)
+        return self._template.render(messages, self._tools, add_generation_prompt=header)
 
     def _parts(self, wanted: Sequence[int]) -> list[_Span]:
         """Returns the parts of the text that are some of the turns."""
