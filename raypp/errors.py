@@ -210,3 +210,16 @@ def _shown(file: str) -> str:
     """Returns the path; of a file that travelled with the job, as it is named there."""
     travelled = _RAYPP.parent.name.startswith("_ray_pkg_") and _is_below(file, str(_RAYPP.parent))
     return str(Path(file).resolve().relative_to(_RAYPP.parent)) if travelled else file
+
+
+def size_text(size: float) -> str:
+    """Returns a number of bytes as text, with three digits: 320 KiB, 1.73 MiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{three_digits(size / 1024**power)} {unit}"
+    return f"{size:.0f} B"
+
+
+def three_digits(value: float) -> str:
+    """Returns a number with three significant digits, or all before the decimal point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -143,6 +143,7 @@ class NodeFacts:
 
     Attributes:
         site: The Ray label `site` of its node, "" if it has none.
+        compiler: Whether there is a C compiler.
     """
 
     node_id: str
@@ -152,6 +153,7 @@ class NodeFacts:
     interface: str
     device_index: int = 0
     site: str = ""
+    compiler: bool = True
 
 
 @dataclass(frozen=True)

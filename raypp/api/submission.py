@@ -35,6 +35,7 @@ from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, Unreach
 from raypp.kinds import store_kind
 from raypp.observe.reader import RunReader
 from raypp.planning.check import check_plan
+from raypp.planning.decision import Facts
 from raypp.planning.plan import Grounds, with_every_steps
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
@@ -60,7 +61,7 @@ class Prepared:
         store: The store of its checkpoints and records.
         cluster: Where it will run.
         resume: Whether it resumes the run of its name.
-        device: What its ranks compute on: cpu or cuda.
+        facts: What decisions take into account of the cluster.
         versions: The cluster's versions of Ray and Python.
         files: What `travelling_files` returned.
     """
@@ -69,7 +70,7 @@ class Prepared:
     store: ObjectStore
     cluster: Cluster
     resume: bool
-    device: str
+    facts: Facts
     versions: dict[str, str]
     files: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -111,19 +112,19 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
         say(f"warning: {limit}")
     file = _check_name(file, store, resume, say)
     _check_not_running(file.job, store, cluster)
-    device, job = client.check_resources(file.job, cluster)
-    job, decided = with_every_steps(job, Grounds(device=device))
+    facts, job = client.check_resources(file.job, cluster)
+    job, decided = with_every_steps(job, Grounds(device=facts.device))
     if decided:
         say(decided)
     if file.job.mesh.reduce_gradients == "auto" and job.reduces_each:
         say("mesh.reduce_gradients: auto is each_microbatch on these nodes (`raypp plan` says why)")
-    if remark := client.precision_remark(file.job, job, device):
+    if remark := client.precision_remark(file.job, job, facts.device):
         say(remark)
         # What was checked may have been the job on another device.
         if problems := [*check_training(job), *check_plan(job)]:
             raise JobError(map(file.locate, problems))
     files = travelling_files(job, store, resume, say)
-    return Prepared(replace(file, job=job), store, cluster, resume, device, versions, files)
+    return Prepared(replace(file, job=job), store, cluster, resume, facts, versions, files)
 
 
 def start(prepared: Prepared, say: Say) -> RunPlace:
@@ -152,7 +153,13 @@ def start(prepared: Prepared, say: Say) -> RunPlace:
 
     try:
         submission_id = client.submit_run(
-            job, prepared.cluster, store.url, number=number, before=write, files=prepared.files
+            job,
+            prepared.cluster,
+            store.url,
+            facts=prepared.facts,
+            number=number,
+            before=write,
+            files=prepared.files,
         )
     except NoAnswerError as error:
         if not asked:

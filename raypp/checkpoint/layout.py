@@ -43,6 +43,11 @@ def end_key(run: str, number: int = 1) -> str:
     return f"{run}/end.json" if number == 1 else f"{run}/end-{number}.json"
 
 
+def decision_key(run: str, attempt: int) -> str:
+    """Returns the key of what was decided for an attempt: `NAME/decision-2.json`."""
+    return f"{run}/decision-{attempt}.json"
+
+
 def machine_key(run: str, number: int, version: int) -> str:
     """Returns the key of what the controller had decided after so many transitions, of the
     submission with a spec of this number."""

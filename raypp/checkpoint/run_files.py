@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from raypp.checkpoint.run_spec import read_spec
-from raypp.errors import Problem
+from raypp.errors import Problem, size_text
 from raypp.kinds import known_source
-from raypp.planning.stored_bytes import size_text
 from raypp.spec.availability import own_files
 from raypp.spec.job import Job
 from raypp.spec.load import job_document

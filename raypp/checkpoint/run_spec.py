@@ -1,6 +1,7 @@
-"""A run's resolved job, and how a submission of it ended: objects that are created only once.
+"""A run's resolved job, what was decided for its attempts, and how a submission of it ended.
 
-So no two runs share a name, and all who ask agree on the end."""
+Job and end are created only once, so no two runs share a name, and all who ask agree on the end.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from raypp.checkpoint.layout import check_run, end_key, spec_key, spec_number
-from raypp.errors import CheckpointError, Problem
+from raypp.checkpoint.layout import check_run, decision_key, end_key, spec_key, spec_number
+from raypp.errors import CheckpointError, Problem, in_words
+from raypp.planning.decision import VERSION, Decision
 from raypp.records import RunState
+from raypp.spec.load import job_document
 from raypp.spec.secret import without_secrets
 from raypp.storage import AlreadyExists, NotFound, ObjectStore
 from raypp.untrusted.documents import Bounds, Count, Time, parse_as
@@ -166,3 +169,31 @@ def read_spec(store: ObjectStore, run: str, number: int | None = None) -> dict[s
     place = f"{store.url}/{key}"
     fix = "check whether another program wrote it"
     return dict(parse_as(_Spec, data, place, _BOUNDS, fix=fix, kind="a valid job", unknown="allow"))
+
+
+def write_decision(store: ObjectStore, decision: Decision, attempt: int) -> None:
+    """Writes what was decided for an attempt, without the secrets of its job."""
+    document = decision.document(job=without_secrets(job_document(decision.job)))
+    store.put(decision_key(decision.job.name, attempt), json.dumps(document, indent=1).encode())
+
+
+def read_decision(store: ObjectStore, run: str, attempt: int) -> Decision:
+    """Reads what was decided for an attempt.
+
+    Raises:
+        CheckpointError: It is missing or damaged, or of a newer raypp; names the object.
+    """
+    key = decision_key(run, attempt)
+    place, fix = f"{store.url}/{key}", "end the run's ranks, and resume it: `raypp submit JOB --resume`"
+    try:
+        data = store.get(key, 0, _BOUNDS.size + 1)
+    except NotFound:
+        raise CheckpointError(Problem(place, "is missing", fix)) from None
+    document = parse_as(dict[str, Any], data, place, _BOUNDS, fix=fix, kind="a decision")
+    if document.get("version") != VERSION:
+        what = f"has the layout version {document.get('version')!r}; this raypp reads {VERSION}"
+        raise CheckpointError(Problem(place, what, "use the raypp that wrote it, or resume the run"))
+    try:
+        return Decision.read(document)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(Problem(place, f"is not a decision: {in_words(error).splitlines()[0]}", fix)) from None

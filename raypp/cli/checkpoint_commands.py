@@ -25,14 +25,13 @@ from raypp.cli.options import trust_option
 from raypp.cli.output import echo, echo_json, echo_lines, say, styled
 from raypp.clusters.find import lend_store_settings
 from raypp.clusters.known_jobs import remember_job
-from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Problem
+from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Problem, size_text
 from raypp.hf.config import OWN_KEYS
 from raypp.hf.from_hf import hf_options
 from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import HfFiles, matching_tensors, unused_tensors
 from raypp.hf.names import model_tensors
 from raypp.observe.status import date_and_clock, duration, mesh_text
-from raypp.planning.stored_bytes import size_text
 from raypp.spec.load import job_document, parse_job
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_remote

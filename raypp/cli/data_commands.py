@@ -18,8 +18,7 @@ from raypp.cli.options import job_argument
 from raypp.cli.output import echo, echo_json, echo_lines
 from raypp.clusters.find import lend_store_settings
 from raypp.environment import usable_cores
-from raypp.errors import DataError, JobError, RayppError
-from raypp.planning.stored_bytes import size_text
+from raypp.errors import DataError, JobError, RayppError, size_text
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.job_file import load_job

@@ -6,7 +6,7 @@ import click
 
 from raypp.api.run import Run
 from raypp.cli.output import confirmed, echo
-from raypp.planning.stored_bytes import size_text
+from raypp.errors import size_text
 
 
 @click.command("delete")

@@ -28,13 +28,12 @@ from raypp.clusters import known_runs
 from raypp.clusters.find import lend_settings_of
 from raypp.clusters.known_runs import RunPlace
 from raypp.environment import need
-from raypp.errors import JobError, Problem, RayppError
+from raypp.errors import JobError, Problem, RayppError, size_text
 from raypp.observe.append_log import Cursor
 from raypp.observe.json_lines import LogLine
 from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus, is_final, loss_text, quantity
 from raypp.observe.tracked import LOGDIR
-from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
 from raypp.untrusted.text import visible
 

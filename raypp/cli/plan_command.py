@@ -17,15 +17,14 @@ from raypp.cli.console import Console
 from raypp.cli.options import job_argument
 from raypp.cli.output import echo_json, echo_lines
 from raypp.cli.plan_view import count_text, plan_view, search_view
-from raypp.errors import EXIT_RESOURCES, JobError
+from raypp.errors import EXIT_RESOURCES, JobError, size_text
 from raypp.observe.status import seconds_text
 from raypp.planning.costs import DEVICES, Costs, Device, write_costs
+from raypp.planning.decision import RankMemory
 from raypp.planning.fit_search import Fitting, Proposal, changes_that_fit, set_words
-from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Grounds, Plan, make_plan
 from raypp.planning.search import search as search_meshes
 from raypp.planning.sizes import sizes_remark
-from raypp.planning.stored_bytes import size_text
 from raypp.spec.job import Job
 from raypp.spec.job_file import JobFile
 from raypp.spec.limits import RANKS, RATE

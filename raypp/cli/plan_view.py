@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 
 from raypp.cli.console import Lines, Table, Text
+from raypp.errors import size_text, three_digits
 from raypp.observe.status import seconds_text
+from raypp.planning.decision import RankMemory
 from raypp.planning.forecast import Forecast
-from raypp.planning.memory import RankMemory
 from raypp.planning.plan import Plan, PlannedRank
 from raypp.planning.replica_sum_costs import ReplicaSums
 from raypp.planning.search import SearchResult
-from raypp.planning.stored_bytes import size_text, three_digits
 from raypp.schedules.picture import drawn
 from raypp.schedules.simulate import Slot
 from raypp.spec.job import Job

@@ -92,7 +92,7 @@ def submit_command(
         raise
     echo(
         f"{place.name}: accepted by {cluster.address} as Ray job {place.submission_id}, "
-        f"{file.job.mesh.world} ranks on {prepared.device}",
+        f"{file.job.mesh.world} ranks on {prepared.facts.device}",
         err=as_json,
     )
     echo(f"  {_sides(prepared.versions)}", err=as_json)

@@ -24,6 +24,7 @@ from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
 from raypp.mesh.geometry import Mesh
 from raypp.observe.status import RankStatus
+from raypp.planning.decision import Decision
 from raypp.records import RankFailure
 from raypp.spec.job import Job
 
@@ -58,6 +59,7 @@ class Attempt:
     Args:
         number: As claimed in the store.
         job: With the mesh of this attempt.
+        decide: Returns what is decided for it, given whether all its nodes have a C compiler.
         on_unwritten: Called with the reports that an ended rank could not send itself.
     """
 
@@ -66,6 +68,8 @@ class Attempt:
     workers: WorkerGroup
     placement: Placement
     on_unwritten: Callable[[ReportBatch], None]
+    decide: Callable[[bool], Decision]
+    decision: Decision | None = None
     phase: AttemptPhase = AttemptPhase.PLACING
     ranks: list[Rank] = field(default_factory=list)
     _killed: bool = False
@@ -234,8 +238,10 @@ class Attempt:
         rank.pending = rank.actor.info.remote()
 
     def _give_seats(self) -> None:
-        """Gives every process its seat, now that all have said where they run."""
-        document = self.job.model_dump(mode="json")
+        """Decides for the nodes, and gives every process its seat, now that all have said where
+        they run."""
+        self.decision = self.decide(all(rank.info is None or rank.info.facts.compiler for rank in self.ranks))
+        document = self.decision.document()
         seats = seats_for(self.workers.request.run, self.number, self.mesh, self.ranks, self.workers.device)
         for rank, seat in zip(self.ranks, seats, strict=True):
             rank.seat, rank.state = seat, "starting"

@@ -23,14 +23,14 @@ from raypp.control.fork_client import BESIDE_SERVER
 from raypp.control.package import build_package
 from raypp.control.protocol import RELAYS_FROM_RANKS, RunRequest, forks_workers
 from raypp.control.reshape import best_for, reshaped
-from raypp.errors import JobError, Problem, ResourcesError
+from raypp.errors import JobError, Problem, ResourcesError, size_text
 from raypp.kinds import STORES
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.shapes import shapes
+from raypp.planning.decide import ON_CPUS, settle
+from raypp.planning.decision import Facts
 from raypp.planning.fit_search import memory_problems
 from raypp.planning.host_memory import offload_problems
-from raypp.planning.reduction import reduction_on
-from raypp.planning.stored_bytes import size_text
 from raypp.records import RunState
 from raypp.registry import load_object
 from raypp.spec.availability import own_files
@@ -52,8 +52,9 @@ Waiting = Callable[[], None]
 """Called once if an answer takes longer than a minute."""
 
 
-def check_resources(job: Job, cluster: Cluster) -> tuple[str, Job]:
-    """Returns the device the ranks will use, when enough are free, and the job as they run it.
+def check_resources(job: Job, cluster: Cluster) -> tuple[Facts, Job]:
+    """Returns what decisions take into account of the cluster, when enough devices are free, and
+    the job with what is decided for the life of its run.
 
     Raises:
         UnreachableError: The cluster does not answer.
@@ -62,21 +63,26 @@ def check_resources(job: Job, cluster: Cluster) -> tuple[str, Job]:
             the nodes' memory is too small for what the job offloads.
     """
     nodes = cluster.dashboard.nodes()
-    device = device_for(job, nodes, embedded=cluster.embedded is not None)
-    return device, on_nodes(job, device, nodes)
+    facts = facts_of(device_for(job, nodes, embedded=cluster.embedded is not None), nodes)
+    return facts, settle(job, facts)
 
 
-def on_nodes(job: Job, device: str, nodes: Sequence[NodeResources]) -> Job:
-    """Returns the job as ranks on these nodes run it: `auto` is bf16 if all their cards have it.
+def facts_of(device: str, nodes: Sequence[NodeResources]) -> Facts:
+    """Returns what a decision takes into account of these nodes.
 
-    A card with an unknown name is taken to have it; if it has not, its rank refuses the job. When
-    gradients are reduced is decided once, so later attempts add up in the same order.
+    A card with an unknown name is taken to have bf16; if it has not, its rank refuses the job.
     """
-    old = any(_BEFORE_AMPERE.search(name) for node in nodes if node.gpus for name in node.gpu_names)
-    job = job.for_device(device, bf16=not old)
-    used = [node for node in nodes if node.gpus >= 1 and device == "cuda"]
+    if device == "cpu":
+        return ON_CPUS
+    used = [node for node in nodes if node.gpus >= 1]
     names = [name for node in used for name in node.gpu_names or ("",)]
-    return reduction_on(job, [int(node.gpus) for node in used], names, _smallest_gpu(nodes))
+    return Facts(
+        "cuda",
+        gpus=tuple(int(node.gpus) for node in used),
+        cards=tuple(names),
+        memory=_smallest_gpu(nodes),
+        bf16=not any(map(_BEFORE_AMPERE.search, names)),
+    )
 
 
 def check_trackers(job: Job, cluster: Cluster) -> None:
@@ -103,7 +109,7 @@ def device_for(job: Job, nodes: Sequence[NodeResources], *, embedded: bool = Fal
     if device == "auto":
         least = elastic.min_ranks if elastic else world
         device = "cuda" if sum(node.gpus for node in nodes) >= least else "cpu"
-    job = on_nodes(job, device, nodes)
+    job = settle(job, facts_of(device, nodes))
     free = {node.node_id: _places(node, device, cpus) for node in nodes}
     total = sum(free.values())
     if total >= world and not training:
@@ -198,6 +204,7 @@ def submit_run(
     cluster: Cluster,
     url: str,
     *,
+    facts: Facts = ON_CPUS,
     number: int = 0,
     before: Callable[[], None] = lambda: None,
     files: Mapping[str, bytes] = MappingProxyType({}),
@@ -209,6 +216,7 @@ def submit_run(
     Args:
         job: Its spec must be in the store, unless `before` writes it.
         url: The store's absolute URL, in the store's own form.
+        facts: What decisions take into account of the cluster.
         number: Of its spec; 0: the newest.
         before: Called when only the submission itself is left to do.
         files: The job's small files, by `stored_name`.
@@ -224,7 +232,7 @@ def submit_run(
         job.name,
         without_secrets(job_document(job)),
         submission_id,
-        gpu_bytes=_smallest_gpu(nodes),
+        facts=asdict(facts),
         rank_function=rank_function,
         relays_from_ranks=relays_from_ranks,
         store=url,

@@ -12,8 +12,8 @@ from raypp.control.reshape import best_for, reshape_event, reshaped, shape_of
 from raypp.control.seats import SITE
 from raypp.control.watchers import Turn
 from raypp.control.worker_group import WorkerGroup
+from raypp.errors import size_text
 from raypp.mesh.shapes import Shape
-from raypp.planning.stored_bytes import size_text
 from raypp.records import Event
 from raypp.recovery.policy import bad_nodes
 from raypp.spec.job import Job

@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from raypp.checkpoint.commit import COMMITTING_RANK, claim_next_attempt, list_checkpoints, newest_attempt
 from raypp.checkpoint.layout import spec_key, step_folder
-from raypp.checkpoint.run_spec import RunEnd, newest_number, read_end, write_end
+from raypp.checkpoint.run_spec import RunEnd, newest_number, read_decision, read_end, write_end
 from raypp.control import machine as m
 from raypp.control import run_events
 from raypp.control.attempt import Attempt, AttemptPhase, LivingWorker
@@ -23,15 +24,16 @@ from raypp.control.cleanup import end_actor, end_workers, find_workers, look_aft
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
-from raypp.control.placement import Placement, choose_device, remove_groups_of
+from raypp.control.placement import Placement, remove_groups_of
 from raypp.control.protocol import RunRequest
 from raypp.control.report.reports import Reports
+from raypp.control.reshape import Decisions
 from raypp.control.run_record import RunRecord
 from raypp.control.watchers import Hangs, Preemptions, Spares, Turn, Watcher
 from raypp.control.worker_group import WorkerGroup
-from raypp.errors import EXIT_RUN_FAILED, JobError, Problem, RayppError, origin_in_words
+from raypp.errors import EXIT_RUN_FAILED, CheckpointError, JobError, Problem, RayppError, origin_in_words
 from raypp.memory.files import life_of
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.decision import Decision, Facts
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.policies.default import DefaultPolicy
 from raypp.recovery.policy import Policy, policy_of
@@ -82,6 +84,7 @@ class Leader:
         incarnation = secrets.token_hex(4)
         self.record = RunRecord(self._store, self._job, f"c-{incarnation}")
         self.reports = Reports(incarnation, self.record)
+        self._decisions = Decisions(self._store, Facts.read(request.facts))
         self._sizing = ElasticSizing(self._job, self.record.event)
         self._policy: Policy = DefaultPolicy()
         self._preemption = Preemptions()
@@ -153,8 +156,8 @@ class Leader:
         self._policy = policy_of(self._job.recovery)
         # Not chosen again after a restart: the devices counted at first may be gone with a lost
         # node.
-        device = left.device if left else choose_device(self._job, self.record.event)
-        self._sizing.gpu_bytes = self._request.gpu_bytes if device == "cuda" else 0
+        device = left.device if left else self._decisions.facts.device
+        self._sizing.gpu_bytes = self._decisions.facts.memory
         shape = (left.shape if left else None) or self._sizing.largest()
         self._placement = Placement.of(self._job, self._request.cluster_name, shape.world, device)
         self._workers = WorkerGroup(self._request, self._job, self._handle, device)
@@ -168,6 +171,8 @@ class Leader:
             raise self._not_shared()
         self.record.begin(newest)
         self.record.event(Event("submitted", f"submitted as Ray job {self._request.submission_id or '–'}"))
+        if self._job.resources.device == "auto":
+            self.record.event(Event("device_chosen", f"ranks run on {device}", details={"device": device}))
         self._apply(m.Start(last, newest, shape, device))
 
     def _not_shared(self) -> JobError:
@@ -195,6 +200,7 @@ class Leader:
             self._ask_store(self.record.recover_from_commits)
         if seated:
             attempt = self._new_attempt(last)
+            attempt.decision = self._decision_of(last)
             attempt.adopt(seated, self.record.status().ranks, self.record.step)
             self._attempt = attempt
             self.reports.start_attempt(last)
@@ -204,6 +210,17 @@ class Leader:
             message = "the controller restarted; no rank was left"
             self.record.event(Event("controller_restarted", message, attempt=last))
         self._apply(m.TakenOver(last, newest, bool(seated), complete, self.record.step))
+
+    def _decision_of(self, attempt: int) -> Decision:
+        """Returns what was decided for an attempt whose ranks live.
+
+        Raises:
+            MachineError: It cannot be read, so they are not taken over.
+        """
+        try:
+            return self._ask_store(lambda: read_decision(self._store, self._request.run, attempt))
+        except CheckpointError as error:
+            raise MachineError(error.problems) from error
 
     def _find_workers(self, last: int, left: m.Machine) -> tuple[list[LivingWorker], list[LivingWorker]]:
         """Returns the living workers that have a seat in the last attempt, unless that is over, and
@@ -283,7 +300,8 @@ class Leader:
         self._apply(event)
 
     def _start_watch(self, attempt: Attempt) -> None:
-        rank_of_stage = resolve_pipeline(attempt.job).rank_of_stage
+        assert attempt.decision is not None
+        rank_of_stage = attempt.decision.pipeline.rank_of_stage
         timeout_s = self._job.recovery.hang_timeout_s
         self.reports.watch = HangWatch(attempt.ranks, timeout_s, time.monotonic(), rank_of_stage)
 
@@ -335,7 +353,11 @@ class Leader:
     def _new_attempt(self, number: int) -> Attempt:
         job = self._sizing.job(self.machine)
         self.record.set_mesh(job.mesh)
-        return Attempt(job, number, self._workers, self._placement, self.reports.add)
+        decide = partial(self._decide, job, number)
+        return Attempt(job, number, self._workers, self._placement, self.reports.add, decide)
+
+    def _decide(self, job: Job, number: int, compiler: bool) -> Decision:
+        return self._ask_store(lambda: self._decisions.make(job, number, compiler=compiler))
 
     # The end --------------------------------------------------------------------------------------
 

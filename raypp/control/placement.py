@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from raypp.control.ray_nodes import LostNodes, all_nodes, capacity, count_places
-from raypp.records import Event, EventKind
+from raypp.records import EventKind
 from raypp.spec.job import Job
 
 _NODE_LABEL = "ray.io/node-id"
@@ -242,18 +242,6 @@ class Placement:
 
     def _table(self) -> dict[str, Any]:
         return dict(placement_group_table(self.group)) if self.group is not None else {}
-
-
-def choose_device(job: Job, record_event: Callable[[Event], None]) -> str:
-    """Returns the device of a job's ranks: with `auto`, cuda when the cluster has enough GPUs."""
-    if job.resources.device != "auto":
-        return job.resources.device
-    gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-    elastic = job.recovery.elastic_options
-    device = "cuda" if gpus >= (elastic.min_ranks if elastic else job.mesh.world) else "cpu"
-    message = f"ranks run on {device}: the cluster has {gpus:g} GPUs for {job.mesh.world} ranks"
-    record_event(Event("device_chosen", message, details={"device": device}))
-    return device
 
 
 def make_group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raypp.clusters.known_runs import cluster_name
@@ -28,7 +28,8 @@ class RunRequest:
         run: The run's name.
         job: The resolved job, as plain JSON.
         submission_id: The Ray job that started the run.
-        gpu_bytes: Memory of the cluster's smallest GPU; 0 if unknown.
+        facts: What decisions take into account of the cluster (`planning.decision.Facts`), as plain
+            JSON.
         rank_function: `module:function` to run instead of the real rank; for tests of the control
             plane.
         relays_from_ranks: Runs with at least this many ranks have relays; tests use a small number.
@@ -39,7 +40,7 @@ class RunRequest:
     run: str
     job: dict[str, Any]
     submission_id: str = ""
-    gpu_bytes: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
     rank_function: str | None = None
     relays_from_ranks: int = RELAYS_FROM_RANKS
     store: str = ""

@@ -18,7 +18,7 @@ import ray
 
 from raypp.control import process_evidence
 from raypp.control.protocol import WorkerInfo
-from raypp.environment import NCCL_OF_TORCH
+from raypp.environment import NCCL_OF_TORCH, c_compiler
 from raypp.errors import Problem, ResourcesError
 from raypp.ports import free_port
 from raypp.records import NodeFacts, Seat
@@ -103,6 +103,7 @@ def worker_info() -> WorkerInfo:
         pid=os.getpid(),
         interface=interface_with(ip).name,
         device_index=device_position(str(devices[0]), os.environ.get(_VARIABLE)) if devices else 0,
+        compiler=c_compiler() is not None,
     )
     return WorkerInfo(facts, free_port(ip), process_evidence.log_path(), process_evidence.oom_kills())
 

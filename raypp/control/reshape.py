@@ -1,14 +1,18 @@
-"""Puts a job on another mesh than its own."""
+"""Puts a job on another mesh than its own, and decides what follows from it there."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from raypp.checkpoint.run_spec import write_decision
 from raypp.mesh.shapes import Shape, best_shape
 from raypp.planning.check import check_plan
-from raypp.planning.memory import CERTAIN, peak_memory
+from raypp.planning.decide import decide
+from raypp.planning.decision import CERTAIN, Decision, Facts
+from raypp.planning.memory import peak_memory
 from raypp.records import AXES, Event
 from raypp.spec.job import Job
+from raypp.storage import ObjectStore
 
 _USABLE = 0.97
 """Share of a GPU's memory that CUDA reports at least; the cluster's count is 1 to 2 % above it."""
@@ -91,3 +95,34 @@ def _text(shape: Shape) -> str:
     sizes = {axis.name: getattr(shape, axis.name) for axis in AXES}
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "pp")
     return f"{axes} ({shape.world} rank{'s' if shape.world > 1 else ''}, {shape.microbatches} microbatches)"
+
+
+class Decisions:
+    """What was decided for the attempts of a run: once for each mesh, and kept in the store.
+
+    Args:
+        store: The run's store.
+        facts: What submission knew of the cluster.
+    """
+
+    def __init__(self, store: ObjectStore, facts: Facts) -> None:
+        self._store, self.facts = store, facts
+        self._made: dict[tuple[Shape, Facts], Decision] = {}
+
+    def make(self, job: Job, attempt: int, *, compiler: bool) -> Decision:
+        """Decides for an attempt, and writes it to the store, from which another controller reads
+        it.
+
+        Args:
+            job: On the attempt's mesh.
+            compiler: Whether all its nodes have a C compiler.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        facts = replace(self.facts, compiler=compiler)
+        key = shape_of(job), facts
+        if key not in self._made:
+            self._made[key] = decide(job, facts)
+        write_decision(self._store, self._made[key], attempt)
+        return self._made[key]

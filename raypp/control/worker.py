@@ -26,11 +26,11 @@ from raypp.control.rank_process import on_sigterm, process_title, set_seat_envir
 from raypp.control.report.reporter import ControllerReporter, LogTail
 from raypp.environment import check_node
 from raypp.failure_kinds import FailureKind
+from raypp.planning.decision import Decision
 from raypp.records import RankFailure, RankResult, Reporter, Seat
 from raypp.recovery.cause_of_death import DeathEvidence, within_rank_frame
-from raypp.spec.job import Job
 
-RankFunction = Callable[[Job, Seat, Reporter], RankResult]
+RankFunction = Callable[[Decision, Seat, Reporter], RankResult]
 
 _CUT_EVERY_S = 0.05
 _INTERRUPT_S = 10.0
@@ -96,7 +96,7 @@ class Worker:
         """Returns what a restarted controller needs to take this worker over."""
         return WorkerStatus(self.info(), self._bundle, self._seat, self._standby)
 
-    def begin(self, job: dict[str, Any], seat: Seat, bundle: int, relay: Any = None) -> None:
+    def begin(self, decision: dict[str, Any], seat: Seat, bundle: int, relay: Any = None) -> None:
         """Takes a seat and starts the rank in its own thread; `outcome` returns how it ends.
 
         Args:
@@ -112,7 +112,7 @@ class Worker:
                 raise RuntimeError("the interruption of its last attempt has not ended")
             self._seat, self._bundle, self._relay, self._end = seat, bundle, relay, None
             self._thread = threading.Thread(
-                target=within_rank_frame, args=(lambda: self._run_seat(job, seat),), name="rank", daemon=True
+                target=within_rank_frame, args=(lambda: self._run_seat(decision, seat),), name="rank", daemon=True
             )
             self._thread.start()
 
@@ -182,9 +182,9 @@ class Worker:
 
     # The rank -------------------------------------------------------------------------------------
 
-    def _run_seat(self, job: dict[str, Any], seat: Seat) -> None:
+    def _run_seat(self, decision: dict[str, Any], seat: Seat) -> None:
         try:
-            end = self._live(job, seat)
+            end = self._live(decision, seat)
         except BaseException as error:  # noqa: BLE001  without an end, the run would wait for ever
             say_exception()
             end = RankEnd(unreported_end(error, seat), False, "its end could not be told")
@@ -192,14 +192,14 @@ class Worker:
             self._end = end
             self._changed.notify_all()
 
-    def _live(self, job: dict[str, Any], seat: Seat) -> RankEnd:
+    def _live(self, decision: dict[str, Any], seat: Seat) -> RankEnd:
         before = set(threading.enumerate())
         set_seat_environment(seat)
         self._reporter = reporter = ControllerReporter(
             self._controller, seat, self._tails, self._relay, self._orphan_watch.answered
         )
         with process_title(f"ray::raypp/{self._run}/{seat.label}"), reporter:
-            result = self._result(job, seat, reporter)
+            result = self._result(decision, seat, reporter)
         self._free()
         reusable, why = self._reusable(result, before)
         return RankEnd(result, reusable, why, reporter.unwritten())
@@ -213,14 +213,14 @@ class Worker:
 
                 free_cache()
 
-    def _result(self, job: dict[str, Any], seat: Seat, reporter: ControllerReporter) -> RankResult | RankFailure:
+    def _result(self, decision: dict[str, Any], seat: Seat, reporter: ControllerReporter) -> RankResult | RankFailure:
         """Runs the rank; turns any exception into a failure for the controller."""
         try:
             rank = self._load_rank()  # takes seconds in a new process, and cannot be interrupted
             if self._leaving == seat.attempt:
                 raise ConnectionAbortedError("the attempt ended before this rank began")
             reporter.phase("started")
-            return rank(Job.model_validate(job), seat, reporter)
+            return rank(Decision.read(decision), seat, reporter)
         except BaseException as error:  # noqa: BLE001
             failure = failure_of(error, seat, reporter.last_step)
             if self._leaving == seat.attempt:

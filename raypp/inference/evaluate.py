@@ -23,12 +23,14 @@ from raypp.inference.eval_job import DATA
 from raypp.inference.rank import load_weights
 from raypp.inference.source import Source
 from raypp.measure.local_ranks import run_ranks
+from raypp.planning.decide import decide
 from raypp.ports import free_port
 from raypp.records import Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import AssembledRank, assemble
 from raypp.train.cuda_settings import prepare_driver
+from raypp.train.device_check import facts_here
 from raypp.train.evaluate import Evaluator
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner
@@ -104,7 +106,7 @@ def on_ranks(function: Any, source: Source, job: Job, *arguments: Any) -> Any:
 @contextmanager
 def loaded(source: Source, job: Job, seat: Seat) -> Iterator[tuple[AssembledRank, StepRunner]]:
     """Assembles a rank with the trained weights. Collective over the ranks of the job."""
-    with assemble(job, seat, hang_timeout_s=_HANG_S, draw=False) as assembled:
+    with assemble(decide(job, facts_here(seat)), seat, hang_timeout_s=_HANG_S, draw=False) as assembled:
         load_weights(source, job, assembled.built.modules)
         yield assembled, StepRunner(assembled)
 

@@ -29,7 +29,8 @@ from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
 from raypp.pipeline.decode import Choice, PipelineDecoder, Prompt, Repeats, length_that_changes_keys
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.decision import ResolvedPipeline
+from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Seat
 from raypp.spec.job import Job
 from raypp.spec.precision import whole_precision

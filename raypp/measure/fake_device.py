@@ -23,7 +23,7 @@ from raypp.models.stage import parameter_names
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.rank_groups import make_groups
 from raypp.pipeline.collate import StageBatch
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.decide import decide
 from raypp.spec.job import Job
 from raypp.torch_private import fake_tensors, register_fake_device
 from raypp.train.assemble import AssembledRank
@@ -180,8 +180,8 @@ def fake_runner(
         microbatches = [tuple(microbatch.rows) for microbatch in loader.next_step()]
         loader.close()
         with fake_tensors():
-            pipeline = resolve_pipeline(job)
-            built = build_stages(job, pipeline, groups, device, mark, draw=False)
+            decision = decide(job)
+            built = build_stages(job, decision.pipeline, groups, device, mark, draw=False)
             optimizer = build_optimizer(built.modules, job.train.optimizer, job.train.precision, job.train.seed)
             if job.train.optimizer.offload:
                 masters = job.train.dtypes.copies_weights
@@ -192,7 +192,7 @@ def fake_runner(
             store = cast(Any, None)
             yield (
                 StepRunner(
-                    AssembledRank(job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, kernel)
+                    AssembledRank(decision, seat, device, store, groups, built, optimizer, reducer, loader, kernel)
                 ),
                 microbatches,
             )

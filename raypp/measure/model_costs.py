@@ -30,12 +30,14 @@ from raypp.parallel.compute_copies import computing, fill_wide_gradients
 from raypp.parallel.rank_groups import RankGroups
 from raypp.parallel.shard import local_rows
 from raypp.pipeline.collate import StageBatch
+from raypp.planning.decide import decide
 from raypp.ports import free_port
 from raypp.records import Requests
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.torch_private import stage_backward_input, stage_backward_weight
 from raypp.train.assemble import assemble
+from raypp.train.device_check import facts_here
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
@@ -63,7 +65,7 @@ def open_meter(job: Job, device_kind: str = "cpu") -> Iterator[Meter]:
         document["model"]["lora"]["targets"] = targets
     small = parse_job(document)
     seat = local_seat(0, 1, free_port(), small, device=device_kind)
-    with assemble(small, seat, hang_timeout_s=60) as rank:
+    with assemble(decide(small, facts_here(seat)), seat, hang_timeout_s=60) as rank:
         runner = StepRunner(rank)
         trained = sum(p.numel() for m in rank.built.modules for p in m.parameters() if p.requires_grad)
         steady = _outside(runner, trained)

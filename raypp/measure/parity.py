@@ -23,10 +23,12 @@ from torch.distributed.tensor import DTensor
 from raypp.data.loader import Loader
 from raypp.measure.local_ranks import run_ranks
 from raypp.parallel.shard import on_own_device
+from raypp.planning.decide import decide
 from raypp.records import ONE_RANK, Event, Requests, Seat, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 from raypp.train.assemble import assemble
+from raypp.train.device_check import facts_here
 from raypp.train.own_seat import local_seat
 from raypp.train.step import StepRunner, Stopwatch
 
@@ -64,7 +66,7 @@ def train_some_steps(
         before: Called before each step.
         tell: Called with the events of the steps.
     """
-    with assemble(job, seat, hang_timeout_s=60) as rank:
+    with assemble(decide(job, facts_here(seat)), seat, hang_timeout_s=60) as rank:
         runner = StepRunner(replace(rank, loader=wrap(rank.loader, seat.replica)), tell=tell)
         reports: list[StepReport] = []
         named = [(name, p) for module in rank.built.modules for name, p in module.named_parameters()]

@@ -22,7 +22,7 @@ from raypp.memory.files import (
     room,
 )
 from raypp.memory.slot import Slot
-from raypp.planning.host_memory import COPIES, TIER_SHARE
+from raypp.planning.decision import COPIES, TIER_SHARE
 from raypp.records import Seat
 
 

@@ -43,7 +43,7 @@ from raypp.memory.slot import Slot
 from raypp.mesh.geometry import Mesh
 from raypp.parallel.outer_sync import OuterSync
 from raypp.pipeline.agreement import SnapshotState
-from raypp.planning.host_memory import COPIES, OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER
+from raypp.planning.decision import COPIES, OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER
 from raypp.records import EventKind, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.storage.rate_limit import Pace

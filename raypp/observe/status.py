@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pydantic_core import to_jsonable_python
 
-from raypp.planning.stored_bytes import three_digits
+from raypp.errors import three_digits
 from raypp.records import AXES, Coordinates, RunState
 from raypp.untrusted.documents import Count, Time
 

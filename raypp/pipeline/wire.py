@@ -30,7 +30,7 @@ from torch import Tensor
 
 from raypp.models.quantised import torch_dtype
 from raypp.parallel.int8_sums import scales_and_numbers
-from raypp.planning.resolve import WireKind
+from raypp.planning.decision import WireKind
 from raypp.spec.precision import DTYPES
 from raypp.torch_private import Computation, LoweredAction
 

@@ -9,11 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from raypp.errors import JobError
-from raypp.planning.activations import Kind
-from raypp.planning.memory import memories
-from raypp.planning.resolve import ResolvedPipeline
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
-from raypp.spec.job import Job
 
 WORTH = 0.01
 """A deeper warm-up must shorten a step by this fraction: its memory is certain, its gain is only
@@ -53,7 +49,7 @@ def depths(
     microbatches: int,
     times: StageTimes,
     most_in_flight: Sequence[int] | None = None,
-    fits: Callable[[Simulator], bool] | None = None,
+    fits: Callable[[int, Simulator], bool] | None = None,
 ) -> list[Depth]:
     """Returns the depths, from 0, that change the program, fit into memory, and may bring a gain.
 
@@ -66,8 +62,8 @@ def depths(
         times: Seconds of every stage and of every message.
         most_in_flight: Microbatches in flight that each stage has memory for, where that was
             measured; None: any number.
-        fits: Whether a program fits into memory by plan (`fits_by_plan`); None: any does. Depth 0
-            is always included, because it is what the job would do anyway.
+        fits: Whether a depth and its program fit into memory by plan; None: any does. Depth 0 is
+            always included, because it is what the job would do anyway.
     """
     choices: list[Depth] = []
     repeats = _DRAWS * _BY_EVENTS if times.spread or times.link_spread else _BY_EVENTS if times.cards else 1
@@ -81,7 +77,7 @@ def depths(
             break
         if before is not None and one.program == before.program:
             break
-        if choices and fits is not None and not fits(one):
+        if choices and fits is not None and not fits(lookahead, one):
             break
         timeline = one.run(times)
         limits = most_in_flight if choices and most_in_flight is not None else timeline.in_flight
@@ -92,17 +88,6 @@ def depths(
         if len(choices) > _PATIENCE and choices[-1].step_s >= choices[-1 - _PATIENCE].step_s * (1 - WORTH / 10):
             break
     return choices
-
-
-def fits_by_plan(job: Job, pipeline: ResolvedPipeline, memory: int, kind: Kind) -> Callable[[Simulator], bool] | None:
-    """Returns a function that tells whether every rank's planned memory suffices for a program.
-
-    The plan, the search for changes that fit, and the ranks of a run ask it. `memory`: bytes of a
-    device; 0: unknown, so any program fits (None).
-    """
-    if not memory:
-        return None
-    return lambda one: all(rank.total <= memory for rank in memories(job, pipeline, one, kind))
 
 
 def best_depth(depths: Sequence[Depth]) -> Depth:

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from raypp.errors import JobError, Problem
+from raypp.errors import JobError, Problem, size_text
 from raypp.planning.check import check_plan
 from raypp.planning.costs import DEVICES, Device, computed_costs
+from raypp.planning.decision import too_little
 from raypp.planning.forecast import forecast
 from raypp.planning.host_memory import offload_problems
 from raypp.planning.levers import LEVERS, Changes, Lever, in_host_memory, meshes
 from raypp.planning.machines import Machines
-from raypp.planning.memory import memory_kind, memory_of_ranks, peak_memory, too_little
+from raypp.planning.memory import memory_kind, memory_of_ranks, peak_memory
 from raypp.planning.reduction import EACH, LAST, decide_reduction
 from raypp.planning.search import Candidate, changed_job
-from raypp.planning.stored_bytes import size_text
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job

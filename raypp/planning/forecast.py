@@ -24,14 +24,15 @@ from typing import Any
 
 from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind, microbatch_tokens
-from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths, fits_by_plan
+from raypp.planning.choose_lookahead import best_depth, cards_of_nodes, depths
 from raypp.planning.costs import Costs, CostsOf, computed_costs
+from raypp.planning.decision import RankMemory, ResolvedPipeline
 from raypp.planning.machines import INSIDE_GBPS, Link, Machines, message_bytes
-from raypp.planning.memory import RankMemory, gathered_bytes, memories, memory_kind, stage_trained, state_of
+from raypp.planning.memory import gathered_bytes, memories, memory_kind, stage_trained, state_of
 from raypp.planning.offload import moved_per_token, offload_in_words
 from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import ReplicaSums, replica_sums
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.sizes import sizes_of
 from raypp.schedules.simulate import Simulator, StageTimes, Timeline
 from raypp.spec.job import Job
@@ -312,7 +313,11 @@ class _Step:
         if lookahead != "auto":
             simulator = pipeline.simulator(lookahead)
             return lookahead, simulator, simulator.run(times)
-        fits = fits_by_plan(self._job, pipeline, device_memory, self._kind)
+
+        def fits(_depth: int, one: Simulator) -> bool:
+            ranks = memories(self._job, pipeline, one, self._kind)
+            return not device_memory or all(rank.total <= device_memory for rank in ranks)
+
         best = best_depth(depths(pipeline.simulator, pipeline.microbatches, times, fits=fits))
         return best.lookahead, best.simulator, best.timeline
 

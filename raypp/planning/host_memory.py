@@ -12,25 +12,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raypp.errors import Problem
+from raypp.errors import Problem, size_text
 from raypp.mesh.geometry import Mesh, of_pipeline_rank
 from raypp.planning.activations import Kind
-from raypp.planning.memory import RankMemory, offloaded_bytes, outer_bytes, residual_bytes, state_of
+from raypp.planning.decision import (
+    COPIES,
+    OWN_ALONE,
+    OWN_FEWEST,
+    OWN_WITH_PARTNER,
+    TIER_SHARE,
+    RankMemory,
+    ResolvedPipeline,
+)
+from raypp.planning.memory import offloaded_bytes, outer_bytes, residual_bytes, state_of
 from raypp.planning.offload import offload_in_words
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
-from raypp.planning.stored_bytes import size_text
+from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.job import Job
 
 if TYPE_CHECKING:  # a rank asks for numbers of files and bytes only
     from raypp.planning.machines import Machines
-
-OWN_ALONE, OWN_FEWEST, OWN_WITH_PARTNER = 3, 3, 4
-"""Files for a rank's own snapshots: on a single node; with a partner on another node when memory is
-short; and when it is not."""
-COPIES = 2
-"""Files for the copies of each rank that a rank is the partner of."""
-TIER_SHARE = 0.8
-"""Share of the available memory that the tier takes at most."""
 
 _LESS = "use nodes with more memory or more of them, a smaller optimizer state, or offload less"
 
@@ -135,9 +135,9 @@ def host_memory(
     return max(needs, key=lambda node: (node.total - node.available, node.total))
 
 
-def offloaded_by_ranks(job: Job) -> list[int]:
+def offloaded_by_ranks(job: Job, pipeline: ResolvedPipeline | None = None) -> list[int]:
     """Returns the bytes that every pipeline rank on CUDA keeps in host memory instead."""
-    pipeline = resolve_pipeline(job)
+    pipeline = pipeline or resolve_pipeline(job)
     return [
         offloaded_bytes(job, stages, pipeline.cut, pipeline.program[rank])
         for rank, stages in enumerate(pipeline.stages_of_rank)

@@ -16,7 +16,8 @@ from typing_extensions import TypedDict
 from raypp.errors import JobError, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.mesh.seating import arrange
-from raypp.planning.resolve import ResolvedPipeline, wire_bytes, wire_of
+from raypp.planning.decision import ResolvedPipeline
+from raypp.planning.resolve import wire_bytes, wire_of
 from raypp.spec.job import Job
 from raypp.untrusted.documents import Bounds, Count, parse_as
 from raypp.untrusted.files import read_file

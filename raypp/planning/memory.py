@@ -20,11 +20,12 @@ from raypp.planning.activations import (
     split_backward_bytes,
     stage_activation_bytes,
 )
+from raypp.planning.decision import CUDA_CONTEXT, RankMemory, ResolvedPipeline
 from raypp.planning.loss_memory import LossMemory, loss_memory
 from raypp.planning.offload import BLOCK, BLOCKS_ON_DEVICE, host_activation_bytes, passing_per_token
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline, wire_bytes, wire_of
+from raypp.planning.resolve import resolve_pipeline, wire_bytes, wire_of
 from raypp.planning.sizes import sizes_of
-from raypp.planning.stored_bytes import size_text, state_bytes, update_bytes
+from raypp.planning.stored_bytes import state_bytes, update_bytes
 from raypp.schedules.action import Action
 from raypp.schedules.posting import RECEIVES_AHEAD
 from raypp.schedules.simulate import Simulator
@@ -35,8 +36,6 @@ from raypp.spec.lora import is_quantised, quantised_base, quantised_bytes
 from raypp.spec.models import DecoderOptions
 from raypp.spec.precision import BF16, DTYPES, FP32, Dtype
 
-CERTAIN = 0.9
-"""A job is refused only if this share of its planned memory is more than a device has."""
 _MB = 10**6
 _NOTHING = LossMemory(0, 0, 0)
 
@@ -46,9 +45,6 @@ with a model of 0.1 M parameters."""
 HEAP = 0.19
 """Share of the tensors' bytes that glibc's heap takes in addition, once the process keeps what it
 frees (`train.process_group`): holes that no later tensor fits. Measured (docs/benchmarks)."""
-CUDA_CONTEXT = 700 * _MB
-"""The context with its kernels, and cuBLAS' workspace, which torch does not count: what an H200 has
-in use after the first matrix product (driver 580, CUDA 13)."""
 NCCL_KERNELS = 370 * _MB
 """What a process' first communicator takes beside its buffers, on an H200 with NCCL 2.28."""
 NCCL_GROUP = 200 * _MB
@@ -67,44 +63,6 @@ _BATCH_BYTES = 32
 attention needs to know of its document."""
 _UNSHARDED_STAGES = 3
 """Most stages of a rank whose weights are gathered at a time: torch's `add_unshard_reshard`."""
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one rank at its peak, by purpose.
-
-    Attributes:
-        weights: Parameters, frozen ones in `model.lora.base`; this rank's share under fsdp · cp.
-        gradients: Of trained parameters; this rank's share.
-        optimizer: State of the optimizer for them, residuals of int8 sums (train.sync) and, on a
-            CPU, the state of outer steps; this rank's share.
-        gathered: Under fsdp, cp, dp_replicate or bf16: the weights in the compute dtype, and
-            gradients until they are reduced.
-        activations: What forwards in flight keep for their backwards.
-        logits: The loss, on the last stage.
-        working: What the action at the peak needs for itself: gradients of activations, recomputed
-            activations, the gradient of one matrix before it is added, a dequantised matrix.
-        messages: Receives that are posted ahead, sends that are not known to have arrived, and the
-            step's token ids.
-        runtime: Libraries, the device's context, the groups' buffers, and what the allocator keeps.
-    """
-
-    weights: int
-    gradients: int = 0
-    optimizer: int = 0
-    gathered: int = 0
-    activations: int = 0
-    logits: int = 0
-    working: int = 0
-    messages: int = 0
-    runtime: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(vars(self).values())
-
-    def as_dict(self) -> dict[str, int]:
-        return {**dataclasses.asdict(self), "total": self.total}
 
 
 def memory_kind(job: Job) -> Kind:
@@ -629,15 +587,3 @@ def memory_of_ranks(job: Job, kind: Kind | None = None) -> list[int]:
 def peak_memory(job: Job, kind: Kind | None = None) -> int:
     """Returns the bytes of the rank that needs most."""
     return max(memory_of_ranks(job, kind))
-
-
-def too_little(needs: Sequence[int], capacity: int) -> str:
-    """Returns which pipeline ranks certainly need more memory than a device has; "" if none does.
-
-    `needs`: as of `memory_of_ranks`.
-    """
-    large = [f"pp{rank} {size_text(need)}" for rank, need in enumerate(needs) if CERTAIN * need > capacity]
-    if not large:
-        return ""
-    listed = ", ".join(large[:8]) + (f" and {len(large) - 8} more" if len(large) > 8 else "")
-    return f"a device has {size_text(capacity)}; ranks are planned to need more: {listed}"

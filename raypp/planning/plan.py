@@ -14,15 +14,16 @@ from pydantic_core import to_jsonable_python
 from raypp.errors import JobError, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
+from raypp.planning.decision import RankMemory, ResolvedPipeline
 from raypp.planning.flops import flops_per_token
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, Machines, boundaries
-from raypp.planning.memory import RankMemory, memories
+from raypp.planning.memory import memories
 from raypp.planning.offload import offload_in_words
 from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import hidden_exchanges
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.search import advice
 from raypp.planning.sizes import sizes_of, sizes_remark
 from raypp.records import Coordinates

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from raypp.errors import JobError
+from raypp.errors import JobError, size_text
 from raypp.mesh.geometry import Mesh
 from raypp.planning.activations import Kind
 from raypp.planning.costs import device_named
+from raypp.planning.decision import ResolvedPipeline
 from raypp.planning.machines import INSIDE_GBPS, Machines, Node
 from raypp.planning.memory import memories
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
-from raypp.planning.stored_bytes import size_text
+from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.job import Job
 
 EACH, LAST = "each_microbatch", "last_microbatch"

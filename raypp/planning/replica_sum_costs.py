@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypp.planning.activations import Kind
+from raypp.planning.decision import ResolvedPipeline
 from raypp.planning.machines import Link
 from raypp.planning.memory import stage_trained
-from raypp.planning.resolve import ResolvedPipeline
 from raypp.schedules.simulate import Slot, Timeline
 from raypp.spec.job import Job
 from raypp.spec.precision import FP32

@@ -1,4 +1,4 @@
-"""Bytes of weights, accumulated gradients and optimizer state; bytes as text."""
+"""Bytes of weights, accumulated gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -14,19 +14,6 @@ _AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
 _TURN_BYTES = 48
 """Bytes per value of a turn: gradient, moments, weight, random bits, codes, and what is computed
 from them."""
-
-
-def size_text(size: float) -> str:
-    """Returns a number of bytes as text, with three digits: 320 KiB, 1.73 MiB."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            return f"{three_digits(size / 1024**power)} {unit}"
-    return f"{size:.0f} B"
-
-
-def three_digits(value: float) -> str:
-    """Returns a number with three significant digits, or all before the decimal point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def state_bytes(job: Job, parameters: int) -> int:

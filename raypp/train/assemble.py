@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raypp.data.loader import Loader, open_loader, passes_in_words
-from raypp.environment import c_compiler
 from raypp.mesh.geometry import Mesh
 from raypp.models import fused
 from raypp.models.attention_kernel import AttentionKernel
@@ -21,10 +20,9 @@ from raypp.models.stage import parameter_names
 from raypp.parallel.attention_choice import choose_attention
 from raypp.parallel.outer_sync import OuterSync
 from raypp.parallel.rank_groups import RankGroups, make_groups
+from raypp.planning.decision import Decision, ResolvedPipeline
 from raypp.planning.offload import offload_in_words
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
 from raypp.records import Event, Seat
-from raypp.schedules.action import splits_backward
 from raypp.spec.job import Job
 from raypp.train.abort import cut_connections
 from raypp.train.build import BuiltStages, build_stages
@@ -58,10 +56,9 @@ class AssembledRank:
         kept: Names of those that were kept from the last one, and have their values.
     """
 
-    job: Job
+    decision: Decision
     seat: Seat
     device: torch.device
-    pipeline: ResolvedPipeline
     rendezvous: TCPStore
     groups: RankGroups
     built: BuiltStages
@@ -73,10 +70,18 @@ class AssembledRank:
     frozen: FrozenPart | None = None
     kept: Collection[str] = ()
 
+    @property
+    def job(self) -> Job:
+        return self.decision.job
+
+    @property
+    def pipeline(self) -> ResolvedPipeline:
+        return self.decision.pipeline
+
 
 @contextmanager
 def assemble(
-    job: Job,
+    decision: Decision,
     seat: Seat,
     *,
     hang_timeout_s: float,
@@ -91,6 +96,7 @@ def assemble(
     Collective over the world.
 
     Args:
+        decision: The job and what was decided for it.
         hang_timeout_s: Maximum duration of a collective once the run is under way.
         rendezvous: The store the ranks meet at. None: rank 0 serves one at the seat's address.
         draw: True: initialise the weights. False: the caller must set every weight.
@@ -104,8 +110,8 @@ def assemble(
         DeviceTakenError: Other processes hold the device's memory.
         RayppError: The data or the sizes do not fit; the user can fix it.
     """
-    job = job.for_device(seat.device)
-    device, card = open_device(job, seat, tell)
+    job, pipeline = decision.job, decision.pipeline
+    device, card = open_device(decision, seat, tell)
     with ExitStack() as stack:
         with part("rendezvous"):
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
@@ -114,8 +120,8 @@ def assemble(
             groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep, apart=job.outer is not None)
         with part("build"):
             attention = _attention(job, seat, device, tell)
-            pipeline = resolve_pipeline(job)
-            job = with_compile(job, seat, pipeline, tell)
+            if seat.rank == 0 and (words := decision.remarks.get("train.compile")):
+                tell(seat.event("compile", f"train.compile: auto: {words}"))
             place = groups.coordinates
             layers = [pipeline.layers_of_stage[stage] for stage in pipeline.stages_of_rank[place.pp]]
             frozen = None if draw else FrozenPart.of(job, layers, place, str(device))
@@ -151,12 +157,12 @@ def assemble(
                 tell(seat.event("data", remark))
         stack.callback(loader.close)
         yield AssembledRank(
-            job, seat, device, pipeline, store, groups, built, optimizer, reducer, loader, attention, outer, frozen,
+            decision, seat, device, store, groups, built, optimizer, reducer, loader, attention, outer, frozen,
             tuple(kept),
         )  # fmt: skip
 
 
-def open_device(job: Job, seat: Seat, tell: Callable[[Event], None]) -> tuple[torch.device, Card | None]:
+def open_device(decision: Decision, seat: Seat, tell: Callable[[Event], None]) -> tuple[torch.device, Card | None]:
     """Returns the seat's device, now current, and its card, checked; None on a CPU.
 
     On CUDA the process is set up before, and rank 0 reports how.
@@ -166,7 +172,7 @@ def open_device(job: Job, seat: Seat, tell: Callable[[Event], None]) -> tuple[to
         return pick_device(seat), None
     prepare_driver()  # this and the allocator before CUDA is used
     allocator = prepare_allocator()
-    card = check_device(job, seat)
+    job, card = decision.job, check_device(decision, seat)
     if cpus := bind_near(card.bus):
         log.info("rank %d: on %s", seat.rank, cpus)
     device = pick_device(seat)
@@ -179,23 +185,6 @@ def open_device(job: Job, seat: Seat, tell: Callable[[Event], None]) -> tuple[to
 def _end_exchanges(outer: OuterSync, seat: Seat, _kind: object, error: BaseException | None, _trace: object) -> None:
     """Ends the exchanges beside the compute before groups are destroyed, at once after an error."""
     outer.close(*() if error is None else (partial(cut_connections, seat.master_port),))
-
-
-def with_compile(job: Job, seat: Seat, pipeline: ResolvedPipeline, tell: Callable[[Event], None]) -> Job:
-    """Decides `train.compile: auto`; rank 0 reports it."""
-    if job.train.compile != "auto":
-        return job
-    against = {
-        "there is no C compiler": c_compiler() is None,
-        f"{pipeline.schedule} splits backwards": splits_backward(pipeline.program),
-        "train.sample decodes with the same blocks": job.train.sample is not None,
-        "the model is your own": ":" in job.model.kind,
-    }
-    why = ", ".join(reason for reason, holds in against.items() if holds)
-    if seat.rank == 0:
-        words = f"blocks are not compiled: {why}" if why else "blocks are compiled"
-        tell(seat.event("compile", f"train.compile: auto: {words}"))
-    return job.model_copy(update={"train": job.train.model_copy(update={"compile": not why})})
 
 
 def _attention(job: Job, seat: Seat, device: torch.device, tell: Callable[[Event], None]) -> AttentionKernel:

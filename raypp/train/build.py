@@ -21,7 +21,7 @@ from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
 from raypp.pipeline.tied import TiedEmbedding
 from raypp.pipeline.wire import message_seed, wire_format
-from raypp.planning.resolve import ResolvedPipeline
+from raypp.planning.decision import ResolvedPipeline
 from raypp.records import Progress, no_progress
 from raypp.spec.job import Job
 

@@ -15,11 +15,9 @@ import psutil
 import torch
 
 from raypp.environment import c_compiler
-from raypp.errors import JobError, Problem, in_words
+from raypp.errors import JobError, Problem, in_words, size_text
 from raypp.mesh.geometry import Mesh
-from raypp.planning.host_memory import offloaded_by_ranks
-from raypp.planning.memory import CERTAIN, CUDA_CONTEXT, memory_of_ranks, too_little
-from raypp.planning.stored_bytes import size_text
+from raypp.planning.decision import CERTAIN, CUDA_CONTEXT, Decision, Facts, too_little
 from raypp.records import Coordinates, Event, Seat
 from raypp.retry import Backoff
 from raypp.spec.job import Job
@@ -55,7 +53,7 @@ class Card:
     bus: str = ""
 
 
-def check_device(job: Job, seat: Seat) -> Card:
+def check_device(decision: Decision, seat: Seat) -> Card:
     """Returns the card of a seat on CUDA. Waits for memory that a dead process still holds.
 
     Raises:
@@ -65,10 +63,10 @@ def check_device(job: Job, seat: Seat) -> Card:
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     card = card_of(seat.device_index) if seat.device_index < there else None
     why = "" if there else why_no_card()
-    needs = memory_of_ranks(job)
+    job, needs = decision.job, decision.needs
     problems = device_problems(job, seat, there, card, why, torch.cuda.get_arch_list(), c_compiler(), needs)
     if not problems and seat.local_rank == 0 and seat.attempt <= 1:
-        problems = host_problems(job, seat, int(psutil.virtual_memory().available))
+        problems = host_problems(decision, seat, int(psutil.virtual_memory().available))
     if problems:
         raise JobError(problems)
     assert card is not None
@@ -76,22 +74,34 @@ def check_device(job: Job, seat: Seat) -> Card:
     return card
 
 
-def has_bf16(seat: Seat) -> bool:
-    """Whether a seat's device has fast products in bf16; `check_device` reports one that is not
-    there."""
-    if seat.device != "cuda":
-        return False
-    prepare_driver()
-    prepare_allocator()
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return seat.device_index < there and card_of(seat.device_index).capability >= BF16.since
-
-
 def card_of(index: int) -> Card:
     """Returns the CUDA device of a number."""
     facts: Any = torch.cuda.get_device_properties(index)
     bus = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     return Card(facts.name, (facts.major, facts.minor), facts.total_memory, bus)
+
+
+def facts_here(seat: Seat) -> Facts:
+    """Returns what decisions take into account, by this process' card and node; others are alike.
+
+    Of a card that is not there only that it is one: `check_device` reports that.
+    """
+    if seat.device != "cuda":
+        return Facts()
+    prepare_driver()
+    prepare_allocator()
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seat.device_index >= there:
+        return Facts("cuda", bf16=False)
+    card, each = card_of(seat.device_index), seat.local_world_size
+    return Facts(
+        "cuda",
+        gpus=(each,) * -(-seat.world_size // each),
+        cards=(card.name,),
+        memory=card.memory,
+        bf16=card.capability >= BF16.since,
+        compiler=c_compiler() is not None,
+    )
 
 
 def why_no_card() -> str:
@@ -159,14 +169,14 @@ def memory_taken(
     return Problem("resources.device", what, f"end what holds it, or leave this card out; {fits}")
 
 
-def host_problems(job: Job, seat: Seat, available: int) -> list[Problem]:
+def host_problems(decision: Decision, seat: Seat, available: int) -> list[Problem]:
     """Returns a problem if a node has too little memory for what its ranks offload.
 
     Args:
         seat: The seat of the node's first rank; its other ranks are assumed to need as much.
         available: Bytes of host memory that are available, before a rank has allocated any.
     """
-    needed = offloaded_by_ranks(job)[seat.coordinates.pp] * seat.local_world_size
+    needed = decision.offloaded[seat.coordinates.pp] * seat.local_world_size
     if needed <= available:
         return []
     what = f"{seat.node} has {size_text(available)} of host memory free; {seat.local_world_size} of its ranks offload "

@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypp.errors import RayppError, causes, in_words
+from raypp.errors import RayppError, causes, in_words, size_text
 from raypp.failure_kinds import FailureKind
 from raypp.parallel.shard import local_part
-from raypp.planning.memory import rank_memories
-from raypp.planning.resolve import resolve_pipeline
-from raypp.planning.stored_bytes import size_text
+from raypp.planning.decision import Decision, RankMemory
 from raypp.records import Seat
-from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
 
@@ -125,7 +122,7 @@ def _says_full(error: BaseException) -> bool:
 
 def device_memory_error(
     error: BaseException,
-    job: Job,
+    decision: Decision,
     seat: Seat,
     stages: Sequence[nn.Module] = (),
     optimizer: torch.optim.Optimizer | None = None,
@@ -140,22 +137,19 @@ def device_memory_error(
     lines = [f"out of device memory: {in_words(first).splitlines()[0]}"]
     stats = _allocator(seat.device_index) if seat.device == "cuda" else {}
     lines += memory_lines(stats, _held(stages, optimizer))
-    try:
-        lines += planned(job, seat.coordinates.pp, stats)
-    except RayppError as problem:  # the plan is extra information
-        lines.append(f"no plan of its memory: {problem.problems[0].fault}")
-    if taken(stats, job, seat.coordinates.pp) < _TAKEN:
+    lines += planned(decision, seat.coordinates.pp, stats)
+    if taken(stats, decision.memory[seat.coordinates.pp]) < _TAKEN:
         return DeviceMemoryError("\n".join(lines))
     lines[0] += f"; other processes have memory of this device, {holders(card_uuid(seat.device_index))}"
     return DeviceTakenError("\n".join(lines))
 
 
-def taken(stats: Mapping[str, Any], job: Job, pp: int) -> int:
+def taken(stats: Mapping[str, Any], planned: RankMemory) -> int:
     """Returns the bytes of a device that other processes hold, as far as plan and statistics
     show."""
     if not stats:
         return 0
-    return int(stats["total"] - stats["free"] - stats["reserved"]) - rank_memories(job)[pp].runtime
+    return int(stats["total"] - stats["free"] - stats["reserved"]) - planned.runtime
 
 
 def card_uuid(index: int) -> str:
@@ -196,13 +190,11 @@ def memory_lines(stats: Mapping[str, Any], held: Mapping[str, int]) -> list[str]
     return lines
 
 
-def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
+def planned(decision: Decision, pp: int, stats: Mapping[str, Any]) -> list[str]:
     """Returns lines about what the plan says of this pipeline rank, and which changes would fit."""
-    memory = rank_memories(job)[pp].as_dict()
+    memory = decision.memory[pp].as_dict()
     total = memory.pop("total")
-    pipeline = resolve_pipeline(job)
-    in_flight = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages)).in_flight
-    flying = max(in_flight[stage] for stage in pipeline.stages_of_rank[pp])
+    flying = max(decision.in_flight[stage] for stage in decision.pipeline.stages_of_rank[pp])
     parts = [f"{name} {size_text(size)}" for name, size in memory.items() if size]
     each = (
         f"{size_text(memory.get('activations', 0) / max(1, flying))} of activations per microbatch, {flying} in flight"
@@ -211,7 +203,7 @@ def planned(job: Job, pp: int, stats: Mapping[str, Any]) -> list[str]:
     if stats:
         capacity = stats["free"] + stats["reserved"]
         # It needed at least what there was. By how much more is unknown, so leave room.
-        lines.append(changes_that_fit(job, int(_ROOM * capacity), max(1.0, capacity / max(1, total))))
+        lines.append(changes_that_fit(decision.job, int(_ROOM * capacity), max(1.0, capacity / max(1, total))))
     return lines
 
 

@@ -19,6 +19,7 @@ from raypp.memory.restore import open_memory_tier
 from raypp.memory.tier import Apart, MemoryTier
 from raypp.parallel.rank_groups import check_groups
 from raypp.pipeline.device_clock import device_marks
+from raypp.planning.decision import Decision
 from raypp.records import RankResult, Reporter, Seat
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -39,13 +40,13 @@ from raypp.train.resume import Restorable, check_shared, restore_newest
 from raypp.train.step import Stopwatch
 
 
-def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:
+def run_rank(decision: Decision, seat: Seat, reporter: Reporter, rendezvous: TCPStore | None = None) -> RankResult:
     """Trains until the job's steps are done or the operator requests a stop.
 
     Collective over the attempt: every rank of the mesh must call it with its own seat.
 
     Args:
-        job: The job. Submission has decided `train.precision: auto`; else it is bf16 on every card.
+        decision: The job and what was decided for it; the same on every rank (`planning.decide`).
         seat: This rank's place in the mesh and the rendezvous address.
         reporter: Takes steps and events, and returns the operator's requests.
         rendezvous: The store the ranks meet at. None: rank 0 serves one at the seat's address.
@@ -58,13 +59,12 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
         NotSavedError: The checkpoint after the last step, or before a stop, could not be saved.
         RayppError: Data, checkpoint or store are at fault; the user can fix it.
     """
-    job = job.for_device(seat.device)
     try:
         with ExitStack() as stack:
-            return _run_attempt(job, seat, reporter, stack, rendezvous)
+            return _run_attempt(decision, seat, reporter, stack, rendezvous)
     except Exception as error:
         if out_of_device_memory(error):
-            raise device_memory_error(error, job, seat) from error
+            raise device_memory_error(error, decision, seat) from error
         if lost_peer(error):
             raise LostPeerError(f"rank {seat.rank} ({seat.label}) lost a peer: {origin(error)}") from error
         if own := explained(error):
@@ -72,8 +72,10 @@ def run_rank(job: Job, seat: Seat, reporter: Reporter, rendezvous: TCPStore | No
         raise
 
 
-def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None) -> RankResult:
-    start = Stopwatch()
+def _run_attempt(
+    decision: Decision, seat: Seat, reporter: Reporter, stack: ExitStack, rendezvous: TCPStore | None
+) -> RankResult:
+    start, job = Stopwatch(), decision.job
     injection = injection_for(seat, job.train.steps)
     if injection is not None:
         reporter = cast(Reporter, FaultyReporter(reporter, injection))
@@ -86,7 +88,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
 
     rank = stack.enter_context(
         assemble(
-            job,
+            decision,
             seat,
             hang_timeout_s=job.recovery.hang_timeout_s,
             rendezvous=rendezvous,
@@ -107,7 +109,7 @@ def _run_attempt(job: Job, seat: Seat, reporter: Reporter, stack: ExitStack, ren
     except BaseException as error:
         _let_go(error, restored.tier)
         if out_of_device_memory(error):
-            raise device_memory_error(error, job, seat, rank.built.modules, rank.optimizer) from error
+            raise device_memory_error(error, decision, seat, rank.built.modules, rank.optimizer) from error
         raise
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from raypp.mesh.geometry import Mesh
 from raypp.pipeline.device_clock import ActionClock
-from raypp.planning.resolve import ResolvedPipeline
+from raypp.planning.decision import ResolvedPipeline
 from raypp.records import Event
 from raypp.train.assemble import AssembledRank
 

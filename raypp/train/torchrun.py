@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -25,7 +25,7 @@ from raypp.checkpoint.commit import claim_next_attempt, list_checkpoints
 from raypp.checkpoint.compatibility import check_resume, check_steps, recorded_precision, recorded_reduction
 from raypp.checkpoint.layout import step_folder
 from raypp.checkpoint.run_files import write_run_files
-from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_end, write_spec
+from raypp.checkpoint.run_spec import RunEnd, newest_number, read_spec, write_decision, write_end, write_spec
 from raypp.environment import NCCL_OF_TORCH
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, JobError, Problem, RayppError, origin_in_words
 from raypp.hf.from_hf import with_hf_sizes
@@ -33,7 +33,8 @@ from raypp.mesh.geometry import Mesh
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
 from raypp.observe.tracking import Trackers
-from raypp.planning.reduction import reduction_on
+from raypp.planning.decide import decide, settle
+from raypp.planning.decision import Decision, Facts
 from raypp.records import END_EVENTS, Event, Requests, RunState, Seat, StepReport
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
@@ -42,10 +43,11 @@ from raypp.spec.load import job_document
 from raypp.spec.small_files import contents
 from raypp.spec.trackers import missing_for_trackers
 from raypp.storage import AlreadyExists, ObjectStore, open_store
-from raypp.train.device_check import card_of, has_bf16
+from raypp.train.device_check import facts_here
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.process_group import connect
 from raypp.train.rank import run_rank
+from raypp.untrusted.documents import parse_as
 from raypp.untrusted.text import VisibleFormatter, visible_lines
 
 log = logging.getLogger(__name__)
@@ -140,14 +142,24 @@ class ConsoleReporter:
             self._recorder.close()
 
 
-def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
+@dataclass(frozen=True)
+class _Told:
+    """What rank 0 tells the others before they decide."""
+
+    attempt: int
+    precision: str
+    reduction: str
+    facts: Facts
+
+
+def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Decision]:
     """Writes the job to the store, or checks it against the existing run; claims the next attempt.
 
     Args:
-        seat: Rank 0's, whose device decides `train.precision: auto` of a new run.
+        seat: Rank 0's, by whose device and node is decided.
 
     Returns:
-        The attempt's number, and the job with that decided.
+        The attempt's number, and what was decided for it.
 
     Raises:
         JobError: The run of that name cannot be continued by this job; names each field. Or a
@@ -155,8 +167,9 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
     """
     if lacking := missing_for_trackers(job, os.environ, here=True):
         raise JobError(lacking)
-    bf16, asked = has_bf16(seat), job
-    job = _decided(asked.for_device(seat.device, bf16=bf16), seat)
+    asked = job
+    facts = facts_here(seat)
+    job = settle(asked, facts)
     try:
         write_spec(store, job.name, job_document(job))
     except AlreadyExists:
@@ -164,7 +177,7 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
         if recorded := recorded_precision(before):
             asked = asked.with_precision(recorded)
         asked = asked.with_reduction(recorded_reduction(before) or "auto")
-        job = _decided(asked.for_device(seat.device, bf16=bf16), seat)
+        job = settle(asked, facts)
         problems = check_resume(before, job)
         if saved := list_checkpoints(store, job.name):
             problems += check_steps(saved[-1].step, job.train.steps)
@@ -172,15 +185,9 @@ def begin_run(store: ObjectStore, job: Job, seat: Seat) -> tuple[int, Job]:
             raise JobError(problems) from None
         write_spec(store, job.name, job_document(job), newest_number(store, job.name) + 1)
     write_run_files(store, job.name, contents(job_document(job)))
-    return claim_next_attempt(store, job.name), job
-
-
-def _decided(job: Job, seat: Seat) -> Job:
-    """Decides mesh.reduce_gradients by rank 0's card and node."""
-    if seat.device != "cuda" or seat.device_index >= torch.cuda.device_count():
-        return job.with_reduction("last_microbatch")
-    card, each = card_of(seat.device_index), seat.local_world_size
-    return reduction_on(job, [each] * -(-job.mesh.world // each), [card.name], card.memory)
+    attempt, decision = claim_next_attempt(store, job.name), decide(job, facts)
+    write_decision(store, decision, attempt)
+    return attempt, decision
 
 
 def main(arguments: Sequence[str] | None = None, remember: Remember | None = None) -> int:
@@ -231,14 +238,15 @@ def _run(job: Job, seat: Seat, remember: Remember | None = None) -> int:
         os.environ.setdefault(name, setting)
     rendezvous = connect(seat.master_addr, seat.master_port, seat.world_size, serve=seat.rank == 0)
     store = open_store(job.checkpoint.url) if seat.rank == 0 else None
-    attempt, job = _agree_on_attempt(job, seat, rendezvous, store)
+    attempt, decision = _agree_on_attempt(job, seat, rendezvous, store)
+    job = decision.job
     if seat.rank == 0 and remember is not None:
         remember(job_document(job))
     seat = replace(seat, attempt=attempt)
     reporter = ConsoleReporter(job, seat, store)
     reporter.stop_on_sigterm()
     try:
-        result = run_rank(job, seat, reporter, rendezvous)
+        result = run_rank(decision, seat, reporter, rendezvous)
     except BaseException as error:
         cause = origin_in_words(error).strip().splitlines()[0]
         message = f"rank {seat.rank} failed: {cause}"
@@ -251,10 +259,12 @@ def _run(job: Job, seat: Seat, remember: Remember | None = None) -> int:
     return 0
 
 
-def _agree_on_attempt(job: Job, seat: Seat, rendezvous: TCPStore, store: ObjectStore | None) -> tuple[int, Job]:
-    """Begins the run on rank 0 and sends the others the attempt and what was decided, or a refusal.
+def _agree_on_attempt(job: Job, seat: Seat, rendezvous: TCPStore, store: ObjectStore | None) -> tuple[int, Decision]:
+    """Begins the run on rank 0 and sends the others the attempt and what to decide by, or a
+    refusal.
 
-    Uses one key per restart by torchrun's agent.
+    They decide the same for their own job file: what comes over the network is not run. Uses one
+    key per restart by torchrun's agent.
     """
     key = f"{_ATTEMPT}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if store is None:
@@ -264,12 +274,14 @@ def _agree_on_attempt(job: Job, seat: Seat, rendezvous: TCPStore, store: ObjectS
             answer = "refused"
         if answer == "refused":
             raise JobError("rank 0 refused the job, or ended", "see rank 0's error message")
-        attempt, precision, reduction = answer.split()
-        return int(attempt), job.with_precision(precision).with_reduction(reduction)
+        told = parse_as(_Told, answer.encode(), "rank 0's answer", error=JobError)
+        return told.attempt, decide(job.with_precision(told.precision).with_reduction(told.reduction), told.facts)
     try:
-        number, job = begin_run(store, job, seat)
+        number, decision = begin_run(store, job, seat)
     except BaseException:
         rendezvous.set(key, "refused")
         raise
-    rendezvous.set(key, f"{number} {job.train.precision} {job.mesh.reduce_gradients}")
-    return number, job
+    job = decision.job
+    told = _Told(number, job.train.precision, job.mesh.reduce_gradients, decision.facts)
+    rendezvous.set(key, json.dumps(asdict(told)))
+    return number, decision

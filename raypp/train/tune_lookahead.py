@@ -26,9 +26,8 @@ import torch.distributed as dist
 from raypp.pipeline.device_clock import ActionClock
 from raypp.pipeline.link_probe import Channel, Channels
 from raypp.pipeline.wire import wire_format
-from raypp.planning.activations import Kind, stage_activation_bytes
-from raypp.planning.choose_lookahead import Depth, best_depth, cards_and_links, depths, fits_by_plan
-from raypp.planning.resolve import ResolvedPipeline
+from raypp.planning.choose_lookahead import Depth, best_depth, cards_and_links, depths
+from raypp.planning.decision import ResolvedPipeline
 from raypp.records import Event
 from raypp.schedules.simulate import Simulator, StageTimes
 from raypp.train.assemble import AssembledRank
@@ -140,8 +139,7 @@ class LookaheadTuner:
         if self._steps != _TIMED[-1] + 1:
             return None
         figures, memory = self._gathered()
-        kind: Kind = "cuda" if self._rank.device.type == "cuda" else "cpu"
-        choice = choose(self.pipeline, figures, fits_by_plan(self.job, self.pipeline, memory, kind))
+        choice = choose(self.pipeline, figures, self._rank.decision.depths_within(memory))
         if choice.best.lookahead:
             self.runtime.load(self.pipeline.program_with(choice.best.lookahead))
         return choice
@@ -189,17 +187,16 @@ class LookaheadTuner:
     def _room(self) -> dict[int, int]:
         """Returns how many microbatches fit, per stage, if its stages share free memory equally."""
         rank = self._rank
-        kind: Kind = "cuda" if rank.device.type == "cuda" else "cpu"
         free = _SHARE * free_bytes(rank.device, rank.seat.local_world_size) / len(self.runtime.planned)
         room = {}
         for stage in self.runtime.planned:
-            computed = self._tokens * stage_activation_bytes(self.job, stage, self.pipeline.cut, kind)
+            computed = self._tokens * rank.decision.activation_bytes[stage]
             room[stage] = int(free // max(1, self._clock.kept_bytes(stage) or computed))
         return room
 
 
 def choose(
-    pipeline: ResolvedPipeline, figures: Sequence[float], fits: Callable[[Simulator], bool] | None = None
+    pipeline: ResolvedPipeline, figures: Sequence[float], fits: Callable[[int, Simulator], bool] | None = None
 ) -> Choice:
     """Chooses the depth from the measurements of all ranks; depends on its arguments alone.
 
@@ -208,7 +205,7 @@ def choose(
             backward, of its input half (0: backwards are not split), of a message to the next stage
             alone, of one among all others; by what fraction actions vary; the node; and minus the
             number of microbatches that fit into memory.
-        fits: Whether a program fits into memory by plan, too (`fits_by_plan`).
+        fits: Whether a depth fits into memory by plan, too (`Decision.depths_within`).
     """
     stages, ranks = pipeline.num_stages, pipeline.rank_of_stage
     forward, backward, inputs, wire, crowded, spread, node, memory = (

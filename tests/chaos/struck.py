@@ -75,7 +75,7 @@ def leave(seat: Any) -> None:
     cut_connections(seat.master_port)
 
 
-def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
+def run_rank(decision: Any, seat: Any, reporter: Any) -> Any:
     """Runs the real rank under a plan."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -83,7 +83,7 @@ def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
     from raypp.train import rank
     from raypp.train.reduce import GradientReducer
 
-    fate = Fate(job, seat)
+    fate = Fate(decision.job, seat)
     upload, commit, gradients = saving.upload_snapshot, saving.write_commit, GradientReducer.gradients
 
     def struck_upload(*arguments: Any, **more: Any) -> Any:
@@ -108,7 +108,7 @@ def run_rank(job: Any, seat: Any, reporter: Any) -> Any:
     saving.upload_snapshot, saving.write_commit = struck_upload, struck_commit
     GradientReducer.gradients = struck_gradients  # type: ignore[method-assign]
     try:
-        return rank.run_rank(job, seat, Witness(reporter, fate))
+        return rank.run_rank(decision, seat, Witness(reporter, fate))
     finally:
         hook.remove()
         saving.upload_snapshot, saving.write_commit = upload, commit

@@ -8,6 +8,8 @@ import torch
 from raypp.control.report.reporter import _Trail
 from raypp.measure.device_speed import kernel_time_limit
 from raypp.pipeline.device_clock import device_marks
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.spec.load import parse_job
 from raypp.train.device_check import card_of, check_device, has_kernels_for
 from raypp.train.device_memory import card_uuid, holders
@@ -23,7 +25,7 @@ def test_the_card_of_this_machine_is_known_and_can_be_used() -> None:
     assert kernel_time_limit(0) in (False, True)
     assert card_uuid(0) and holders(card_uuid(0))
     job = parse_job({"name": "checked"})
-    assert check_device(job, local_seat(0, 1, 1, job, device="cuda")) == card
+    assert check_device(decide(job, Facts("cuda")), local_seat(0, 1, 1, job, device="cuda")) == card
 
 
 def test_a_device_that_computes_is_behind_its_host() -> None:

@@ -17,6 +17,8 @@ import torch
 from ranks import DEVICE, run_on_one_device
 from told import Told
 
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.ports import free_ports
 from raypp.spec.load import parse_job
 from raypp.train.abort import cut_connections
@@ -67,7 +69,7 @@ def _live(
 
 def _run(job: dict[str, Any], seat: Any, ends: list[Any], over: Path) -> None:
     try:
-        result = run_rank(parse_job(job), seat, Told())
+        result = run_rank(decide(parse_job(job), Facts("cuda")), seat, Told())
         ends.append(result.step)
     except BaseException as error:  # noqa: BLE001 - the test reads it
         ends.append(f"{type(error).__name__}: {error}")

@@ -15,6 +15,8 @@ from told import Told
 
 from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.ranged_reads import verify_checkpoint
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.own_seat import local_seat
@@ -49,7 +51,9 @@ def document(name: str, root: Path, **sections: Any) -> dict[str, Any]:
 
 def life(rank: int, world: int, port: int, job: dict[str, Any], device: str, attempt: int = 1) -> dict[str, Any]:
     told, parsed = Told(), parse_job(job)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed, device=device, attempt=attempt), told)
+    result = run_rank(
+        decide(parsed, Facts("cuda")), local_seat(rank, world, port, parsed, device=device, attempt=attempt), told
+    )
     return {
         "step": result.step,
         "losses": {report.step: report.loss for report in told.reports},

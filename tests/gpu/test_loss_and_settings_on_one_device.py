@@ -14,6 +14,8 @@ from training import document
 
 from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
 from raypp.planning import loss_memory
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.spec.load import parse_job
 from raypp.train.assemble import assemble
 from raypp.train.own_seat import local_seat
@@ -54,7 +56,7 @@ def test_the_loss_in_chunks_is_the_one_from_whole_logits(
 def settings(rank: int, world: int, port: int, train: dict[str, Any]) -> tuple[str, set[bool]]:
     """Returns the precision of products in fp32, and whether memory is in expandable segments."""
     job = parse_job(document(layers=1, train=train))
-    with assemble(job, local_seat(rank, world, port, job, device="cuda"), hang_timeout_s=60):
+    with assemble(decide(job, Facts("cuda")), local_seat(rank, world, port, job, device="cuda"), hang_timeout_s=60):
         expandable = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
     return torch.get_float32_matmul_precision(), expandable
 

@@ -18,6 +18,8 @@ from training import merged, seat_of, train_steps
 
 from raypp.parallel.host_copies import lock_pages, unlock_pages
 from raypp.planning import offload
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.train.assemble import assemble
@@ -57,7 +59,9 @@ def test_the_device_computes_the_same_bits() -> None:
 def held(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str, int]:
     """Returns bytes of the device: between two updates, and at most in a step's schedule."""
     job = parse_job(source)
-    with assemble(job, seat_of(rank, world, port, job, device="cuda:0"), hang_timeout_s=60) as made:
+    with assemble(
+        decide(job, Facts("cuda")), seat_of(rank, world, port, job, device="cuda:0"), hang_timeout_s=60
+    ) as made:
         runner = StepRunner(made)
         for step in (1, 2):
             torch.cuda.reset_peak_memory_stats()

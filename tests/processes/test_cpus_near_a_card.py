@@ -14,18 +14,20 @@ import functools, json, os, sys, threading
 from pathlib import Path
 import torch
 from raypp.spec.load import parse_job
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.train import assemble
 from raypp.train.device_check import Card
 from raypp.train.own_seat import local_seat
 
 assemble.bind_near = functools.partial(assemble.bind_near, devices=Path(sys.argv[1]))
-assemble.check_device = lambda job, seat: Card("H100", (9, 0), 80 << 30, "0000:1b:00.0")
+assemble.check_device = lambda decision, seat: Card("H100", (9, 0), 80 << 30, "0000:1b:00.0")
 assemble.pick_device = lambda seat: torch.device("cuda", 0)
 assemble.fused.reason_against = lambda device: None
 job, events, seen = parse_job({"name": "bound"}), [], []
 
 def rank():
-    assemble.open_device(job, local_seat(0, 1, 1, job, device="cuda"), events.append)
+    assemble.open_device(decide(job, Facts("cuda")), local_seat(0, 1, 1, job, device="cuda"), events.append)
     started = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity(0))))
     started.start()
     started.join()

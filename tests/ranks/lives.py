@@ -22,6 +22,7 @@ from raypp.checkpoint.layout import commit_key
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
 from raypp.memory.tier import MemoryTier
 from raypp.mesh.geometry import Mesh
+from raypp.planning.decide import decide
 from raypp.ports import free_port
 from raypp.records import Event, RankResult, Requests, Seat, StepReport
 from raypp.spec.load import parse_job
@@ -149,7 +150,7 @@ def _live(
     job, seat = parse_job(document), first
     while True:
         try:
-            result = run_rank(job, seat, _Speaker(connection, seat, fate, directories, job.checkpoint.url))
+            result = run_rank(decide(job), seat, _Speaker(connection, seat, fate, directories, job.checkpoint.url))
             connection.send(("left", _left_over()))
             connection.send(("result", result))
             return

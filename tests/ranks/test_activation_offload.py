@@ -12,6 +12,7 @@ from test_experts import document as experts
 from training import document, seat_of, thinned, train_steps, trained
 
 from raypp.pipeline import activation_offload
+from raypp.planning.decide import decide
 from raypp.planning.offload import ON_DEVICE
 from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Requests
@@ -81,7 +82,7 @@ def moves(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str,
         tensors on the device at a time; `left`: tensors that the step left behind.
     """
     parsed = parse_job(source)
-    with assemble(parsed, seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
+    with assemble(decide(parsed), seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
         runner = StepRunner(made)
         offload: Any = made.built.runtime.offload
         found: dict[str, Any] = {"out": 0, "back": 0, "used": {}, "late": 0, "most": 0}

@@ -24,6 +24,7 @@ from raypp.models.documents import PackedDocuments
 from raypp.parallel.context import ContextShare, RingShare, UlyssesShare
 from raypp.parallel.ring import Ring
 from raypp.pipeline.collate import labelled_tokens
+from raypp.planning.decide import decide
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.load import parse_job
 from raypp.train.assemble import assemble
@@ -253,7 +254,7 @@ def test_bf16_differs_from_one_process_no_more_than_the_rounding_of_activations(
 def saved_slices(rank: int, world: int, port: int, job_document: dict[str, Any]) -> list[tuple[Any, ...]]:
     job = parse_job(job_document)
     seat = seat_of(rank, world, port, job)
-    with assemble(job, seat, hang_timeout_s=60) as made:
+    with assemble(decide(job), seat, hang_timeout_s=60) as made:
         state = gather_state(made.built.modules, None, made.groups.coordinates)
         return [(part.name, part.offset, part.tensor.clone(), part.global_shape) for part in state.values()]
 

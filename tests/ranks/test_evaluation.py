@@ -25,6 +25,7 @@ from raypp.observe.recorder import RunRecorder
 from raypp.parallel.context import WholeRows
 from raypp.parallel.rank_groups import before_abort
 from raypp.pipeline.collate import collate
+from raypp.planning.decide import decide
 from raypp.records import Event, Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -45,7 +46,7 @@ def lived(rank: int, world: int, port: int, source: dict[str, Any]) -> tuple[dic
     """Runs a complete training. Returns the reports and, on rank 0, the final weights, and the
     model with them, as loaded from the store."""
     job, told = parse_job(source), Told()
-    run_rank(job, seat_of(rank, world, port, job), told)
+    run_rank(decide(job), seat_of(rank, world, port, job), told)
     found: dict[str, Any] = {
         "numbers": [(r.loss, r.grad_norm, r.tokens, r.seq_len, r.extras) for r in told.reports],
         "evaluations": [(e.step, e.details) for e in told.events if e.kind == "evaluated"],
@@ -81,7 +82,7 @@ def aborted(rank: int, world: int, port: int, source: dict[str, Any], during: st
     """Returns the kinds of the events that a rank reports whose communicators are aborted."""
     job, told = parse_job(source), AbortsDuring(during)
     with pytest.raises(LostPeerError):
-        run_rank(job, seat_of(rank, world, port, job), told)
+        run_rank(decide(job), seat_of(rank, world, port, job), told)
     return [event.kind for event in told.events]
 
 
@@ -114,14 +115,14 @@ def interrupted(rank: int, world: int, port: int, source: dict[str, Any], step: 
     """Ends in the first evaluation, and returns the steps that were run."""
     job, told = parse_job(source), EndsAfterSaving(source, step)
     with pytest.raises(LostPeerError):
-        run_rank(job, seat_of(rank, world, port, job), told)
+        run_rank(decide(job), seat_of(rank, world, port, job), told)
     return [report.step for report in told.reports]
 
 
 def resumed(rank: int, world: int, port: int, source: dict[str, Any], attempt: int, stop: bool) -> list[Any]:
     """Returns the kind, the step and the values of what was evaluated and sampled."""
     job, told = parse_job(source), Records(source, attempt, stop)
-    run_rank(job, seat_of(rank, world, port, job), told)
+    run_rank(decide(job), seat_of(rank, world, port, job), told)
     told.recorder.close()
     found = [event for event in told.events if event.kind in ("evaluated", "sampled")]
     return [(one.kind, one.step, one.details.get("loss")) for one in found]

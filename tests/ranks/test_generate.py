@@ -21,6 +21,7 @@ from raypp.hf.from_hf import hf_options
 from raypp.inference.processes import GenerationError, Generators
 from raypp.inference.prompts import Answer, Encoded
 from raypp.inference.source import Source, find_source
+from raypp.planning.decide import decide
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.rank import run_rank
@@ -46,7 +47,7 @@ CHAT = {
 
 def live(rank: int, world: int, port: int, document: dict[str, Any]) -> None:
     job = parse_job(document)
-    run_rank(job, seat_of(rank, world, port, job), Told())
+    run_rank(decide(job), seat_of(rank, world, port, job), Told())
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from raypp.checkpoint.save import _OUTCOME, CheckpointSaver
 from raypp.control.classify import kind_and_cause
 from raypp.errors import RayppError
 from raypp.memory.files import DIRECTORY_VARIABLE, list_slots
+from raypp.planning.decide import decide
 from raypp.ports import port_is_free
 from raypp.records import Event, Requests
 from raypp.retry import Backoff
@@ -113,7 +114,7 @@ def stopped_life(
     seat = local_seat(rank, world, port, parsed, attempt=attempt)
     operator = Told(lambda asked: Requests(stop=asked >= stop_at, save_before_stop=save))
     try:
-        result = run_rank(parsed, seat, operator)
+        result = run_rank(decide(parsed), seat, operator)
     except RayppError as error:
         return kind_and_cause(error)
     assert result.stopped
@@ -164,7 +165,7 @@ def mended_life(
     rank: int, world: int, port: int, job: dict[str, Any], stop_at: int, blocked: str
 ) -> tuple[int | None, list[str]]:
     parsed, mender = parse_job(job), Mender(rank, Path(blocked), stop_at)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed), mender)
+    result = run_rank(decide(parsed), local_seat(rank, world, port, parsed), mender)
     return result.checkpoint_step, [event.kind for event in mender.events if event.kind.startswith("save_")]
 
 

@@ -15,6 +15,7 @@ from told import Told
 from training import document
 
 from raypp.checkpoint.commit import list_checkpoints
+from raypp.planning.decide import decide
 from raypp.ports import free_port, free_ports
 from raypp.records import Requests
 from raypp.spec.load import parse_job
@@ -82,7 +83,7 @@ def _lives(rank: int, world: int, _port: int, root: str, ports: list[int], halts
 
 def _live(job: Any, seat: Any, reporter: Told, outcome: list[Any]) -> None:
     try:
-        outcome.append(run_rank(job, seat, reporter))
+        outcome.append(run_rank(decide(job), seat, reporter))
     except BaseException as error:  # noqa: BLE001
         outcome.append(error)
 

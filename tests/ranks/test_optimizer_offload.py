@@ -17,6 +17,7 @@ from training import on_ranks, seat_of, thinned, train_steps, trained
 
 from raypp.parallel.shard import local_part
 from raypp.planning import offload
+from raypp.planning.decide import decide
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.train import optimizer_offload
@@ -141,7 +142,7 @@ def where(rank: int, world: int, port: int, source: dict[str, Any]) -> dict[str,
     """Trains a step and returns what is held where."""
     offload.BLOCK = 2000
     parsed = parse_job(source)
-    with assemble(parsed, seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
+    with assemble(decide(parsed), seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
         runner = StepRunner(made)
         watch = Stopwatch()
         runner.run(1, runner.read(Requests(), watch), watch)

@@ -18,6 +18,7 @@ from raypp.checkpoint.announce import Announcements
 from raypp.checkpoint.load_checkpoint import load_checkpoint
 from raypp.checkpoint.save import CheckpointSaver
 from raypp.kinds import OPTIMIZERS as OPTIMIZER_KINDS
+from raypp.planning.decide import decide
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -59,7 +60,7 @@ def train_on(rank: int, world: int, port: int, source: dict[str, Any], root: str
     job, told = parse_job(source), Told()
     seat = seat_of(rank, world, port, job)
     store = DirectoryStore(Path(root))
-    with assemble(job, seat, hang_timeout_s=60, tell=told.event) as made:
+    with assemble(decide(job), seat, hang_timeout_s=60, tell=told.event) as made:
         built, optimizer, loader = made.built, made.optimizer, made.loader
         runner = StepRunner(made)
         loaded = load_checkpoint(store, job.name, None, built.modules, optimizer)

@@ -31,6 +31,7 @@ from raypp.hf.import_model import import_hf
 from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles
 from raypp.hf.names import hf_parts
 from raypp.models.stage import build_stage
+from raypp.planning.decide import decide
 from raypp.spec.load import job_document, parse_job
 from raypp.storage.directory import DirectoryStore
 from raypp.train.rank import run_rank
@@ -100,7 +101,7 @@ def job_of(chain: Chain, url: Path, step: int, sections: Sections) -> Sections:
 def live(rank: int, world: int, port: int, source: Sections, attempt: int) -> Sections:
     told = Told()
     job = parse_job(source)
-    result = run_rank(job, seat_of(rank, world, port, job, attempt=attempt), told)
+    result = run_rank(decide(job), seat_of(rank, world, port, job, attempt=attempt), told)
     kinds = [event.kind for event in told.events]
     numbers = [(r.step, r.loss, r.grad_norm, r.tokens) for r in told.reports]
     return {"numbers": numbers, "kinds": kinds, "committed": result.checkpoint_step}

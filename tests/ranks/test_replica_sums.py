@@ -21,6 +21,7 @@ from raypp.parallel.replica_sums import ReplicaSums
 from raypp.parallel.shard import local_part
 from raypp.pipeline.planned_stage import PlannedStage
 from raypp.pipeline.runtime import ProgramRuntime
+from raypp.planning.decide import decide
 from raypp.schedules.action import Kind
 from raypp.schedules.communication import MessageKind
 from raypp.spec.load import parse_job
@@ -290,7 +291,7 @@ def test_residuals_are_cut_anew_for_another_mesh_and_their_sum_stays(tmp_path: P
 def loaded_residuals(rank: int, world: int, port: int, job: dict[str, Any]) -> dict[str, Any]:
     """Loads the newest checkpoint; returns this rank's residuals with their places."""
     parsed = parse_job(job)
-    with assemble(parsed, seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
+    with assemble(decide(parsed), seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
         store = open_store(parsed.checkpoint.url)
         loaded = load_checkpoint(store, parsed.name, None, made.built.modules, made.optimizer)
         assert loaded is not None

@@ -12,6 +12,7 @@ from training import document
 
 from raypp.checkpoint.commit import list_checkpoints, read_commit
 from raypp.checkpoint.ranged_reads import verify_checkpoint
+from raypp.planning.decide import decide
 from raypp.records import Requests
 from raypp.spec.load import parse_job
 from raypp.storage.directory import DirectoryStore
@@ -26,7 +27,7 @@ def life(
 ) -> tuple[int | None, list[Any]]:
     """Runs a rank that is asked for a stop from a query on, or for a save by one."""
     told, parsed = Told(lambda asked: Requests(stop=asked >= stop_at, save=asked == save_at)), parse_job(job)
-    result = run_rank(parsed, local_seat(rank, world, port, parsed), told)
+    result = run_rank(decide(parsed), local_seat(rank, world, port, parsed), told)
     return result.checkpoint_step, [(event.kind, event.step, event.details) for event in told.events]
 
 

@@ -19,6 +19,7 @@ from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RunStatus
 from raypp.observe.trace import COMPUTE, RankTrace, TracePlace, is_complete, list_traces, read_trace
 from raypp.observe.trace_analysis import analyse
+from raypp.planning.decide import decide
 from raypp.records import Requests, RunState
 from raypp.spec.load import parse_job
 from raypp.storage import open_store
@@ -33,7 +34,7 @@ def live(rank: int, world: int, port: int, job: dict[str, Any], trace: int, node
     parsed = parse_job(job)
     seat = replace(local_seat(rank, world, port, parsed), node_rank=nodes[rank])
     told = Told(lambda asked: Requests(trace=trace if rank == 0 and asked == FIRST else 0))
-    run_rank(parsed, seat, told)
+    run_rank(decide(parsed), seat, told)
     parts = [report.parts_s for report in told.reports]
     return {"losses": [report.loss for report in told.reports], "parts": parts, "kinds": told.kinds()}
 

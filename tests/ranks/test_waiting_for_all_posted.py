@@ -28,6 +28,7 @@ from training import document, merged, seat_of, thinned, train_steps
 
 import raypp.pipeline.runtime
 from raypp.parallel.shard import local_part
+from raypp.planning.decide import decide
 from raypp.records import Requests
 from raypp.schedules.catalogue import SCHEDULES
 from raypp.spec.load import parse_job
@@ -186,7 +187,7 @@ def test_a_whole_run_that_evaluates_and_decodes_does_not_hang(name: str, tmp_pat
 def left_behind(rank: int, world: int, port: int, job: dict[str, Any]) -> list[str]:
     """Returns what a warm-up between two steps has changed."""
     parsed = parse_job(job)
-    with assemble(parsed, seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
+    with assemble(decide(parsed), seat_of(rank, world, port, parsed), hang_timeout_s=60) as made:
         runner = StepRunner(made)
         for step in (1, 2):
             if step == 2:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from raypp.errors import RayppError
 from raypp.failure_kinds import FailureKind
+from raypp.planning.decision import Decision
 from raypp.records import Event, RankResult, Reporter, Seat, StepReport
 from raypp.spec.job import Job
 
@@ -38,7 +39,8 @@ def leave(seat: Seat) -> None:
     _left.add(seat.attempt)
 
 
-def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+def run_rank(decision: Decision, seat: Seat, reporter: Reporter) -> RankResult:
+    job = decision.job
     place = Path(os.environ["STAND_IN_DIR"])
     place.mkdir(parents=True, exist_ok=True)
     print(f"hello from {seat.label}", flush=True)

@@ -11,13 +11,13 @@ import os
 import time
 from pathlib import Path
 
+from raypp.planning.decision import Decision
 from raypp.records import Event, RankResult, Reporter, Seat, StepReport
-from raypp.spec.job import Job
 
 _STEP_S = 0.05
 
 
-def run_rank(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+def run_rank(_decision: Decision, seat: Seat, reporter: Reporter) -> RankResult:
     place = Path(os.environ["STAND_IN_DIR"])
     place.mkdir(parents=True, exist_ok=True)
     step = 0

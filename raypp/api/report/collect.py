@@ -16,7 +16,8 @@ from raypp.observe.json_lines import TimedStep
 from raypp.observe.reader import RunReader
 from raypp.observe.trace import RankTrace, newest_trace
 from raypp.observe.trace_analysis import Analysis, analyse, measured_links
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.decision import ResolvedPipeline
+from raypp.planning.resolve import resolve_pipeline
 from raypp.records import Event
 from raypp.spec.load import parse_job
 from raypp.storage import open_store

@@ -25,6 +25,7 @@ from raypp.clusters.dashboard import Dashboard, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.data.chat_files import open_template
 from raypp.data.tokenizer import open_tokenizer
+from raypp.planning.decide import ON_CPUS
 from raypp.schedules.catalogue import schedule_named
 from raypp.spec import small_files
 from raypp.spec.job_file import JobFile, load_job
@@ -79,7 +80,7 @@ def _submitted(file: JobFile, store: DirectoryStore, told: list[str]) -> bytes:
     dashboard = _Accepts("http://127.0.0.1:1")
     files = travelling_files(file.job, store, False, told.append)
     cluster = Cluster(dashboard.url, dashboard)
-    submission.start(submission.Prepared(file, store, cluster, False, "cpu", {}, files), told.append)
+    submission.start(submission.Prepared(file, store, cluster, False, ON_CPUS, {}, files), told.append)
     return dashboard.package
 
 

@@ -31,12 +31,13 @@ from raypp.clusters import known_runs
 from raypp.clusters.dashboard import Dashboard, NoAnswerError, NodeResources
 from raypp.clusters.find import Cluster
 from raypp.clusters.known_runs import RunPlace
-from raypp.control.client import submit_run
+from raypp.control.client import facts_of, submit_run
 from raypp.control.protocol import REQUEST_FILE, RunRequest
 from raypp.errors import JobError, Problem, UnreachableError
 from raypp.observe.json_lines import document
 from raypp.observe.reader import RunReader
 from raypp.observe.status import STATUS_KEYS, RunStatus
+from raypp.planning.decide import ON_CPUS
 from raypp.records import RunState
 from raypp.spec.job_file import load_job
 from raypp.spec.load import job_document, parse_job
@@ -75,7 +76,7 @@ def submit(tmp_path: Path, store: DirectoryStore) -> Callable[..., RunPlace]:
     def start(at_upload: Callable[[], None], accepts: bool = False, url: str = "http://127.0.0.1:1") -> RunPlace:
         dashboard = _AtUpload(at_upload, accepts, url)
         cluster = Cluster(dashboard.url, dashboard)
-        return submission.start(submission.Prepared(load_job(path), store, cluster, False, "cpu", {}), say)
+        return submission.start(submission.Prepared(load_job(path), store, cluster, False, ON_CPUS, {}), say)
 
     return start
 
@@ -99,8 +100,9 @@ def test_the_controller_is_told_the_memory_of_the_smallest_gpu(tmp_path: Path) -
             return super().upload_package(name, data)
 
     dashboard = Gpus(lambda: None, True, "http://127.0.0.1:1")
-    submit_run(load_job(path).job, Cluster(dashboard.url, dashboard), "file:///store")
-    assert RunRequest(**dashboard.request).gpu_bytes == 24 << 30
+    facts = facts_of("cuda", dashboard.nodes())
+    submit_run(load_job(path).job, Cluster(dashboard.url, dashboard), "file:///store", facts=facts)
+    assert RunRequest(**dashboard.request).facts["memory"] == 24 << 30
 
 
 def test_ctrl_c_during_the_upload_leaves_the_name_free(submit, store: DirectoryStore) -> None:
@@ -249,7 +251,7 @@ def test_a_submission_decides_precision_and_says_so(
     told: list[str] = []
     prepared = submission.prepare(asked, None, recorded is not None, told.append)
     assert [words for words in told if "precision" in words] == [f"train.precision: auto is {line}"]
-    assert prepared.file.job.train.precision == line.split()[0].rstrip(",") and prepared.device == "cpu"
+    assert prepared.file.job.train.precision == line.split()[0].rstrip(",") and prepared.facts.device == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from raypp.clusters.dashboard import NodeResources
-from raypp.control.client import device_for, on_nodes, precision_remark
+from raypp.control.client import device_for, facts_of, precision_remark
 from raypp.errors import ResourcesError
+from raypp.planning.decide import settle
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 
@@ -115,9 +116,9 @@ def test_offloading_to_nodes_with_too_little_memory_is_refused() -> None:
 def test_precision_follows_the_device_and_is_told(device: str, card: str, precision: str, remark: str) -> None:
     nodes = [node("10.0.0.1"), replace(node("10.0.0.2", 8, 8), gpu_names=(card,))]
     asked = job(model={"lora": {}})
-    decided = on_nodes(asked, device, nodes)
+    decided = settle(asked, facts_of(device, nodes))
     assert decided.train.precision == decided.model.lora.base == precision
     assert (precision_remark(asked, decided, device) or "").startswith(remark)
     explicit = job(train={"precision": "bf16_pure"})
-    assert on_nodes(explicit, device, nodes).train.precision == "bf16_pure"
+    assert settle(explicit, facts_of(device, nodes)).train.precision == "bf16_pure"
     assert precision_remark(explicit, explicit, device) is None

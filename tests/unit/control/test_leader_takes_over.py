@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,13 @@ from stand_in_clock import StandInClock
 from stand_in_workers import Actor, Devices, StandIns, Workers, info_of, stand_still
 
 from raypp.checkpoint.commit import Commit, claim_attempt, write_commit
+from raypp.checkpoint.run_spec import write_decision
 from raypp.control import attempt as attempt_module
 from raypp.control import leader as leader_module
 from raypp.control import machine as m
 from raypp.control import watchers
 from raypp.control.leader import Leader
-from raypp.control.machine_log import MachineLog
+from raypp.control.machine_log import MachineError, MachineLog
 from raypp.control.protocol import RunRequest, WorkerStatus
 from raypp.control.report import reports
 from raypp.control.run_events import end_event
@@ -30,6 +32,7 @@ from raypp.mesh.shapes import Shape
 from raypp.observe.reader import RunReader
 from raypp.observe.recorder import RunRecorder
 from raypp.observe.status import RankStatus, RunStatus
+from raypp.planning.decide import decide
 from raypp.records import Event, RankFailure, RankResult, RunState, Seat, StepReport
 from raypp.recovery.cause_of_death import Death
 from raypp.spec.load import job_document, parse_job
@@ -60,7 +63,8 @@ class Heir(Leader):
 
     def _new_attempt(self, number: int) -> StandIns:
         self.record.set_mesh(self.job.mesh)
-        return StandIns(self.job, number, self._workers, self._placement, self.reports.add)
+        decide = partial(self._decide, self.job, number)
+        return StandIns(self.job, number, self._workers, self._placement, self.reports.add, decide)
 
     def _end_processes(self) -> None:
         self.ended += 1
@@ -85,6 +89,7 @@ def left(tmp_path: Path) -> Path:
     """What the first controller left: an attempt that has taken STEP steps and saved COMMITTED."""
     store = DirectoryStore(tmp_path)
     claim_attempt(store, RUN, 1)
+    write_decision(store, decide(parse_job(SECTIONS)), 1)
     with RunRecorder(store, RUN, "c-first") as recorder:
         recorder.event(Event("submitted", "", 100.0))
         for step in range(1, STEP + 1):
@@ -168,6 +173,16 @@ def test_a_rank_that_died_meanwhile_ends_the_attempt_and_the_others_stay(take_ov
     heir._turn()
     assert (heir.machine.attempt, heir.machine.restarts) == (2, 1)
     assert sorted(heir._workers.seated) == [0, 1, 2, 3] and heir._workers.seated[0].actor is heir.living[0][0]
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"version": 2}'])
+def test_without_what_was_decided_the_ranks_are_left_alone(
+    take_over: TakeOver, left: Path, content: str | None
+) -> None:
+    path = left / RUN / "decision-1.json"
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(MachineError, match=r"decision-1\.json"):
+        take_over(0, 1, 2, 3)
 
 
 def test_without_any_rank_the_next_attempt_begins_as_a_restart(take_over: TakeOver) -> None:

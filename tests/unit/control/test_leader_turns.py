@@ -4,6 +4,7 @@ clock stands still, and the workers are stand-ins."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ class Led(Leader):
     def _new_attempt(self, number: int) -> StandIns:
         job = self._sizing.job(self.machine)
         self.record.set_mesh(job.mesh)
-        return StandIns(job, number, self._workers, self._placement, self.reports.add)
+        return StandIns(
+            job, number, self._workers, self._placement, self.reports.add, partial(self._decide, job, number)
+        )
 
     def _end_processes(self) -> None:
         for bundle in list(self._workers.seated):

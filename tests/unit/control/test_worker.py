@@ -19,8 +19,9 @@ from raypp.control.protocol import RankEnd, RunRequest
 from raypp.control.worker import Worker
 from raypp.errors import DataError, RayppError
 from raypp.failure_kinds import FailureKind
+from raypp.planning.decide import decide
+from raypp.planning.decision import Decision
 from raypp.records import Coordinates, Event, RankFailure, RankResult, Reporter, Seat
-from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
 
 _lived: set[int] = set()
@@ -42,7 +43,7 @@ class WordlessError(Exception):
         raise AttributeError("no attribute 'what'")
 
 
-def live(job: Job, seat: Seat, reporter: Reporter) -> RankResult:
+def live(decision: Decision, seat: Seat, reporter: Reporter) -> RankResult:
     """By attempt: 1, 2 and 7 wait until they are told to leave, 3 raises, 4 leaves a thread at
     work, 6 is not finite, 8 raises what has no words, 5 and 9 are fine."""
     reporter.event(Event("lived", f"attempt {seat.attempt}", attempt=seat.attempt))
@@ -94,8 +95,11 @@ def _full_disk(buffering: str) -> Iterator[None]:
 
 
 def _begin(worker: Worker, attempt: int) -> None:
-    job = parse_job({"name": "run"})
-    worker.begin(job_document(job), Seat("run", attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1)), 0)
+    worker.begin(
+        decide(parse_job({"name": "run"})).document(),
+        Seat("run", attempt, 0, 1, Coordinates(), Coordinates(1, 1, 1, 1)),
+        0,
+    )
 
 
 def _end(worker: Worker, attempt: int) -> RankEnd:

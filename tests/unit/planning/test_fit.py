@@ -9,8 +9,8 @@ import pytest
 from planned_jobs import job_with, typed
 
 from raypp.planning.check import check_plan
+from raypp.planning.decision import CERTAIN
 from raypp.planning.fit_search import changes_in_words, memory_problems
-from raypp.planning.memory import CERTAIN
 from raypp.planning.plan import make_plan
 from raypp.spec.job import Job
 

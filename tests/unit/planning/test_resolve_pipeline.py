@@ -8,8 +8,9 @@ import pytest
 from planned_jobs import job_with
 
 from raypp.errors import JobError
+from raypp.planning.decision import Wire
 from raypp.planning.flops import end_weights
-from raypp.planning.resolve import Wire, resolve_pipeline
+from raypp.planning.resolve import resolve_pipeline
 
 
 def test_auto_is_decided() -> None:

@@ -13,6 +13,7 @@ from raypp.errors import JobError
 from raypp.inference.evaluate import on_ranks
 from raypp.inference.source import Source
 from raypp.mesh.geometry import Mesh
+from raypp.planning.decide import decide
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.torch_private import inductor_config
@@ -118,7 +119,7 @@ def test_hardware_queues_are_set_before_cuda_is_asked_for_anything(path: str, mo
     job = job_with()
     if path == "a rank":
         seat = local_seat(0, 1, 1, job, device="cuda")
-        with pytest.raises(JobError, match="sees no CUDA devices"), assemble(job, seat, hang_timeout_s=1):
+        with pytest.raises(JobError, match="sees no CUDA devices"), assemble(decide(job), seat, hang_timeout_s=1):
             pass
     elif path == "torchrun":
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():

@@ -13,17 +13,17 @@ from raypp import retry
 from raypp.environment import c_compiler
 from raypp.errors import JobError
 from raypp.mesh.geometry import Mesh
-from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
 from raypp.train import device_check
-from raypp.train.assemble import with_compile
 from raypp.train.device_check import (
     Card,
     check_device,
     device_problems,
+    facts_here,
     free_bytes,
-    has_bf16,
     has_kernels_for,
     host_problems,
     mixed_cards,
@@ -33,6 +33,7 @@ from raypp.train.device_check import (
 from raypp.train.own_seat import local_seat
 
 GIB = 1 << 30
+CUDA = Facts("cuda")
 H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB)
 T4 = Card("Tesla T4", (7, 5), 15 * GIB)
 
@@ -59,10 +60,10 @@ def test_a_node_with_too_little_memory_for_what_its_ranks_offload_is_named() -> 
     large = {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "ffn_size": 11008, "vocab_size": 32000}
     offloading = job(model=large, train={"precision": "bf16", "optimizer": {"offload": True}})
     seat = local_seat(0, 2, 1, offloading, device="cuda")
-    (problem,) = host_problems(offloading, seat, 8 * GIB)
+    (problem,) = host_problems(decide(offloading, CUDA), seat, 8 * GIB)
     assert "localhost has 8 GiB of host memory free; 2 of its ranks offload" in problem.fault
-    assert host_problems(offloading, seat, 64 * GIB) == []
-    assert host_problems(job(model=large), seat, 1) == []
+    assert host_problems(decide(offloading, CUDA), seat, 64 * GIB) == []
+    assert host_problems(decide(job(model=large), CUDA), seat, 1) == []
 
 
 def test_a_device_that_torch_does_not_see_is_named() -> None:
@@ -75,7 +76,7 @@ def test_a_device_that_torch_does_not_see_is_named() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_any_device_the_rank_refuses_before_it_joins() -> None:
     with pytest.raises(JobError, match="sees no CUDA devices there"):
-        check_device(job(), local_seat(0, 2, 1, job(), device="cuda"))
+        check_device(decide(job(), CUDA), local_seat(0, 2, 1, job(), device="cuda"))
 
 
 def test_a_job_that_compiles_needs_a_compiler_on_its_node() -> None:
@@ -171,36 +172,5 @@ def test_a_card_without_room_for_a_context_has_nothing_free() -> None:
 
 
 def test_a_device_that_is_not_there_has_no_bf16() -> None:
-    assert not has_bf16(local_seat(0, 2, 1, job()))
-    assert not has_bf16(local_seat(0, 2, 1, job(), device="cuda:99"))
-
-
-@pytest.mark.parametrize(
-    ("sections", "compiler", "reason"),
-    [
-        ({}, True, "blocks are compiled"),
-        ({}, False, "blocks are not compiled: there is no C compiler"),
-        (
-            {"pipeline": {"schedule": "zbv", "stages_per_rank": 2}},
-            True,
-            "blocks are not compiled: zbv splits backwards",
-        ),
-        ({"train": {"sample": {"prompts": ["In"]}}}, True, "blocks are not compiled: train.sample decodes"),
-    ],
-)
-def test_compilation_follows_node_and_schedule_and_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], compiler: bool, reason: str
-) -> None:
-    (tmp_path / "cc").write_text("")
-    (tmp_path / "cc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path) if compiler else "")
-    monkeypatch.delenv("CC", raising=False)
-    asked, told = job(**sections), []
-    for rank in (0, 1):
-        seat = local_seat(rank, 2, 1, asked, device="cuda")
-        found = with_compile(asked.for_device("cuda"), seat, resolve_pipeline(asked), told.append)
-        assert found.train.compiles == (reason == "blocks are compiled")
-    (event,) = told
-    assert event.kind == "compile" and event.message.startswith(f"train.compile: auto: {reason}")
-    explicit = job(train={"compile": False})
-    assert with_compile(explicit, seat, resolve_pipeline(explicit), told.append) is explicit and len(told) == 1
+    assert facts_here(local_seat(0, 2, 1, job())).device == "cpu"
+    assert facts_here(local_seat(0, 2, 1, job(), device="cuda:99")) == Facts("cuda", bf16=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raypp.failure_kinds import FailureKind
+from raypp.planning.decide import decide
 from raypp.planning.memory import rank_memories
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
@@ -65,7 +66,7 @@ def test_a_rank_says_its_kind_and_needs_no_statistics() -> None:
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     stage = torch.nn.Linear(1024, 1024, bias=False)
     error = device_memory_error(
-        full, job(), local_seat(1, 2, 1234, job()), [stage], torch.optim.AdamW(stage.parameters())
+        full, decide(job()), local_seat(1, 2, 1234, job()), [stage], torch.optim.AdamW(stage.parameters())
     )
     first, *rest = str(error).splitlines()
     assert first == ("out of device memory: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -100,9 +101,9 @@ def test_the_processes_of_a_card_are_named_without_this_one() -> None:
 
 
 def test_memory_beside_torch_and_plan_belongs_to_others() -> None:
-    runtime = rank_memories(job())[0].runtime
+    planned = rank_memories(job())[0]
     stats = {"total": 80 << 30, "free": 1 << 30, "reserved": 60 << 30}
-    assert taken(stats, job(), 0) == (19 << 30) - runtime and taken({}, job(), 0) == 0
+    assert taken(stats, planned) == (19 << 30) - planned.runtime and taken({}, planned) == 0
 
 
 def test_a_card_that_others_fill_is_no_failure_that_recurs() -> None:

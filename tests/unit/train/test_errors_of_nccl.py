@@ -9,6 +9,7 @@ from torch.distributed import DistBackendError
 
 from raypp.control.classify import kind_and_cause
 from raypp.failure_kinds import FailureKind
+from raypp.planning.decide import decide
 from raypp.spec.load import parse_job
 from raypp.train import rank
 from raypp.train.lost_peer import NCCL_OWN, NcclError, explained, lost_peer
@@ -115,5 +116,5 @@ def test_a_rank_ends_with_the_explained_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rank, "_run_attempt", fails)
     job = parse_job({"name": "x"})
     with pytest.raises(NcclError, match="NCCL_SOCKET_IFNAME") as found:
-        rank.run_rank(job, local_seat(0, 1, 1, job), cast(Any, None))
+        rank.run_rank(decide(job), local_seat(0, 1, 1, job), cast(Any, None))
     assert found.value.__cause__ is error

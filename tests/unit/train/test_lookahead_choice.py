@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from raypp.planning.resolve import ResolvedPipeline, resolve_pipeline
+from raypp.planning.decision import ResolvedPipeline
+from raypp.planning.resolve import resolve_pipeline
 from raypp.spec.load import parse_job
 from raypp.train.tune_lookahead import choose
 

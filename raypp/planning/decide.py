@@ -1,0 +1,97 @@
+"""Decides what follows from a job and its devices: the only place that does.
+
+`settle` decides what holds for the whole life of a run, and stands in its job from then on.
+`decide` adds what depends on the mesh of an attempt and on its nodes.
+"""
+
+from __future__ import annotations
+
+from raypp.planning.activations import stage_activation_bytes
+from raypp.planning.decision import Decision, Facts, ResolvedPipeline
+from raypp.planning.host_memory import offloaded_by_ranks
+from raypp.planning.memory import memories
+from raypp.planning.reduction import reduction_on
+from raypp.planning.resolve import resolve_pipeline
+from raypp.schedules.action import splits_backward
+from raypp.schedules.simulate import StageTimes
+from raypp.spec.job import Job
+
+_MOST_SIMULATED = 60_000
+"""Actions of all programs together beyond which no deeper warm-up is planned for."""
+
+
+def settle(job: Job, facts: Facts) -> Job:
+    """Returns the job with what is decided once for the life of a run, so that later attempts
+    compute the same: its precision, the base of its adapters, and when gradients are reduced."""
+    job = job.for_device(facts.device, bf16=facts.bf16)
+    return reduction_on(job, facts.gpus, facts.cards, facts.memory)
+
+
+ON_CPUS = Facts()
+
+
+def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
+    """Decides everything that follows from a job on its mesh.
+
+    Args:
+        job: On the mesh of the attempt. What `settle` decides may be decided already.
+        facts: What is known of the cluster; by default, ranks compute on CPUs.
+
+    Raises:
+        JobError: The schedule does not exist or does not support these sizes, or a stage would have
+            no layer. `check_plan` reports all such problems at once.
+    """
+    job = settle(job, facts)
+    job, remarks = _with_compile(job, resolve_pipeline(job), facts)
+    pipeline, kind = resolve_pipeline(job), facts.device
+    simulator = pipeline.simulator()
+    stages = range(pipeline.num_stages)
+    return Decision(
+        job=job,
+        facts=facts,
+        pipeline=pipeline,
+        memory=tuple(memories(job, pipeline, simulator, kind)),
+        in_flight=tuple(simulator.run(StageTimes.equal(pipeline.num_stages)).in_flight),
+        activation_bytes=tuple(stage_activation_bytes(job, stage, pipeline.cut, kind) for stage in stages),
+        depth_bytes=_depth_bytes(job, pipeline, facts),
+        offloaded=tuple(offloaded_by_ranks(job, pipeline)) if kind == "cuda" else (),
+        remarks=remarks,
+    )
+
+
+def _with_compile(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[Job, dict[str, str]]:
+    """Decides `train.compile: auto`, and says why."""
+    if job.train.compile != "auto":
+        return job, {}
+    against = {
+        "there is no C compiler": not facts.compiler,
+        f"{pipeline.schedule} splits backwards": splits_backward(pipeline.program),
+        "train.sample decodes with the same blocks": job.train.sample is not None,
+        "the model is your own": ":" in job.model.kind,
+    }
+    why = ", ".join(reason for reason, holds in against.items() if holds)
+    words = f"blocks are not compiled: {why}" if why else "blocks are compiled"
+    train = job.train.model_copy(update={"compile": not why})
+    return job.model_copy(update={"train": train}), {"train.compile": words}
+
+
+def _depth_bytes(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[int, ...]:
+    """Returns the planned memory of the rank that needs most by depth of the warm-up, from 0.
+
+    As far as programs change, and a device has the memory.
+    """
+    found: list[int] = []
+    if job.pipeline.lookahead != "auto" or job.mesh.pp == 1 or facts.device == "cpu":
+        return ()
+    before = None
+    for depth in range(job.pipeline.microbatches):
+        if before is not None and (depth + 1) * before.actions > _MOST_SIMULATED:
+            break
+        simulator = pipeline.simulator(depth)
+        if before is not None and simulator.program == before.program:
+            break
+        found.append(max(memory.total for memory in memories(job, pipeline, simulator, facts.device)))
+        if facts.memory and found[-1] > facts.memory:
+            break
+        before = simulator
+    return tuple(found)

@@ -1,0 +1,113 @@
+"""What follows from a job and its devices is decided once, and the record says all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.checkpoint.layout import decision_key
+from raypp.checkpoint.run_spec import read_decision, write_decision
+from raypp.errors import CheckpointError
+from raypp.planning.decide import decide
+from raypp.planning.decision import Decision, Facts
+from raypp.planning.memory import memories
+from raypp.spec.job import Job
+from raypp.spec.job_file import load_job
+from raypp.spec.load import parse_job
+from raypp.storage.directory import DirectoryStore
+
+JOBS = sorted(Path(__file__).parents[3].glob("jobs/*.yaml"))
+CARDS = Facts("cuda", gpus=(8,) * 8, cards=("NVIDIA H100 80GB HBM3",), memory=80 << 30)
+OPEN = {"train.compile", "train.precision", "mesh.reduce_gradients", "model.lora.base"}
+"""What ranks must never find open."""
+
+
+def job(**sections: Any) -> Job:
+    return parse_job({"name": "d", "mesh": {"pp": 2}, "pipeline": {"microbatches": 4}, **sections})
+
+
+def autos(document: Any, key: str = "") -> set[str]:
+    """Returns the keys of a document whose value is auto."""
+    if isinstance(document, dict):
+        return set().union(*(autos(value, f"{key}.{name}".lstrip(".")) for name, value in document.items()))
+    return {key} if document == "auto" else set()
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("facts", [Facts(), CARDS], ids=["cpu", "cuda"])
+def test_a_decision_leaves_nothing_open_and_is_the_same_after_its_way_to_a_rank(path: Path, facts: Facts) -> None:
+    decision = decide(load_job(path, []).job, facts)
+    document = decision.document()
+    read = Decision.read(json.loads(json.dumps(document)))
+    assert read == decision and read.document() == document
+    assert read.pipeline.program == decision.pipeline.program
+    assert not autos(document["job"]) & OPEN and not autos({**document, "job": {}})
+    assert decide(decision.job, facts) == Decision(**{**vars(decision), "remarks": {}}), (
+        "deciding again changes nothing"
+    )
+    assert len(json.dumps(document)) < 20_000, "small enough to go with each seat"
+
+
+@pytest.mark.parametrize(
+    ("sections", "compiler", "reason"),
+    [
+        ({}, True, "blocks are compiled"),
+        ({}, False, "blocks are not compiled: there is no C compiler"),
+        (
+            {"pipeline": {"schedule": "zbv", "stages_per_rank": 2}},
+            True,
+            "blocks are not compiled: zbv splits backwards",
+        ),
+        ({"train": {"sample": {"prompts": ["In"]}}}, True, "blocks are not compiled: train.sample decodes"),
+    ],
+)
+def test_compilation_follows_nodes_and_schedule(sections: dict[str, Any], compiler: bool, reason: str) -> None:
+    decision = decide(job(**sections), Facts("cuda", compiler=compiler))
+    assert decision.remarks["train.compile"].startswith(reason)
+    assert decision.job.train.compiles == decision.pipeline.whole_backwards == (reason == "blocks are compiled")
+    asked = decide(job(**{**sections, "train": {"compile": False}}), CARDS)
+    assert not asked.job.train.compiles and not asked.remarks
+
+
+def test_depths_of_the_warm_up_fit_by_the_plan_of_their_programs() -> None:
+    deep = job(mesh={"pp": 4}, pipeline={"microbatches": 12}, model={"num_layers": 4})
+    decision = decide(deep, Facts("cuda"))
+    pipeline = decision.pipeline
+    for depth, planned in enumerate(decision.depth_bytes):
+        ranks = memories(decision.job, pipeline, pipeline.simulator(depth), "cuda")
+        assert planned == max(rank.total for rank in ranks)
+    fits = decision.depths_within(decision.depth_bytes[1])
+    assert fits is not None and fits(1, None) and not fits(len(decision.depth_bytes) - 1, None)
+    assert not fits(len(decision.depth_bytes), None), "what was not planned for does not fit"
+    assert decision.depths_within(0) is None, "without a device's size, all do"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "is missing"),
+        ("{", "JSON"),
+        ('{"version": 99}', "layout version 99"),
+        ("cut", "is not a decision"),
+    ],
+)
+def test_a_stored_decision_that_cannot_be_used_is_named(tmp_path: Path, content: str | None, why: str) -> None:
+    store, key = DirectoryStore(tmp_path), decision_key("d", 3)
+    decision = decide(job(resources={"env": {"API_TOKEN": "very-secret-value"}}))
+    write_decision(store, decision, 3)
+    assert b"very-secret-value" not in (tmp_path / key).read_bytes()
+    assert read_decision(store, "d", 3).pipeline == decision.pipeline
+    if content is None:
+        (tmp_path / key).unlink()
+    elif content == "cut":
+        document = json.loads((tmp_path / key).read_text())
+        document["pipeline"]["cut"] = "everything"
+        (tmp_path / key).write_text(json.dumps(document))
+    else:
+        (tmp_path / key).write_text(content)
+    with pytest.raises(CheckpointError, match=why) as caught:
+        read_decision(store, "d", 3)
+    assert f"{key}" in str(caught.value)
