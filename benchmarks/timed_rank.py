@@ -20,9 +20,11 @@ from benchmarks.turns import Gate
 from raypp.parallel import apply
 from raypp.pipeline import runtime
 from raypp.pipeline.wire import SumStart
+from raypp.planning.decide import decide
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.job import Job
 from raypp.spec.load import parse_job
+from raypp.train.device_check import facts_here
 from raypp.train.own_seat import seat_from_environment
 from raypp.train.rank import run_rank
 
@@ -117,7 +119,7 @@ def main() -> None:
     job = job_of(arguments.set, world=world, steps=steps, cut=arguments.cut, url=url)
     timer = StepTimer(arguments.steps if arguments.no_save else 0)
     seat = seat_from_environment(job)
-    run_rank(job, seat, timer)
+    run_rank(decide(job, facts_here(seat)), seat, timer)
     wall = [b - a for a, b in zip(timer.wall, timer.wall[1:], strict=False)][: arguments.steps]
     cpu = [b - a for a, b in zip(timer.cpu, timer.cpu[1:], strict=False)][: arguments.steps]
     if os.environ.get("BENCH_OUT"):

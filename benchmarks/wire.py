@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.kept import Kept, add_resume
 from benchmarks.surroundings import announce
+from raypp.planning.decide import decide
 from raypp.ports import free_port
 from raypp.records import Event, Requests, StepReport
 from raypp.spec.load import parse_job
@@ -77,7 +78,7 @@ def document(wire: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
 def rank(number: int, world: int, port: int, job: dict[str, Any], out: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     losses, parsed = Losses(), parse_job(job)
-    run_rank(parsed, local_seat(number, world, port, parsed), losses)
+    run_rank(decide(parsed), local_seat(number, world, port, parsed), losses)
     if number == 0:
         Path(out).write_text(json.dumps(losses.figures))
 
