@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from raypp.planning.decide import decide
+from raypp.planning.decision import Facts
 from raypp.planning.memory import memory_of_ranks
 from raypp.spec.load import parse_job
 from raypp.train.device_check import Card, device_problems, memory_taken
@@ -40,7 +42,7 @@ def test_who_holds_a_card_is_named_with_what_would_fit() -> None:
 
 def test_a_rank_that_ran_out_says_its_plan_and_changes_that_fit() -> None:
     stats = {"free": GIB // 2, "reserved": 7 * GIB}
-    plan, changes = planned(LARGE, 1, stats)
+    plan, changes = planned(decide(LARGE, Facts("cuda")), 1, stats)
     assert plan.startswith("planned: ") and "of activations per microbatch, 1 in flight" in plan
     assert changes.startswith("fits by plan: --set ")
 
