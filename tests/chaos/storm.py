@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 from laptop import Laptop, Run, assert_same_weights, numbers, wait_for
-from timeline import Part, in_words, parts_of, to_svg, totals
+from timeline import Part, in_words, parts_of, totals
 
 from benchmarks.surroundings import describe
 
@@ -222,7 +222,6 @@ def weather(laptop: Laptop, options: argparse.Namespace) -> int:
         out = Path(options.out)
         out.mkdir(parents=True, exist_ok=True)
         (out / "storm.md").write_text(text + "\n")
-        (out / "storm.svg").write_text(to_svg(parts, [fault.at for fault in storm.faults]))
         events = [
             {"kind": e.kind, "time": e.time, "attempt": e.attempt, "message": e.message} for e in run.reader.events()
         ]
@@ -239,7 +238,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--mtbf", type=float, default=20, help="mean seconds between faults")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", default="", help="a folder for storm.md, storm.svg and storm.json")
+    parser.add_argument("--out", default="", help="a folder for storm.md and storm.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="storm-") as directory:
         laptop = Laptop.up(Path(directory), cpus=8)

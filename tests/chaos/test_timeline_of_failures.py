@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from timeline import Part, in_words, parts_of, to_svg, totals
+from timeline import Part, in_words, parts_of, totals
 
 
 @dataclass(frozen=True)
@@ -50,5 +50,3 @@ def test_the_chart_shows_every_kind() -> None:
     parts = parts_of(Recorded(), [6.5], begin=0.0, end=17.0)
     words = in_words(parts)
     assert words.splitlines()[0].startswith("  0 min ███████████······▒▒▒█")
-    picture = to_svg(parts, [6.5])
-    assert picture.startswith("<svg") and picture.count("<rect") == len(parts) + 1 + 3

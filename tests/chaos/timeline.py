@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-COLOURS = {"training": "#3b7a57", "redoing": "#e0a030", "recovering": "#b03a2e"}
 SIGNS = {"training": "█", "redoing": "▒", "recovering": "·"}
 _WIDTH = 100
 
@@ -63,7 +62,7 @@ def parts_of(run: Any, faults: list[float], begin: float, end: float) -> list[Pa
 
 def totals(parts: list[Part]) -> dict[str, float]:
     """Returns the seconds by kind."""
-    return {kind: sum(part.seconds for part in parts if part.kind == kind) for kind in COLOURS}
+    return {kind: sum(part.seconds for part in parts if part.kind == kind) for kind in SIGNS}
 
 
 def in_words(parts: list[Part]) -> str:
@@ -78,34 +77,3 @@ def in_words(parts: list[Part]) -> str:
         rows.append(f"{(at - begin) / 60:3.0f} min {row}")
         at += 60
     return "\n".join([*rows, "        " + "   ".join(f"{sign} {kind}" for kind, sign in SIGNS.items())])
-
-
-def to_svg(parts: list[Part], faults: list[float]) -> str:
-    """Returns the same chart as SVG, with a tick above it for each fault."""
-    begin, end = parts[0].begin, parts[-1].end
-    minutes = int((end - begin) // 60) + 1
-    height = 34 * minutes + 40
-    shapes = []
-    for part in parts:
-        for minute in range(minutes):
-            low, high = begin + 60 * minute, begin + 60 * (minute + 1)
-            left, right = max(part.begin, low), min(part.end, high)
-            if right > left:
-                shapes.append(_box(60 + (left - low) * 15, 34 * minute + 14, (right - left) * 15, COLOURS[part.kind]))
-    for fault in faults:
-        minute, second = divmod(fault - begin, 60)
-        if 0 <= minute < minutes:
-            shapes.append(_box(60 + second * 15, 34 * minute + 6, 2, "#202020", 7))
-    for minute in range(minutes):
-        shapes.append(f'<text x="8" y="{34 * minute + 30}">{minute} min</text>')
-    for place, (kind, colour) in enumerate(COLOURS.items()):
-        shapes.append(_box(60 + 150 * place, height - 20, 12, colour, 12))
-        shapes.append(f'<text x="{78 + 150 * place}" y="{height - 9}">{kind}</text>')
-    shapes.append(f'<text x="{60 + 450}" y="{height - 9}">| a fault</text>')
-    style = 'font-family="sans-serif" font-size="12"'
-    body = "\n".join(shapes)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="980" height="{height}" {style}>\n{body}\n</svg>\n'
-
-
-def _box(x: float, y: float, width: float, colour: str, height: float = 20) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" fill="{colour}"/>'
