@@ -20,8 +20,8 @@ limit of the cable are those of `beside`.
 `--losses N` trains N steps on text instead, on this machine's loopback, with exact and int8 sums
 and with outer steps, with as many replicas as `--replicas` says and equal tokens, and compares the
 losses. The last row is the control: one of the replicas alone, which sees its own tokens only. With
-`--part-after K`, all but that begin with K steps with exact sums. The curves are written to
-`--out`. None of it depends on the machine's load.
+`--part-after K`, all but that begin with K steps with exact sums. None of it depends on the
+machine's load.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from benchmarks.hosts import Hosts, some_hosts, spread
 from benchmarks.link_hiding import message_bits
 from benchmarks.surroundings import announce
 from benchmarks.turns import Held, Turn
-from benchmarks.wire import document, plot, train
+from benchmarks.wire import document, train
 from cluster.testbed import why_not
 
 HOSTS, MICROBATCHES, WARM = 4, 8, 3
@@ -154,7 +154,6 @@ def compare_losses(options: argparse.Namespace) -> None:
             rows.append(("exact, another seed", number, syncs["exact"], 1))
         rows.append(("one replica alone", 1, syncs["exact"], 0))
         exact: dict[str, Any] | None = None
-        curves = {}
         with TemporaryDirectory() as folder:
             for row, (name, world, sync, seed) in enumerate(rows):
                 job, store = job_of(sync, world, steps, seed, own), None
@@ -166,13 +165,9 @@ def compare_losses(options: argparse.Namespace) -> None:
                             shutil.rmtree(store / job["name"] / f"step-{step:08d}")
                 found = train(job, world, name, store)
                 exact = exact or found
-                if world == number:
-                    curves[name] = found
                 last, base = (statistics.mean(one["loss"][-LAST:]) for one in (found, exact))
                 held_out = f"{found['held_out']:.4f} | {found['held_out'] / exact['held_out'] - 1:+.1%}"
                 print(f"| {number} | {name} | {last:.4f} | {last - base:+.4f} | {held_out} |", flush=True)
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"replica_sync-{number}.svg").write_text(plot(curves))
 
 
 def main() -> None:
@@ -196,7 +191,6 @@ def main() -> None:
         metavar="'NAME: {kind: …}'",
         help="with --losses: only exact sums and this train.sync",
     )
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for the curves")
     options = parser.parse_args()
     if options.part_after and options.losses % options.part_after:
         parser.error("--part-after must divide the steps of --losses")

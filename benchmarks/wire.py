@@ -2,8 +2,8 @@
 
 Run it with `python -m benchmarks.wire`. It takes 7 minutes. It trains the same job with pp 2 on two
 CPU ranks once per wire format, from the same weights on the same rows, evaluates the final weights
-on held-out text, and writes the losses as a table (`wire.md`) and a plot (`wire.svg`). It updates
-both after every run. The figures do not depend on the load of the machine.
+on held-out text, and prints the losses as a table. The row of another seed shows how large a
+difference by chance is. The figures do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import argparse
 import json
 import multiprocessing
 import os
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.kept import Kept, add_resume
 from benchmarks.surroundings import announce
 from raypp.planning.decide import decide
 from raypp.ports import free_port
@@ -34,7 +32,6 @@ WIRES: dict[str, dict[str, Any]] = {
 }
 """Wire formats: name (activations / gradients) and `pipeline.wire`."""
 OTHER_SEED = "as computed, another seed"
-COLOURS = ("#222222", "#2a7de1", "#d1495b", "#3a9d6b")
 LAST = 10
 """The final training loss is the mean over this many steps."""
 
@@ -128,70 +125,16 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(found: dict[str, dict[str, Any]]) -> str:
-    """Returns an SVG of all losses by step, and of their differences to the first run."""
-    width, height, gap = 640, 220, 46
-    first = next(iter(found))
-    exact = found[first]["loss"]
-    curves = {name: figures["loss"] for name, figures in found.items()}
-    differences = {name: [a - b for a, b in zip(c, exact, strict=True)] for name, c in curves.items()}
-    most = max(1e-6, *(abs(value) for curve in differences.values() for value in curve))
-    parts = []
-    for index, (title, lines, low, high) in enumerate(
-        (("loss", curves, min(map(min, curves.values())), max(exact)),
-         (f"loss - {first}", differences, -most, most))
-    ):  # fmt: skip
-        top = 30 + index * (height + gap)
-        parts.append(f'<text x="50" y="{top - 8}">{title}</text><rect x="50" y="{top}" width="{width}" '
-                     f'height="{height}" fill="none" stroke="#999"/>')  # fmt: skip
-        for value in (low, (low + high) / 2, high):
-            y = top + height * (high - value) / (high - low)
-            parts.append(f'<text x="46" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
-        for x, anchor, text in ((50, "start", "step 1"), (50 + width, "end", f"step {len(exact)}")):
-            parts.append(f'<text x="{x}" y="{top + height + 13}" text-anchor="{anchor}">{text}</text>')
-        for (name, curve), colour in zip(lines.items(), COLOURS, strict=False):
-            points = " ".join(
-                f"{50 + width * i / max(1, len(curve) - 1):.1f},{top + height * (high - v) / (high - low):.1f}"
-                for i, v in enumerate(curve)
-            )
-            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"><title>{name}</title></polyline>')
-    for index, (name, colour) in enumerate(zip(curves, COLOURS, strict=False)):
-        y = 44 + 16 * index
-        parts.append(f'<text x="{width - 120}" y="{y}" fill="{colour}">{name}</text>')
-    total = 2 * (height + gap) + 20
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 70}" height="{total}" font-family="sans-serif" '
-            f'font-size="11"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n')  # fmt: skip
-
-
-def write(found: dict[str, dict[str, Any]], steps: int, out: Path, begun: str) -> str:
-    """Writes the page and the plot of the runs so far; returns the page."""
-    command = f"`python -m benchmarks.wire --steps {steps}`"
-    page = (
-        f"# Compressed messages\n\n{command}: {steps} steps on the King James New Testament, pp 2, fp32,\n"
-        "CPUs. The row of another seed shows how large a difference by chance is.\n\n"
-        f"{table(found)}\n\n![losses](wire.svg)\n\n"
-        f"{begun}\n"
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "wire.md").write_text(page)
-    (out / "wire.svg").write_text(plot({name: one for name, one in found.items() if name != OTHER_SEED}))
-    return page
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder for wire.md and wire.svg")
-    add_resume(parser)
-    options = parser.parse_args()
+    steps = parser.parse_args().steps
     announce()
-    kept = Kept("wire", {"steps": options.steps}, resume=options.resume)
-    found, page = {}, ""
+    found = {}
     for name, wire, seed in [*((name, wire, 0) for name, wire in WIRES.items()), (OTHER_SEED, {}, 1)]:
-        found[name] = kept.once(name, partial(train, document(wire, options.steps, seed), 2, name))
+        found[name] = train(document(wire, steps, seed), 2, name)
         print(f"{name}: {found[name]['loss'][-1]:.4f}", flush=True)
-        page = write(found, options.steps, options.out, kept.begun)
-    print(f"\n{page}")
+    print(f"\n{table(found)}")
 
 
 if __name__ == "__main__":
