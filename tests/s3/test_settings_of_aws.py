@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 from fault_proxy import FaultProxy, Request
 from saving import PART
-from seaweed import BUCKET
+from seaweed import BUCKET, seaweed
 
 from raypp.clusters.seaweed import SeaweedServer
+from raypp.clusters.seaweed_locks import write_locks
 from raypp.errors import JobError
-from raypp.storage import open_store
+from raypp.storage import AlreadyExists, open_store
 from raypp.storage.s3 import S3Store
 from raypp.storage.s3_client import S3Clients
 from raypp.storage.store import AccessRefused
@@ -160,12 +162,44 @@ def test_every_write_carries_what_a_policy_wants(proxy: FaultProxy, monkeypatch:
     assert works(store) and policy.hits == refused
     assert {one.method for one in proxy.seen if _creates(one)} == {"PUT", "POST"}
     assert not any(owner[0] in one.headers for one in proxy.seen if not _creates(one))
-    proxy.add(_creates, times=None, status=403, code="AccessDenied")  # these servers have no keys to encrypt with
+    proxy.add(_creates, times=None, status=403, code="AccessDenied")  # this server has no key to encrypt with
     monkeypatch.setenv("RAYPP_S3_ENCRYPTION", "aes256")
     proxy.seen.clear()
     with pytest.raises(AccessRefused):
         open_store(f"s3://{BUCKET}/policy").put("a", b"a")
     assert proxy.seen and not any(_lacks(one, *sse) for one in proxy.seen)
+
+
+@pytest.mark.gate
+def test_a_server_with_a_key_encrypts_what_is_written_and_gives_it_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def with_a_key(folder: Path) -> None:
+        write_locks(folder)
+        with (folder / "security.toml").open("a") as settings:
+            settings.write(f'[s3.sse]\nkey = "{secrets.token_hex(32)}"\n')
+
+    monkeypatch.setattr("raypp.clusters.seaweed.write_locks", with_a_key)
+    plain = b"a canary of the plain text" * (2 * PART // 26)
+    with seaweed(tmp_path) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RAYPP_S3_ENCRYPTION", "AES256")
+        store = open_store(f"s3://{BUCKET}/encrypted")
+        assert isinstance(store, S3Store)
+        store.part_bytes = PART
+        store.put("small", plain[:1000])
+        store.put("small", plain[:999])
+        store.put_stream("in-parts", [plain], len(plain))
+        assert store.get("small") == plain[:999] and store.get("in-parts") == plain
+        assert store.get("in-parts", PART - 5, PART + 5) == plain[PART - 5 : PART + 5]
+        with pytest.raises(AlreadyExists):
+            store.put("small", b"", if_absent=True)
+        for key in ("small", "in-parts"):
+            head = S3Clients().current.head_object(Bucket=BUCKET, Key=f"encrypted/{key}")
+            assert head["ServerSideEncryption"] == "AES256"
+        on_disk = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        assert len(on_disk) > len(plain) and plain[:26] not in on_disk
 
 
 def _lacks(request: Request, header: str, value: str) -> bool:
