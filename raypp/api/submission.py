@@ -23,7 +23,7 @@ from raypp.checkpoint.compatibility import (
     recorded_precision,
     recorded_reduction,
 )
-from raypp.checkpoint.run_files import changed_files, travelling_files, write_run_files
+from raypp.checkpoint.run_files import travelling_files, write_run_files
 from raypp.checkpoint.run_spec import RunEnd, name_taken, newest_number, read_spec, write_spec
 from raypp.clusters import known_runs
 from raypp.clusters.dashboard import FINAL_JOB_STATES, NoAnswerError
@@ -123,7 +123,10 @@ def prepare(file: JobFile, address: str | None, resume: bool, say: Say) -> Prepa
         # What was checked may have been the job on another device.
         if problems := [*check_training(job), *check_plan(job)]:
             raise JobError(map(file.locate, problems))
-    files = travelling_files(job, store, resume, say)
+    try:
+        files = travelling_files(job, store, resume, say)
+    except JobError as error:
+        raise JobError(map(file.locate, error.problems)) from None
     return Prepared(replace(file, job=job), store, cluster, resume, facts, versions, files)
 
 
@@ -212,7 +215,7 @@ def _check_name(file: JobFile, store: ObjectStore, resume: bool, say: Say) -> Jo
             say(f"train.sync.every_steps: auto is {steps}, as before")
             file = replace(file, job=file.job.with_every_steps(steps))
         problems = check_resume(before, file.job) + check_steps(saved[-1].step, file.job.train.steps)
-        if problems := problems or changed_files(store, name, file.job):
+        if problems:
             raise JobError(map(file.locate, problems))
         if jump := rate_jump(before, file.job, saved[-1].step):
             say(f"warning: {jump}")

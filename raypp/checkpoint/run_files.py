@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raypp.checkpoint.commit import list_checkpoints
 from raypp.checkpoint.run_spec import read_spec
-from raypp.errors import Problem, size_text
-from raypp.kinds import known_source
+from raypp.errors import JobError, Problem, size_text
 from raypp.spec.availability import own_files
 from raypp.spec.job import Job
 from raypp.spec.load import job_document
@@ -24,7 +24,11 @@ _NAME = re.compile(r"[0-9a-f]{16}/(?:additional_chat_templates/)?[^/\0]{1,255}")
 
 def travelling_files(job: Job, store: ObjectStore, resume: bool, say: Callable[[str], None]) -> dict[str, bytes]:
     """Returns the small files of a job, by `stored_name`, and digests of the user's own code. Says
-    what travels, what is too large, and what has changed since the submission that is resumed."""
+    what travels, what is too large, and what has changed since the submission that is resumed.
+
+    Raises:
+        JobError: The run has checkpoints, and began with another tokenizer or chat template.
+    """
     code = {f"your code {name}": content for name, content in own_files(job)}
     small = small_files(job_document(job))
     groups = {f"{key} {visible(path)}": files for (key, path), files in small.items()}
@@ -37,51 +41,34 @@ def travelling_files(job: Job, store: ObjectStore, resume: bool, say: Callable[[
     for words, content in code.items():
         digest = hashlib.sha256(content).hexdigest()
         groups[words] = {stored_name(Path(words)): digest.encode()}
-    earlier, before = _submitted(store, job.name) if resume else ({}, {})
-    was = {f"{key} {visible(path)}": _of_path(before, earlier.get(key), path) for key, path in small}
+    before = _submitted(store, job.name, small) if resume else {}
+    saved, problems = resume and bool(list_checkpoints(store, job.name)), []
     for words, files in groups.items():
-        there = was.get(words, before)
-        if any(there.get(name, content) != content for name, content in files.items()):
+        changed = [name for name, content in files.items() if before.get(name, content) != content]
+        if saved and words.startswith("data.") and changed[:1] == [*files][:1] != []:
+            old, new = (hashlib.sha256(one[changed[0]]).hexdigest()[:16] for one in (before, files))
+            key, _, path = words.partition(" ")
+            fix = f"use the file of which {store.url}/{job.name}/files has a copy, or start a run under another name"
+            fault = f"{path} is another than the run began with (digest {new}, was {old})"
+            problems.append(Problem(key, fault, fix))
+        elif changed:
             say(f"note: {words} has changed since the run was submitted: it resumes with the new content")
+    if problems:
+        raise JobError(problems)
     return {name: content for files in groups.values() for name, content in files.items()}
 
 
-def changed_files(store: ObjectStore, run: str, job: Job) -> list[Problem]:
-    """Returns a problem for a tokenizer or a chat template that is not the one that a run with
-    checkpoints was submitted with, wherever its file is now."""
-    (earlier, before), problems = _submitted(store, run), []
-    for (key, path), files in small_files(job_document(job)).items():
-        name, source = stored_name(path), known_source(job.data.kind)
-        was, now = _of_path(before, earlier.get(key), path).get(name), files.get(name)
-        told_by_content = path.suffix == (".json" if key == "data.tokenizer" else ".jinja") and key.startswith("data.")
-        if None in (was, now) or was == now or not told_by_content or (source is not None and source.ids == "model"):
-            continue
-        old, new = (
-            f"{len(one)} bytes, digest {hashlib.sha256(one).hexdigest()[:16]}" for one in (was or b"", now or b"")
-        )
-        kept = f"{store.url}/{run}/files/{stored_name(Path(str(earlier[key])))}"
-        fault = f"{visible(path)} ({new}) is not what the run began with, {visible(earlier[key])} ({old})"
-        problems.append(
-            Problem(key, fault, f"use that file, of which {kept} is a copy, or start a run under another name")
-        )
-    return problems
-
-
-def _submitted(store: ObjectStore, run: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Returns the paths that the last submission of a run named, by key, and its files."""
-    document = read_spec(store, run)
-    return {f"{section}.{key}": (document.get(section) or {}).get(key) for section, key in KEYS}, read_run_files(
-        store, run
-    )
-
-
-def _of_path(files: Mapping[str, bytes], before: Any, now: Path) -> dict[str, bytes]:
-    """Returns the files that were submitted with a path, by their names with another."""
-    if not isinstance(before, str):
-        return {}
-    (folder, _, main), (new, _, renamed) = (stored_name(path).partition("/") for path in (Path(before), now))
-    mine = {name.partition("/")[2]: content for name, content in files.items() if name.startswith(f"{folder}/")}
-    return {f"{new}/{renamed if name == main else name}": content for name, content in mine.items()}
+def _submitted(store: ObjectStore, run: str, paths: Iterable[tuple[str, Path]]) -> dict[str, bytes]:
+    """Returns the files of a run's last submission, by the names that the paths give them now."""
+    document, files = read_spec(store, run), read_run_files(store, run)
+    found = dict(files)
+    for key, path in paths:
+        section, _, name = key.partition(".")
+        if isinstance(was := (document.get(section) or {}).get(name), str):
+            (old, _, main), (now, _, renamed) = (stored_name(one).partition("/") for one in (Path(was), path))
+            for below in [name.partition("/")[2] for name in files if name.startswith(f"{old}/")]:
+                found[f"{now}/{renamed if below == main else below}"] = files[f"{old}/{below}"]
+    return found
 
 
 def write_run_files(store: ObjectStore, run: str, files: Mapping[str, bytes]) -> None:

@@ -27,9 +27,9 @@ from raypp.clusters.find import lend_store_settings
 from raypp.clusters.known_jobs import remember_job
 from raypp.errors import EXIT_OK, EXIT_RUN_FAILED, CheckpointError, JobError, Problem, size_text
 from raypp.hf.config import OWN_KEYS
-from raypp.hf.from_hf import hf_options
+from raypp.hf.from_hf import hf_options, unused_weights
 from raypp.hf.import_model import import_hf
-from raypp.hf.model_files import HfFiles, matching_tensors, unused_tensors
+from raypp.hf.model_files import HfFiles, matching_tensors
 from raypp.hf.names import model_tensors
 from raypp.observe.status import date_and_clock, duration, mesh_text
 from raypp.spec.load import job_document, parse_job
@@ -429,7 +429,7 @@ def import_command(source: str, job: str, as_json: bool) -> None:
     with progress_bar("importing") as advance:
         commit = import_hf(files, store, name, options, document, progress=advance)
     remember_job(document)
-    if unused := unused_tensors(files, model_tensors(options)):
+    if unused := unused_weights(files, options):
         echo(f"note: {unused}", err=as_json)
     if as_json:
         place = f"{store.url}/{name}/step-00000000"

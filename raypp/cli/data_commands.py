@@ -125,13 +125,16 @@ def show_command(job: Path, overrides: tuple[str, ...], rows: int, as_json: bool
     lend_store_settings()
     from raypp.data.look import look_at
     from raypp.hf.from_hf import unused_weights
+    from raypp.hf.model_files import HfFiles
 
     try:
         look = look_at(file.job, rows)
     except DataError as error:
         raise DataError(file.locate(problem) for problem in error.problems) from error
-    with suppress(RayppError):  # of weights that cannot be read the run tells
-        look = replace(look, remarks=(*look.remarks, *filter(None, [unused_weights(file.job.model)])))
+    if (model := file.job.model).from_hf:
+        with suppress(RayppError):  # of weights that cannot be read the run tells
+            unused = unused_weights(HfFiles(model.from_hf), model)
+            look = replace(look, remarks=(*look.remarks, *filter(None, [unused])))
     if as_json:
         echo_json(_document(look, file.job))
     else:

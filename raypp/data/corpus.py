@@ -125,25 +125,19 @@ class Corpus:
         return replace(self, chosen=chosen)
 
 
-def without_loss(corpus: Corpus, most: int | None = None) -> tuple[int, bool]:
-    """Returns how many tokens of a corpus carry no loss, and whether that is an estimate.
-
-    Args:
-        corpus: The documents.
-        most: Reads the loss of about so many tokens, the first; None: of all.
-    """
+def without_loss(corpus: Corpus, most: int) -> int:
+    """Returns how many tokens carry no loss; of more than `most` tokens by the first of them."""
     if corpus.loss is None:
-        return 0, False
+        return 0
     if corpus.chosen is None:
         parts = (shard[at : at + _CHUNK] for shard in corpus.loss for at in range(0, len(shard), _CHUNK))
     else:
         parts = (np.asarray(corpus.carries_loss(index)) for index in range(len(corpus)))
-    tokens, read, none = int(corpus.lengths().sum()), 0, 0
-    for part in parts:
-        read, none = read + len(part), none + len(part) - int(np.count_nonzero(part))
-        if most is not None and read >= most:
-            break
-    return (none, False) if read == tokens else (round(none / max(1, read) * tokens), True)
+    tokens, read, learnt = int(corpus.lengths().sum()), 0, 0
+    while read < min(tokens, most):
+        part = next(parts)
+        read, learnt = read + len(part), learnt + int(np.count_nonzero(part))
+    return round((read - learnt) / read * tokens)
 
 
 def joined(corpora: Sequence[Corpus]) -> Corpus:

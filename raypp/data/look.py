@@ -85,7 +85,7 @@ def look_at(job: Job, rows: int) -> Look:
     read = min(plan.blocks, _MOST_BLOCKS)
     packed = [row for block in range(read) for row in plan.block(0, block)]
     filled = sum(piece.length for row in packed for piece in row)
-    lengths, (untrained, _) = corpus.lengths(), documents.untrained()
+    lengths, untrained = corpus.lengths(), documents.untrained()
     edges, counts = histogram(lengths, data.seq_len)
     return Look(
         documents=documents.total,

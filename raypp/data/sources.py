@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -28,6 +29,11 @@ if TYPE_CHECKING:  # needs jinja2
     from raypp.data.rows import RowEncoder
 
 _CHECKED = 500  # rows
+_WHY = {
+    "masked": "carry no loss (prompts, and turns that are not learnt)",
+    "too_long": "are in documents that are dropped",
+    "held_out": "are held out",
+}
 _LOSS_READ = 64 << 20
 """Tokens whose loss is read at the start of a run, to say how many carry none."""
 
@@ -45,8 +51,7 @@ class Documents:
         parts: The parts of a mixture, whose documents `train` has in order; else empty.
         total: Documents of the source, before any is dropped or held out.
         too_long: Those of them with more than data.seq_len tokens.
-        dropped_tokens: Tokens of documents that are dropped.
-        held_out_tokens: Tokens of documents that are held out by `data.eval.fraction`.
+        dropped, set_aside: Tokens of documents that are dropped, and that a fraction holds out.
     """
 
     train: Corpus
@@ -56,8 +61,8 @@ class Documents:
     parts: tuple[Part, ...] = ()
     total: int = 0
     too_long: int = 0
-    dropped_tokens: int = 0
-    held_out_tokens: int = 0
+    dropped: int = 0
+    set_aside: int = 0
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -65,26 +70,18 @@ class Documents:
         held_out = self.held_out.remarks if self.held_out is not None else ()
         return tuple(dict.fromkeys((*self.train.remarks, *held_out)))
 
-    def untrained(self, most: int | None = None) -> tuple[dict[str, int], bool]:
-        """Returns how many tokens are not learnt, by reason, and whether that is an estimate.
+    def untrained(self, most: int = sys.maxsize) -> dict[str, int]:
+        """Returns how many tokens are not learnt, by reason; see `without_loss`."""
+        masked = without_loss(self.train, most)
+        return {"masked": masked, "too_long": self.dropped, "held_out": self.set_aside}
 
-        Args:
-            most: Reads the loss of about so many tokens; None: of all.
-        """
-        masked, estimated = without_loss(self.train, most)
-        return {"masked": masked, "too_long": self.dropped_tokens, "held_out": self.held_out_tokens}, estimated
-
-    def untrained_in_words(self, most: int | None = None) -> str:
+    def untrained_in_words(self, most: int = sys.maxsize) -> str:
         """Returns `untrained` in words; empty if all tokens are learnt."""
-        counts, estimated = self.untrained(most)
-        tokens, about = int(self.train.lengths().sum()), "about " if estimated else ""
-        why = (
-            (about, counts["masked"], "carry no loss (prompts, and turns that are not learnt)"),
-            ("", counts["too_long"], "are in documents that are dropped"), ("", counts["held_out"], "are held out"),
-        )  # fmt: skip
-        listed = ", ".join(f"{how}{count:,} {words}" for how, count, words in why if count)
-        every = tokens + self.dropped_tokens + self.held_out_tokens
-        return listed and f"{about}{sum(counts.values()):,} of {every:,} tokens are not trained on: {listed}"
+        tokens, counts = int(self.train.lengths().sum()), self.untrained(most)
+        about = "about " if tokens > most and self.train.loss is not None else ""
+        listed = ", ".join(f"{count:,} {_WHY[reason]}" for reason, count in counts.items() if count)
+        every = f"{tokens + self.dropped + self.set_aside:,} tokens"
+        return listed and f"{about}{sum(counts.values()):,} of {every} are not trained on: {listed}"
 
     def unused_in_words(self) -> str:
         """Returns what of the data is not used, for the first event of a run; empty for nothing."""

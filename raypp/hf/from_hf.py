@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,8 +12,8 @@ import numpy as np
 from raypp.checkpoint.arrays import FLOATS, as_float64
 from raypp.errors import CheckpointError, JobError, Problem
 from raypp.hf.config import options_from_config
-from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles, matching_tensors, unused_tensors, with_base_id
-from raypp.hf.names import model_tensors
+from raypp.hf.model_files import EMBEDDING, HEAD, HfFiles, matching_tensors, with_base_id
+from raypp.hf.names import hf_parts, model_tensors
 from raypp.hf.original import with_original
 from raypp.kinds import known_source
 from raypp.spec.job import Job
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from raypp.spec.job_file import JobFile
 
 _COMPARED_BYTES = 16 << 20
+_SHOWN = 4
+_QUANTISED = re.compile("_(blocks|scales)$")
+"""How names of parts of one tensor end (`hf.tensor`)."""
 
 
 def with_hf_sizes(file: JobFile) -> JobFile:
@@ -106,14 +111,19 @@ def _own_head(files: HfFiles) -> bool:
     return False
 
 
-def unused_weights(model: DecoderOptions) -> str:
-    """Returns how many tensors of `model.from_hf` no parameter takes, in words; empty for none.
+def unused_weights(files: HfFiles, model: DecoderOptions) -> str:
+    """Returns how many tensors of a model's files no parameter takes, in words; empty for none.
 
     Raises:
         CheckpointError: There are no safetensors, or the headers cannot be read.
         StoreError: The store does not answer.
     """
-    return unused_tensors(HfFiles(model.from_hf), model_tensors(model)) if model.from_hf is not None else ""
+    needed = {part.name for name, shape in model_tensors(model).items() for part in hf_parts(name, shape)}
+    needed.add(HEAD)  # may be the embedding
+    left = [name for name in files.tensors() if not {name, _QUANTISED.sub("", name)} & needed]
+    kinds = Counter(re.sub(r"\d+", "N", visible(name)) for name in left).most_common(_SHOWN)
+    listed = ", ".join(f"{kind} ({count:,})" for kind, count in kinds)
+    return f"{len(left):,} tensors of {files.store.url} are not used, no parameter takes them: {listed}" if left else ""
 
 
 def check_hf_weights(job: Job) -> None:

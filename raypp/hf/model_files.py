@@ -6,8 +6,6 @@ Only safetensors are accepted: a pickle can run arbitrary code when it is loaded
 from __future__ import annotations
 
 import hashlib
-import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -20,15 +18,7 @@ from typing_extensions import TypedDict
 from raypp.checkpoint.arrays import Array, as_float64, convert, numpy_dtype
 from raypp.errors import CheckpointError, JobError, Problem, RayppError
 from raypp.hf.names import hf_parts
-from raypp.hf.tensor import (
-    GrownTensor,
-    HfTensor,
-    Mxfp4Tensor,
-    dequantised,
-    quantised_name,
-    stored_names,
-    with_dequantised,
-)
+from raypp.hf.tensor import GrownTensor, HfTensor, Mxfp4Tensor, dequantised, stored_names, with_dequantised
 from raypp.spec.family import Shape
 from raypp.spec.models import DecoderOptions
 from raypp.spec.paths import is_hub_name
@@ -36,7 +26,6 @@ from raypp.storage import NotFound, ObjectInfo, ObjectStore, open_store
 from raypp.storage.store import check_key
 from raypp.untrusted.documents import Bounds, parse_as, parse_object
 from raypp.untrusted.safetensors_header import LENGTH_BYTES, MOST_BYTES, header_length, parse_header
-from raypp.untrusted.text import visible
 
 KEY = "model.from_hf"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,7 +45,6 @@ _SHOWN = 300
 _MOST_FILES = 100_000
 _MOST_TENSORS = 300_000
 _SHOWN_PROBLEMS = 8
-_SHOWN_KINDS = 4
 _SAMPLES, _SAMPLE_BYTES = 4, 16 << 10
 
 
@@ -170,11 +158,6 @@ class HfFiles:
                 if len(named) > _MOST_TENSORS:
                     raise CheckpointError(Problem(self.store.url, f"has more than {_MOST_TENSORS:,} tensors", _FIX))
         return with_dequantised(named, self.store.url, _FIX)
-
-    def names(self) -> Iterable[str]:
-        """Returns the names of all tensors, as `tensors` does; by the index, if there is one."""
-        where = self._weight_map()
-        return where if isinstance(where, dict) else self.tensors()
 
     def read(self, tensor: HfTensor, first: int, last: int) -> bytes:
         """Reads the bytes of the rows `[first, last)`.
@@ -322,23 +305,6 @@ def matching_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> dict[str, H
             problems[_SHOWN_PROBLEMS:] = [Problem("", f"and {left} more tensors")]
         raise CheckpointError(problems)
     return {part.name: there[part.name] for part in parts}
-
-
-def unused_tensors(files: HfFiles, wanted: Mapping[str, Shape]) -> str:
-    """Returns how many tensors of the files no parameter takes, in words; empty if there are none.
-
-    Args:
-        files: The model's files.
-        wanted: Global names and shapes of the whole model.
-    """
-    names = {HEAD} | {part.name for name, shape in wanted.items() for part in hf_parts(name, shape)}  # perhaps tied
-    left = [name for name in files.names() if name not in names and quantised_name(name) not in names]
-    if not left:
-        return ""
-    kinds = Counter(re.sub(r"\d+", "N", name) for name in left)
-    listed = ", ".join(f"{visible(kind)} ({count:,})" for kind, count in kinds.most_common(_SHOWN_KINDS))
-    more = ", …" if len(kinds) > _SHOWN_KINDS else ""
-    return f"{len(left):,} tensors of {files.store.url} are not used, no parameter takes them: {listed}{more}"
 
 
 def _may_grow(files: HfFiles, name: str, stored: Shape, wanted: Shape) -> bool:

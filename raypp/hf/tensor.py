@@ -89,11 +89,6 @@ def stored_names(name: str, there: Mapping[str, str]) -> Iterable[str]:
     return [name] if name in there else [part for part in pair if part in there]
 
 
-def quantised_name(name: str) -> str:
-    """Returns the name of the tensor that blocks or scales would be part of."""
-    return name.removesuffix(_BLOCKS).removesuffix(_SCALES)
-
-
 def with_dequantised(tensors: dict[str, HfTensor], place: str, fix: str) -> dict[str, HfTensor]:
     """Returns tensors and, for each pair of blocks and scales, the tensor that they are.
 

@@ -200,7 +200,7 @@ def _load_from_hf(mine: Restorable, url: str, *, frozen: bool) -> None:
         what = f"{url}: {loaded.tensors} tensors, {megabytes} MB on this rank, {loaded.seconds:.1f} s"
         if skip:
             what = f"{url}: this rank has kept {len(skip)} tensors of it since the last attempt"
-        unused = "" if skip else unused_weights(rank.job.model)
+        unused = "" if skip else unused_weights(HfFiles(url), rank.job.model)
         mine.tell("loaded_from_hf", "; ".join(filter(None, (what, unused))), 0)
 
 

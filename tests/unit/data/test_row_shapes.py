@@ -268,27 +268,22 @@ def test_nulls_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
 def test_a_content_of_null_in_parquet_is_what_json_lines_give(tmp_path: Path) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ 'content' in m }}{% if m.tool_calls %}"
-    plain += "{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
-    null = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "town", "arguments": "{}"}}]}
-    mine, theirs = [ASKED, null, *turns("b", "c")], [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    calls = {"from": "gpt", "value": None, "tool_calls": null["tool_calls"]}
-    renamed = [{"role": turn["role"], "body": turn["content"], "tool_calls": turn.get("tool_calls")} for turn in mine]
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ 'content' in m }}{{ m.tool_calls }}{% endfor %}"
+    calls: dict[str, Any] = {"tool_calls": [{"function": {"name": "town"}}]}
+    mine: list[dict[str, Any]] = [ASKED, {"role": "assistant", "content": None, **calls}, *turns("b", "c")]
+    renamed = [{"body": turn["content"], **{key: turn[key] for key in turn if key != "content"}} for turn in mine]
+    theirs: list[dict[str, Any]] = [{"from": "human", "value": "a"}, {"from": "gpt", "value": None, **calls}]
+    (expected,), _ = render_jinja_template([mine], chat_template=plain)
     for row, columns in (
-        ({"messages": mine}, {}), ({"conversations": [*theirs, calls]}, {}),
-        ({"prompt": mine[:3], "completion": mine[3:]}, {}), ({"messages": renamed}, {"content": "body"}),
+        ({"messages": mine}, {}), ({"prompt": mine[:3], "completion": mine[3:]}, {}),
+        ({"messages": renamed}, {"content": "body"}), ({"conversations": theirs}, {}),
     ):  # fmt: skip
-        (tmp_path / "a.jsonl").write_text(json.dumps(row), encoding="utf-8")
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-        texts = [
-            bytes(
-                open_documents(of(path, tmp_path, plain, kind=kind, columns=columns, loss="all")).train.ids(0).tolist()
-            )
-            for path, kind in ((tmp_path / "a.jsonl", "chat"), (tmp_path / "a.parquet", "hf"))
-        ]
-        assert texts[0] == texts[1] and texts[0].count(b"<assistant>NoneTruetown") == 1, row
-    (shown,), _ = render_jinja_template([mine], chat_template=plain)
-    assert shown == encoded({"messages": mine}, plain, "all").text and "<assistant>NoneTruetown" in shown
+        asked = of(tmp_path / "a.parquet", tmp_path, plain, kind="hf", columns=columns, loss="all")
+        text = bytes(open_documents(asked).train.ids(0).tolist()).decode()
+        assert "conversations" in row or text == expected
+        assert "<assistant>NoneTrue[" in text
+    assert encoded({"messages": mine}, plain, "all").text == expected
 
 
 def test_what_is_not_used_is_said_once_for_each_file(tmp_path: Path) -> None:
