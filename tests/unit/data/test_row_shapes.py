@@ -273,7 +273,7 @@ def test_a_content_of_null_in_parquet_is_what_json_lines_give(tmp_path: Path) ->
     mine: list[dict[str, Any]] = [ASKED, {"role": "assistant", "content": None, **calls}, *turns("b", "c")]
     renamed = [{"body": turn["content"], **{key: turn[key] for key in turn if key != "content"}} for turn in mine]
     theirs: list[dict[str, Any]] = [{"from": "human", "value": "a"}, {"from": "gpt", "value": None, **calls}]
-    (expected,), _ = render_jinja_template([mine], chat_template=plain)
+    expected = render_jinja_template([mine], chat_template=plain)[0][0]
     for row, columns in (
         ({"messages": mine}, {}), ({"prompt": mine[:3], "completion": mine[3:]}, {}),
         ({"messages": renamed}, {"content": "body"}), ({"conversations": theirs}, {}),
