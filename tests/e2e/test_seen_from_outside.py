@@ -1,4 +1,4 @@
-"""What Prometheus, Grafana's queries and the Ray dashboard's pages show of a run that trains."""
+"""What Prometheus and Grafana's queries show of a run that trains."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
-from chromium import Chromium, find_chromium
 from laptop import Laptop, Run, wait_for
 
 from cluster.metrics.dashboard import dashboard
-from raypp.clusters.known_runs import cluster_name
 from raypp.clusters.local import find_prometheus
 from raypp.observe.quantities import AUX_LOSS, METRICS, Z_LOSS
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(400)]
 needs_prometheus = pytest.mark.skipif(find_prometheus() is None, reason="install Debian's package `prometheus`")
-needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="install Debian's package `chromium`")
 
-RANKS = {"pp0-fsdp0", "pp0-fsdp1", "pp1-fsdp0", "pp1-fsdp1"}
 EMPTY = {AUX_LOSS.name: "the model has no experts", Z_LOSS.name: "the model has no experts"}
 """Metrics that this run does not have, and why."""
 
@@ -99,18 +95,6 @@ def test_every_chart_of_the_grafana_dashboard_has_data_and_its_legend_the_labels
 @needs_prometheus
 def test_the_dashboard_knows_prometheus(laptop: Laptop) -> None:
     assert laptop.dashboard.get_json("/api/prometheus_health")["result"] is True
-
-
-@needs_chromium
-def test_the_dashboards_pages_show_the_run_and_its_ranks(laptop: Laptop, run: Run) -> None:
-    with Chromium() as browser:
-        page = browser.page()
-        page.send_headers({"Authorization": f"Bearer {Path(laptop.state['token_path']).read_text().strip()}"})
-        page.open(f"{laptop.dashboard.url}/#/jobs")
-        page.wait_text("Job List", "raypp-seen-", "RUNNING")
-        page.open(f"{laptop.dashboard.url}/#/actors")
-        seen = f"raypp/{cluster_name(laptop.store().url, 'seen')}"
-        page.wait_text(f"{seen}\t", *(f"{seen}/{rank}" for rank in RANKS), "ALIVE")
 
 
 @needs_prometheus

@@ -65,14 +65,6 @@ class Screen:
             assert time.monotonic() < end and self._read(), f"{words!r} was not shown:\n{shown[-3000:]}"
         return shown
 
-    def frame_size(self) -> tuple[int, int]:
-        """Returns the rows and columns of the next whole screen that is drawn."""
-        start, home = len(self.seen), b"\x1b[H"
-        while len(frames := self.seen[start:].split(home)) < 3:
-            assert self._read()
-        lines = plain(frames[1]).replace("\r", "").split("\n")
-        return len(lines), max(map(len, lines))
-
     def _read(self) -> bool:
         if select.select([self._ours], [], [], 0.5)[0]:
             self.seen += os.read(self._ours, 65536)
@@ -154,15 +146,6 @@ def test_the_terminal_is_restored_when_it_is_interrupted(screen: Screen, how: si
     screen.process.send_signal(how)
     assert screen.end() == code
     screen.assert_restored()
-
-
-def test_it_follows_the_size_of_the_window(screen: Screen) -> None:
-    screen.until("Ctrl-C leaves")
-    for rows, columns in ((40, 150), (12, 40), (3, 10), (24, 80)):
-        screen.resize(rows, columns)
-        end = time.monotonic() + PATIENCE_S
-        while (size := screen.frame_size()) != (rows, columns):
-            assert time.monotonic() < end, (rows, columns, size)
 
 
 def test_without_a_terminal_it_prints_lines(recorder: RunRecorder, tmp_path: Path) -> None:
