@@ -621,8 +621,8 @@ FAULTS = [
     ),
     Fault(
         "loader-template-not-recorded", _LOADER,
-        'return {**at, "template": template} if template else at',
-        "return at",
+        'return digests | ({"template": template} if template else {})',
+        "return digests",
         "a resume with another chat template says that the files differ",
     ),
     Fault(
