@@ -62,11 +62,6 @@ def test_all_problems_of_a_job_made_in_python_come_as_one_error_with_its_keys() 
     assert {problem.key for problem in error.value.problems} >= {"data.path", "mesh.pp"}
 
 
-def test_an_override_that_is_wrong_is_named_as_on_the_command_line() -> None:
-    with pytest.raises(JobError, match=r"--set mesh\.pp=0"):
-        raypp.load_job(QUICKSTART, {"mesh.pp": 0})
-
-
 def test_a_run_answers_as_its_commands_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = recorded(tmp_path, RunState.SUCCEEDED)
     name = f"{run.place.url}/{run.name}"
@@ -104,11 +99,6 @@ def test_a_notebook_shows_state_mesh_and_curve_of_a_run_as_one_piece_of_html(tmp
 def test_a_report_is_written_where_it_was_asked_for(tmp_path: Path) -> None:
     page = recorded(tmp_path, RunState.SUCCEEDED).report(tmp_path / "page.html")
     assert page.read_text().startswith("<!doctype html>") and "kjv" in page.read_text()
-
-
-def test_a_name_that_no_run_has_is_the_error_of_the_commands(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="there is no run 'nothing'"):
-        raypp.run(f"{open_store(str(tmp_path / 'store')).url}/nothing")
 
 
 def test_raypp_has_no_other_names() -> None:

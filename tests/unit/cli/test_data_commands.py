@@ -31,13 +31,6 @@ def test_rows_are_shown_with_their_loss_and_all_documents_are_counted(capsys: py
     assert max(map(len, printed.splitlines())) <= 80
 
 
-def test_text_carries_loss_everywhere_and_nothing_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["data", "show", "jobs/quickstart.yaml", "--rows", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "256 of 256 tokens, 256 carry loss" in printed and "«" not in printed
-    assert "And answered them, saying, Which of you shall have an ass" in printed
-
-
 def test_json_holds_the_ids_and_the_loss_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "show", "jobs/chat.yaml", "--rows", "3", "--json", "--set", "data.too_long=drop"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -60,12 +53,6 @@ def test_the_same_rows_are_shown_that_a_run_reads_first(capsys: pytest.CaptureFi
     rows = loader.next_step()[0].rows
     loader.close()
     assert [[i for piece in row for i in piece["ids"]] for row in shown] == [row.tokens.tolist() for row in rows]
-
-
-def test_bad_rows_are_errors_with_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
-    assert run(["data", "show", "jobs/chat.yaml", "--set", f"data.path={tmp_path}/a.jsonl"]) != 0
-    assert "a.jsonl:1: messages is empty" in capsys.readouterr().err
 
 
 def test_a_histogram_counts_every_length_once_and_has_a_border_at_the_longest_row() -> None:

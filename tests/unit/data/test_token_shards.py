@@ -196,13 +196,6 @@ def test_rows_that_cannot_be_used_end_it_with_the_first_and_their_number(tmp_pat
     assert "a.jsonl:21: " in str(caught.value) and "897 more rows cannot be used" in str(caught.value)
 
 
-def test_what_is_not_used_is_remarked(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "id": 1}\n' * 9)
-    remarks: list[str] = []
-    written({"kind": "chat", "path": str(tmp_path / "a.jsonl")}, tmp_path / "out", remarked=remarks.append)
-    assert remarks == [f"{tmp_path / 'a.jsonl'}: column id is not used (9 rows)"]
-
-
 def test_a_mixture_is_tokenised_part_by_part(text: dict[str, Any], chat: dict[str, Any], tmp_path: Path) -> None:
     template = {"chat_template": chat["chat_template"]}
     parts = [

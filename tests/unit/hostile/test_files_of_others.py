@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from counted_calls import counted_calls
-from file_cases import CONFIG, LINKS, LLAMA, MOE, Case, all_cases, model_file, special_files, use_data
+from file_cases import CONFIG, LLAMA, MOE, Case, all_cases, model_file, special_files, use_data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -170,13 +170,6 @@ def test_plan_waits_for_no_file(tmp_path: Path, option: str) -> None:
             path.write_bytes(content)
         done = CliRunner().invoke(command, ["plan", str(job), option, str(path)])
         assert said in str(done.exception) and str(path) in str(done.exception)
-
-
-def test_links_of_an_earlier_raypp_are_read(tmp_path: Path) -> None:
-    job, path = tmp_path / "job.yaml", tmp_path / "links.json"
-    job.write_text("name: known\ndata: {kind: synthetic}\n")
-    path.write_text(json.dumps({**LINKS, "of a later raypp": {"a": 1}}))
-    assert CliRunner().invoke(command, ["plan", str(job), "--links", str(path)]).exit_code == 0
 
 
 def test_a_text_has_a_longest_line_and_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from raypp.errors import JobError
-from raypp.models.attention import PLAIN
-from raypp.models.attention_kernel import AttentionKernel
-from raypp.models.varlen_attention import FlashKernel
 from raypp.parallel.attention_choice import (
     FLASH3_PACKAGE,
     KERNELS,
-    AttentionChoice,
     Setting,
     choose_attention,
     reason_against,
@@ -77,22 +73,6 @@ def test_a_cpu_uses_the_plain_version_and_says_why_not_the_others() -> None:
 def test_a_named_kernel_that_cannot_be_used_is_refused_with_the_reason(kernel: str) -> None:
     with pytest.raises(JobError, match=rf"train.attention: {kernel} cannot be used here \(cpu.*it needs CUDA"):
         choose_attention(parse_job({"name": "a", "train": {"attention": kernel}}), CPU)
-
-
-def test_the_choice_says_that_a_ring_has_no_kernel_for_its_hops() -> None:
-    choice = AttentionChoice(PLAIN, setting(ring=True, dtype=torch.float32))
-    expected = (
-        "attention by plain, the ring's blocks written out (cuda, compute capability 9.0, float32, head width 128)"
-    )
-    assert str(choice) == expected
-
-
-def test_the_choice_says_that_a_kernel_lacks_a_soft_cap_or_windows_between_the_chunks_of_a_ring() -> None:
-    rules = frozenset({AttentionRule(window=9, soft_cap=50.0)})
-    assert "no soft cap" in str(reason_against("varlen", setting(rules=rules)))
-    varlen = AttentionKernel("varlen", PLAIN.attend, FlashKernel())
-    choice = AttentionChoice(varlen, setting(ring=True, rules=frozenset({NO_RULE, AttentionRule(window=9)})))
-    assert str(choice).startswith("attention by varlen, the ring's blocks of layers with a window written out (")
 
 
 def test_the_rules_are_those_of_the_jobs_layers() -> None:

@@ -15,7 +15,7 @@ from raypp.planning.costs import DEVICES, device_named
 from raypp.planning.forecast import forecast
 from raypp.planning.machines import Link, Machines
 from raypp.planning.memory import peak_memory
-from raypp.planning.plan import Grounds, make_plan
+from raypp.planning.plan import Grounds
 from raypp.planning.reduction import decide_reduction, reduction_on
 from raypp.spec.checks import check_training
 from raypp.spec.job import Job
@@ -57,13 +57,6 @@ def test_auto_sums_in_every_backward_where_ranks_would_not_fit_otherwise() -> No
         decided, said = decide_reduction(sharded(), machines, memory, "cuda")
         assert decided.reduces_each == chosen
         assert chosen == ("a rank would need" in said)
-
-
-def test_the_plan_says_how_gradients_are_summed_and_why() -> None:
-    plan = make_plan(sharded(), Grounds(device="h100", per_node=8))
-    assert plan.reduce_gradients == "each_microbatch"
-    assert any("auto is each_microbatch: the 8 ranks" in remark for remark in plan.remarks)
-    assert any("3,000 Gbit/s (375 GB/s) between devices" in one for one in plan.predictions[0].assumptions)
 
 
 def test_a_run_decides_once_by_the_cards_of_its_nodes() -> None:
@@ -140,15 +133,3 @@ def test_a_rate_inside_nodes_below_the_share_of_the_link_is_refused() -> None:
     with pytest.raises(JobError, match="--inside-gbps 40 is less than the 50 Gbit/s"):
         given(inside_gbps=40.0, link_gbps=400.0, per_node=8)
     assert given(inside_gbps=3000.0, link_gbps=3200.0, per_node=8).inside_gbps == 3000
-
-
-def test_a_plan_says_what_it_assumed_of_the_nodes_and_what_to_type() -> None:
-    deep = sharded(pp=8, fsdp=1, microbatches=8)
-    plan = make_plan(deep, Grounds(device="a100-80"))
-    assert plan.assumed.startswith("assumed: 8 nodes of 1 device each with free links; if 8 devices share a node, add")
-    assert (
-        "--per-node 8" in plan.assumed and "--link-gbps" in plan.assumed and plan.as_dict()["assumed"] == plan.assumed
-    )
-    assert make_plan(deep, Grounds(device="a100-80", per_node=8)).assumed == ""
-    said = make_plan(sharded(fsdp=16), Grounds(device="h100", per_node=8, link_gbps=3200.0)).predictions[0].assumptions
-    assert any("3,200 Gbit/s per node between them, 400 for each of 8 devices" in one for one in said)
