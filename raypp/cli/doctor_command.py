@@ -135,6 +135,8 @@ def _show(report: dict[str, Any], results: list[Finding], store_asked: bool) -> 
     console = Console()
     console.print(_nodes(report))
     console.print(_machines(report))
+    if any(_ports(node) for node in report["nodes"]):
+        console.print(_hcas(report))
     if report["links"]:
         console.print()
         console.print(_matrix(report))
@@ -184,6 +186,21 @@ def _machines(report: dict[str, Any]) -> Table:
         if "error" not in node:
             free = (_gib(node[name]) for name in ("memory_free", "shm_free", "disk_free"))
             table.add_row(node["ip"], _devices(node), f"{node['cpus']:g}", *free)
+    return table
+
+
+def _ports(node: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(node.get("infiniband", {}).get("ports", ()))
+
+
+def _hcas(report: dict[str, Any]) -> Table:
+    table = _titled("", "node", "HCA", "port", "rate", "interface", "GID", "NCCL takes it", "may lock")
+    for node in report["nodes"]:
+        for port in _ports(node):
+            limit, gid = node["infiniband"]["memlock"], "–" if port["gid"] is None else str(port["gid"])
+            facts = (f"{port['name']}:{port['port']}", f"{port['state']}, {port['layer']}", port["rate"])
+            may = "all" if limit is None else _gib(limit)
+            table.add_row(node["ip"], *facts, port["interface"] or "–", gid, "yes" if port["taken"] else "no", may)
     return table
 
 

@@ -12,12 +12,14 @@ import os
 import secrets
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypp.control.credentials import PROFILE, SECRETS, SETTINGS, collect, forget, load_private_environment
+from raypp.control.group_test import GROUP_TIMEOUT_S, slowest
 from raypp.control.protocol import NAMESPACE
-from raypp.doctor.node import GROUP_TIMEOUT_S, NodeProbe, slowest
+from raypp.doctor.node import NodeProbe
 from raypp.untrusted.text import visible
 
 _START_S = 60.0
@@ -59,12 +61,13 @@ class ProbeOptions:
         return json.dumps(asdict(self))
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
+def rounds(count: int, at_once: bool = False) -> list[list[tuple[int, int]]]:
     """Returns all pairs of `count` nodes in rounds.
 
-    The pairs of a round have no node in common, so they can be measured at the same time.
+    The pairs of a round have no node in common, so they can be measured at the same time. Few nodes
+    are measured one pair at a time, unless `at_once`.
     """
-    if count <= MANY_NODES:
+    if count <= MANY_NODES and not at_once:
         return [[(one, other)] for one in range(count) for other in range(one + 1, count)]
     seats = [*range(count), *([-1] if count % 2 else [])]
     pairings = []
@@ -162,14 +165,18 @@ class Examination:
         return links
 
     def _groups(self, working: list[int]) -> list[dict[str, Any]]:
-        """Tries NCCL among the GPUs of each node, and among all; gloo where there is no GPU."""
+        """Tries NCCL among the GPUs of each node, of each two nodes, and of all; else gloo."""
         devices = {index: self._devices_of(index) for index in working}
         devices = {index: names for index, names in devices.items() if names} or {
             index: ["cpu"] * 2 for index in working
         }
-        members = [[index] for index, names in devices.items() if len(names) > 1]
-        members += [list(devices)] if len(devices) > 1 else []
-        return [self._try_group(group, devices) for group in members]
+        every = list(devices)
+        turns = [[[index]] for index, names in devices.items() if len(names) > 1]
+        if len(every) > 2 and devices[every[0]][0] != "cpu":
+            turns += [[[every[one], every[other]] for one, other in pairs] for pairs in rounds(len(every), True)]
+        turns += [[every]] if len(every) > 1 else []
+        with ThreadPoolExecutor() as pool:
+            return [one for turn in turns for one in pool.map(lambda group: self._try_group(group, devices), turn)]
 
     def _devices_of(self, index: int) -> list[str]:
         seen = self._report[index].get("torch")
@@ -189,7 +196,9 @@ class Examination:
             for index in group:
                 ranks = [(rank, name) for rank, (one, name) in enumerate(names) if one == index]
                 peer = next((ip for ip in nodes if ip != self._ip(index)), nodes[0])
-                asked[index] = self._actors[index].try_group.remote(ranks, len(names), nodes[0], port, peer, off)
+                asked[index] = self._actors[index].try_group.remote(
+                    ranks, len(names), len(nodes), nodes[0], port, peer, off
+                )
             tries.append({"off": off, **slowest(list(self._gather(asked, GROUP_TIMEOUT_S + _START_S).values()))})
             _print_progress(
                 f"{kind} on {', '.join(nodes)}{f' without {off}' if off else ''}: {_words(tries[-1], _GROUP)}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from raypp.doctor.hcas import hca_problems
 from raypp.environment import OLDEST, too_old
 from raypp.errors import Problem
 from raypp.kinds import data_urls, shared_forms
@@ -61,6 +62,7 @@ def findings(report: dict[str, Any]) -> list[Finding]:
         _data,
         _links,
         _groups,
+        _hcas,
         _rates,
         _clocks,
         _machines,
@@ -176,6 +178,11 @@ def _groups(report: dict[str, Any]) -> Iterator[Finding]:
             setting = f"NCCL_{last['off']}_DISABLE=1"
             fault = f"{where} works only with {setting}; without: {first['error']}"
             yield _found(Severity.BREAKS, fault, f"set {setting} in resources.env{_REASONS[last['off']]}")
+
+
+def _hcas(report: dict[str, Any]) -> Iterator[Finding]:
+    for severity, fault, fix in hca_problems([node for node in _working(report) if node["gpus"]], report["links"]):
+        yield _found(Severity(severity), fault, fix)
 
 
 def _rates(report: dict[str, Any]) -> Iterator[Finding]:
@@ -393,25 +400,37 @@ def _measured_devices(report: dict[str, Any]) -> list[dict[str, Any]]:
 def links_document(report: dict[str, Any]) -> dict[str, Any]:
     """Returns the document that `raypp plan --links` reads.
 
-    It has the nodes, the memory that each has free for snapshots, the links in each direction,
-    those between a node's own GPUs where `--nccl` tried them, the devices, and the time of the
-    measurement.
+    It has the nodes, the memory that each has free for snapshots, the links in each direction, the
+    devices, and the time of the measurement. Where `--nccl` tried the GPUs of a node, or of two
+    nodes, its rates count: a connection of TCP cannot fill a fast network.
     """
-    links = []
+    links, nccl = [], _nccl_rates(report)
     for link in report["links"]:
         if "error" not in link:
             latency = round(link["latency_ms"], 4)
-            there, back = round(link["gbps_out"], 4), round(link["gbps_in"], 4)
+            over = nccl.pop(frozenset((link["from"], link["to"])), None)
+            there, back = (over, over) if over else (round(link["gbps_out"], 4), round(link["gbps_in"], 4))
             links.append({"from": link["from"], "to": link["to"], "gbps": there, "latency_ms": latency})
             links.append({"from": link["to"], "to": link["from"], "gbps": back, "latency_ms": latency})
-    for group in report.get("groups", ()):
-        (node, *others), best = group["nodes"], group["tries"][-1]
-        if group["kind"] == "NCCL" and not others and "error" not in best:
-            links.append({"from": node, "to": node, "gbps": round(8 * best["exchange"], 4)})
+    links += [
+        {"from": (node := next(iter(one))), "to": node, "gbps": rate} for one, rate in nccl.items() if len(one) == 1
+    ]
     nodes = [node["ip"] for node in report["nodes"]]
     memory = {node["ip"]: _free_memory(node) for node in _working(report)}
     facts = {"nodes": nodes, "memory": memory, "links": links, "devices": devices(report)}
     return {"measured": report["measured"], **facts}
+
+
+def _nccl_rates(report: dict[str, Any]) -> dict[frozenset[str], float]:
+    """Returns Gbit/s per direction: inside nodes in sums of a GPU, between two of all GPUs."""
+    rates = {}
+    for group in report.get("groups", ()):
+        nodes, best = group["nodes"], group["tries"][-1]
+        if group["kind"] == "NCCL" and len(nodes) <= 2 and "error" not in best:
+            shared = group["ranks"] // 2 if group["ranks"] % 2 == 0 else 1
+            rate = best["all_reduce"] if len(nodes) == 1 else best["exchange"] * shared
+            rates[frozenset(nodes)] = round(8 * rate, 4)
+    return rates
 
 
 def _free_memory(node: dict[str, Any]) -> int:

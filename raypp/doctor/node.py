@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from typing import Any
 import psutil
 
 from raypp.control.credentials import load_private_environment
+from raypp.control.group_test import run_group
 from raypp.data.sources import check_data
+from raypp.doctor.hcas import hcas
 from raypp.environment import c_compiler
 from raypp.errors import RayppError, in_words
 from raypp.ports import free_ports
@@ -38,7 +40,6 @@ _LONGEST_S = 60.0
 _PINGS = 40
 _CHUNK = bytes(1 << 18)
 _DEVICES_TIMEOUT_S = 120.0
-GROUP_TIMEOUT_S = 60.0
 _STORE_BYTES = 24 << 20
 
 
@@ -105,7 +106,7 @@ class NodeProbe:
             ],
             "lookup_s": _lookup_seconds(ip),
             "compiler": c_compiler(),
-            "infiniband": _names("/sys/class/infiniband"),
+            "infiniband": hcas(),
         }
 
     def devices(self) -> dict[str, Any]:
@@ -122,36 +123,9 @@ class NodeProbe:
         """Returns a port of this node that is free now."""
         return free_ports(1, ip)[0]
 
-    def try_group(
-        self, ranks: list[tuple[int, str]], world: int, address: str, port: int, peer: str, off: str
-    ) -> dict[str, Any]:
-        """Runs this node's ranks of `raypp.measure.group_check`, each in a process with a limit.
-
-        Args:
-            ranks: Rank and device of each.
-            world: Number of ranks on all nodes.
-            address: Address of rank 0's node.
-            port: A free port there.
-            peer: Another node, or this one if there is none: NCCL takes the interface to it.
-            off: What NCCL must do without: `P2P`, `SHM` or `IB`; "": nothing.
-
-        Returns:
-            `all_reduce` and `exchange` in GB/s, of the slowest rank; or `error`, `fix`, `peer`.
-        """
-        interface = interface_to(peer).name
-        environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **os.environ}
-        if off:
-            environment[f"NCCL_{off}_DISABLE"] = "1"
-        command = [sys.executable, "-m", "raypp.measure.group_check"]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(world), address, str(port), device],
-                env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            )
-            for rank, device in ranks
-        ]  # fmt: skip
-        end = time.monotonic() + GROUP_TIMEOUT_S
-        return slowest([_answer_of(process, end - time.monotonic()) for process in processes])
+    def try_group(self, *arguments: Any) -> dict[str, Any]:
+        """Runs this node's ranks of a group; arguments and result are those of `run_group`."""
+        return run_group(*arguments)
 
     def data_problems(self, job: dict[str, Any]) -> list[list[str]]:
         """Returns what is wrong with a job's data, seen from this node: key, what and fix of each.
@@ -295,29 +269,6 @@ class NodeProbe:
             open_store(url).delete([mark, f"{mark}-large"])
 
 
-def slowest(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the answer of a group of ranks: the lowest rates, or the error that explains the
-    others."""
-    failed = [answer for answer in answers if "error" in answer]
-    if failed:
-        return min(failed, key=lambda answer: (bool(answer.get("peer")), not answer.get("fix")))
-    return {name: min(answer[name] for answer in answers) for name in answers[0]}
-
-
-def _answer_of(process: subprocess.Popen[str], limit_s: float) -> dict[str, Any]:
-    """Returns what a process prints as its last JSON object; ends it if that takes too long."""
-    try:
-        printed, _ = process.communicate(timeout=max(0.1, limit_s))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return {"error": f"hangs: no end within {GROUP_TIMEOUT_S:.0f} s", "fix": "", "peer": True}
-    lines = [line for line in printed.splitlines() if line.startswith("{")]
-    if not lines:
-        return {"error": f"a process ended with code {process.returncode} and no answer", "fix": "", "peer": False}
-    return dict(json.loads(lines[-1]))
-
-
 def _drain(link: socket.socket, patience_s: float) -> tuple[int, float]:
     """Reads to the end; returns the bytes after the first read, and the seconds they took.
 
@@ -356,10 +307,3 @@ def _lookup_seconds(ip: str) -> float:
     with contextlib.suppress(OSError):
         socket.gethostbyaddr(ip)
     return time.perf_counter() - start
-
-
-def _names(directory: str) -> list[str]:
-    try:
-        return sorted(path.name for path in Path(directory).iterdir())
-    except OSError:
-        return []

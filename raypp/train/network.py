@@ -211,7 +211,8 @@ def _users(environment: MutableMapping[str, str], name: str) -> str:
 
 
 def _has_infiniband() -> bool:
+    """Whether a port of an HCA is active, which NCCL then takes."""
     try:
-        return any(Path("/sys/class/infiniband").iterdir())
+        return any("ACTIVE" in port.read_text() for port in Path("/sys/class/infiniband").glob("*/ports/*/state"))
     except OSError:
         return False

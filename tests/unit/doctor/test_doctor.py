@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from raypp.control.group_test import slowest
 from raypp.doctor.driver import MANY_NODES, rounds
 from raypp.doctor.findings import Severity, findings, links_document
-from raypp.doctor.node import NodeProbe, slowest
+from raypp.doctor.node import NodeProbe
 from raypp.spec.job import Job
 from raypp.untrusted.files import open_to_others
 
@@ -351,18 +352,6 @@ def test_links_for_planning_have_both_directions_and_every_device() -> None:
     ]
     speeds = [(one["node"], one["flops_rel"]) for one in document["devices"]]
     assert speeds == [("10.0.0.1", 0.5)] * 2 + [("10.0.0.2", 1.0)] * 2
-
-
-def test_links_for_planning_have_what_nccl_reached_inside_each_node() -> None:
-    report = _report()
-    works, fails = {"off": "SHM", "all_reduce": 3.0, "exchange": 2.5}, {"off": "", "error": "no"}
-    report["groups"] = [
-        {"nodes": ["10.0.0.1"], "kind": "NCCL", "ranks": 2, "tries": [fails, works]},
-        {"nodes": ["10.0.0.2"], "kind": "NCCL", "ranks": 2, "tries": [fails]},
-        {"nodes": ["10.0.0.1", "10.0.0.2"], "kind": "NCCL", "ranks": 4, "tries": [works]},
-    ]
-    inside = [one for one in links_document(report)["links"] if one["from"] == one["to"]]
-    assert inside == [{"from": "10.0.0.1", "to": "10.0.0.1", "gbps": 20.0}]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, MANY_NODES, MANY_NODES + 1, 40])

@@ -1,0 +1,123 @@
+"""What NCCL finds of InfiniBand and RoCE on a node: HCAs, ports, GIDs, locked memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+_MAPPED = "0000:0000:0000:0000:0000:ffff:"
+_MAY_LOCK = 1 << 14  # CAP_IPC_LOCK
+_ENOUGH = 1 << 30
+
+
+def hcas(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Returns the ports of this node's HCAs, and how much memory a process may lock.
+
+    Args:
+        root: Of the file system with /sys and /proc.
+        environment: With NCCL's settings.
+
+    Returns:
+        `ports`: `name`, `port`, `state`, `layer` (InfiniBand or Ethernet), `rate`, `interface` (""
+        if it has none), `gid` (the index that NCCL takes; None: none fits), `taken` (by NCCL). And
+        `memlock` in bytes; None: no limit.
+    """
+    settings, ports = {name: value for name, value in environment.items() if name.startswith("NCCL_")}, []
+    for place in sorted(root.glob("sys/class/infiniband/*/ports/*")):
+        name, state = place.parts[-3], _read(place / "state").partition(": ")[2]
+        layer = _read(place / "link_layer")
+        index = _gid(place, layer, settings.get("NCCL_IB_GID_INDEX", ""))
+        attribute = place / "gid_attrs" / "ndevs" / str(index or 0)
+        own = (one.name for one in (place.parents[1] / "device" / "net").glob("*"))
+        interface = _read(attribute) or next(own, "")
+        facts = {"name": name, "port": int(place.name), "state": state, "layer": layer, "rate": _read(place / "rate")}
+        taken = state == "ACTIVE" and _chosen(name, place.name, settings)
+        ports.append({**facts, "interface": interface, "gid": index, "taken": taken})
+    return {"ports": ports, "memlock": _memlock(root)}
+
+
+def _chosen(name: str, port: str, settings: Mapping[str, str]) -> bool:
+    """Whether NCCL's settings allow a port. NCCL_IB_HCA lists prefixes; `=`: names, `^`: others."""
+    if settings.get("NCCL_IB_DISABLE", "0") != "0" or settings.get("NCCL_NET", "IB").lower() == "socket":
+        return False
+    match = re.match(r"(\^?)(=?)(.*)", settings.get("NCCL_IB_HCA", ""))
+    assert match is not None
+    listed = [entry.partition(":") for entry in match[3].split(",") if entry]
+    found = any(
+        (name == first if match[2] else name.startswith(first)) and which in ("", port) for first, _, which in listed
+    )
+    return not listed or found != bool(match[1])
+
+
+def _gid(place: Path, layer: str, asked: str) -> int | None:
+    """Returns the GID that NCCL takes: as set, else 0; with RoCE v2's with an IPv4 address."""
+    if asked.isdecimal():
+        gid = _read(place / "gids" / asked)
+        return int(asked) if set(gid) - set("0:") else None
+    if layer != "Ethernet":
+        return 0
+    known = sorted((int(gid.name), _read(gid)) for gid in place.glob("gids/*"))
+    second = [(index, gid) for index, gid in known if _read(place / f"gid_attrs/types/{index}") == "RoCE v2"]
+    return next((index for index, gid in second if gid.startswith(_MAPPED)), None)
+
+
+def _memlock(root: Path) -> int | None:
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.M)
+    if effective and int(effective[1], 16) & _MAY_LOCK:
+        return None
+    limit = re.search(r"^Max locked memory\s+(\d+)", _read(root / "proc/self/limits"), re.M)
+    return int(limit[1]) if limit else None
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):  # the type of a GID that is not set cannot be read
+        return path.read_text().strip()
+    return ""
+
+
+def hca_problems(
+    nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]
+) -> Iterator[tuple[Literal["breaks", "slows", "note"], str, str]]:
+    """Yields how severe a problem is, what is wrong and the fix, for nodes with GPUs.
+
+    Args:
+        nodes: With `hcas` in `infiniband`.
+        links: As measured, each with the interface of the node that it is from.
+    """
+    every = [port for node in nodes for port in node.get("infiniband", {}).get("ports", ())]
+    active = {(port["name"], port["port"]) for port in every if port["state"] == "ACTIVE"}
+    for node in nodes:
+        ip, ports = node["ip"], node.get("infiniband", {}).get("ports", ())
+        taken = [port for port in ports if port["taken"]]
+        for port in (port for port in ports if port["state"] != "ACTIVE"):
+            elsewhere = (port["name"], port["port"]) in active
+            fault = f"{_hca(port)} of {ip} is {port['state'] or 'unknown'}, so NCCL does without it"
+            fault += "; on other nodes it is ACTIVE" if elsewhere else "" if taken else ", over plain TCP"
+            fix = "check cable, switch port and subnet manager (`ibstat`, `ip link`)"
+            yield "slows" if elsewhere or not taken else "note", fault, fix
+        memlock = node["infiniband"]["memlock"] if taken else None
+        if memlock is not None and memlock < _ENOUGH:
+            fault = f"Ray's processes on {ip} may lock {memlock >> 10:,} KiB of memory; NCCL registers more with an HCA"
+            fix = "start Ray there after `ulimit -l unlimited` (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK)"
+            yield "breaks", fault, fix
+        for port in (port for port in taken if port["gid"] is None):
+            fault = f"{_hca(port)} of {ip} has no GID for NCCL: none of RoCE v2 with IPv4, or not the one set"
+            fix = f"give {port['interface'] or 'its interface'} an IPv4 address, or set NCCL_IB_GID_INDEX (`show_gids`)"
+            yield "breaks", fault, fix
+        routes = {link["interface"] for link in links if link["from"] == ip and link.get("interface")}
+        if any(link["to"] == ip for link in links):
+            routes |= {one["name"] for one in node["interfaces"] if one["address"] == ip}
+        if taken and routes and not routes & {port["interface"] for port in taken}:
+            left = next((f", which is {_hca(port)}" for port in ports if port["interface"] in routes), "")
+            fault = f"NCCL on {ip} takes {', '.join(map(_hca, taken))}; the route to the other nodes is over "
+            fix = "right if both networks join all nodes; else set NCCL_IB_HCA in resources.env"
+            yield "slows" if left else "note", f"{fault}{', '.join(sorted(routes))}{left}", fix
+
+
+def _hca(port: dict[str, Any]) -> str:
+    interface = f" ({port['interface']})" if port["interface"] else ""
+    return f"{port['name']}:{port['port']}{interface}"
