@@ -38,6 +38,8 @@ NCCL_OF_TORCH = {
     # it before the communicators are aborted.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # 1: the flight recorder knows what the device has started, not only what the host has queued.
+    "TORCH_NCCL_ENABLE_TIMING": "1",
 }
 """Variables of a rank's process, unless the user sets them."""
 

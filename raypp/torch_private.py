@@ -332,7 +332,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 """Multiplies many tensors `[...]` in place at once. Since 2.4."""
 
-# Process groups (train.process_group, train.abort).
+# Process groups (train.process_group, train.abort, control.worker).
 
 
 def backends_on(device: torch.device) -> list[Any]:
@@ -354,6 +354,17 @@ def set_operation_timeout(backend: Any, timeout: timedelta) -> None:
     Uses `Backend._set_default_timeout`. Since 2.4.
     """
     backend._set_default_timeout(timeout)
+
+
+def flight_record() -> str:
+    """Returns the record of this process' latest collectives as JSON; "" if torch has none.
+
+    Uses `_C._distributed_c10d._dump_nccl_trace_json`, in builds with NCCL since 2.5, and on CPUs
+    `_dump_fr_trace_json`, since 2.8.
+    """
+    name = "_dump_nccl_trace_json" if torch.cuda.is_initialized() else "_dump_fr_trace_json"  # type: ignore[no-untyped-call]
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    return dump(True, False).decode() if dump is not None else ""
 
 
 def restart_group_names() -> None:

@@ -136,18 +136,20 @@ class ElasticSizing:
 
     def _excluded(self, machine: m.Machine, placement: Placement, world: int = 0) -> frozenset[str]:
         """Returns the nodes to leave out, by id, when the run can do without them: those that were
-        lost repeatedly. Sites may come and go: with `recovery.site_timeout_s` it is instead those
-        of sites without room for a replica, when the others have room for `world` ranks."""
+        lost repeatedly, or failed a test. Sites may come and go: with `recovery.site_timeout_s` it
+        is instead those of sites without room for a replica, when the others have room for `world`
+        ranks."""
         if self._job.recovery.site_timeout_s is not None:
             return self._partial_sites(placement, world)
-        bad = bad_nodes(machine.history)
+        bad = {node: f"was lost in {count} attempts" for node, count in bad_nodes(machine.history).items()}
+        bad |= {node: f"failed its test ({error})" for node, error in machine.unfit}
         excluded = {node["NodeID"]: node["NodeManagerAddress"] for node in all_nodes() if node["Alive"]} if bad else {}
         excluded = {node: address for node, address in excluded.items() if address in bad}
         if not excluded or self.best(placement.room(frozenset(excluded))) is None:
             return frozenset()
         for address in sorted(set(excluded.values()) - self._reported_bad):
             self._reported_bad.add(address)
-            message = f"{address} was lost in {bad[address]} attempts and is excluded from now on"
+            message = f"{address} {bad[address]} and is excluded from now on"
             self._record_event(Event("node_left_out", message, attempt=machine.attempt, node=address))
         return frozenset(excluded)
 

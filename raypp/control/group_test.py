@@ -34,6 +34,7 @@ def run_group(
     """
     interface = interface_to(peer).name
     environment = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}", **os.environ}
+    environment["PYTHONPATH"] = os.pathsep.join(one for one in sys.path if one)  # where this process finds raypp
     if off:
         environment[f"NCCL_{off}_DISABLE"] = "1"
     command = [sys.executable, "-m", "raypp.measure.group_check"]

@@ -24,6 +24,7 @@ from raypp.control.cleanup import end_actor, end_workers, find_workers, look_aft
 from raypp.control.elastic import ElasticSizing
 from raypp.control.hang_watch import HangWatch
 from raypp.control.machine_log import MachineError
+from raypp.control.node_test import examine_nodes
 from raypp.control.placement import Placement, remove_groups_of
 from raypp.control.protocol import RunRequest
 from raypp.control.report.reports import Reports
@@ -36,7 +37,7 @@ from raypp.memory.files import life_of
 from raypp.planning.decision import Decision, Facts
 from raypp.records import Event, Requests, RunState
 from raypp.recovery.policies.default import DefaultPolicy
-from raypp.recovery.policy import Policy, policy_of
+from raypp.recovery.policy import Policy, policy_of, without_culprit
 from raypp.retry import Backoff
 from raypp.spec.job import Job
 from raypp.storage import StoreError, open_store
@@ -343,12 +344,23 @@ class Leader:
         number = self._ask_store(lambda: claim_next_attempt(self._store, self._request.run))
         self._life = self._ask_store(lambda: life_of(self._store, self._job))
         self._apply(m.Claimed(number))
+        self._test_nodes()
         self._sizing.prepare(self.machine, self._placement, self._workers)
         message = f"attempt {number} asks for {self._placement.world} ranks"
         self.record.event(Event("attempt_started", message, attempt=number))
         self._attempt = self._new_attempt(number)
         self.reports.start_attempt(number, keep_stop=self.machine.stop)
         self._attempt.launch()
+
+    def _test_nodes(self) -> None:
+        """Finds nodes to leave out after a hang that no rank explains: the same ones would hang."""
+        history = self.machine.history
+        if not (history and without_culprit(history[-1])):
+            return
+        failing, words = examine_nodes(self._workers)
+        self.record.event(Event("network", words, attempt=self.machine.attempt))
+        if failing:
+            self._apply(m.NodesFailed(tuple(failing.items())))
 
     def _new_attempt(self, number: int) -> Attempt:
         job = self._sizing.job(self.machine)

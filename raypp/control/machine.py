@@ -57,6 +57,7 @@ class Machine:
         grown_at: Newest commit when the mesh last grew.
         grows_from: The mesh of the attempt that is to save and end for a larger one.
         device: What the ranks run on, cpu or cuda; chosen once.
+        unfit: Addresses of nodes that failed a test between attempts, each with the error.
     """
 
     state: RunState = RunState.PENDING
@@ -76,6 +77,7 @@ class Machine:
     grown_at: Count | None = None
     grows_from: Shape | None = None
     device: str = ""
+    unfit: tuple[tuple[str, str], ...] = ()
 
     @property
     def training(self) -> bool:
@@ -131,6 +133,13 @@ class Claimed:
 @dataclass(frozen=True)
 class Seated:
     """Every rank has its seat and is running."""
+
+
+@dataclass(frozen=True)
+class NodesFailed:
+    """Nodes failed a test between two attempts, each with the error."""
+
+    nodes: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -194,6 +203,7 @@ MachineEvent: TypeAlias = (
     | TakenOver
     | Claimed
     | Seated
+    | NodesFailed
     | Committed
     | RankFailed
     | NoResources
@@ -271,6 +281,8 @@ def step(machine: Machine, event: MachineEvent, policy: Policy = _DEFAULT) -> St
         case Seated() if machine.phase is RunPhase.LAUNCHING:
             state = RunState.STOPPING if machine.stop else RunState.RUNNING
             return replace(machine, phase=RunPhase.RUNNING, state=state), ()
+        case NodesFailed():
+            return replace(machine, unfit=tuple((dict(machine.unfit) | dict(event.nodes)).items())), ()
         case Committed():
             newest = event.step if machine.committed_step is None else max(machine.committed_step, event.step)
             return replace(machine, committed_step=newest), ()

@@ -19,6 +19,7 @@ from raypp.recovery.cause_of_death import Death, DeathEvidence, cause_of_death
 
 _ANSWER_S = 1.5
 _STACKS_S = 3.0
+_RECORDS_S = 10.0
 _FROZEN_STACKS_S = 8.0
 _MOST_RANKS = 64
 # Ray's reasons for a planned end of a node: it was terminated, preempted, or idle.
@@ -115,6 +116,18 @@ def collect_stacks(ranks: Sequence[Rank], workers: WorkerGroup, first: int) -> d
             else:
                 silent.append(rank)
     return stacks | _stacks_by_helpers(silent, workers)
+
+
+def collect_flight_records(ranks: Sequence[Rank]) -> dict[int, str]:
+    """Returns torch's flight records of the ranks that answer, by rank; "" where torch has none."""
+    asked = {
+        rank.actor.flight_record.remote(): rank.rank for rank in ranks if rank.actor is not None and not rank.ended
+    }
+    records: dict[int, str] = {}
+    for reference in ray.wait(list(asked), num_returns=len(asked), timeout=_RECORDS_S)[0] if asked else ():
+        with contextlib.suppress(RayError):
+            records[asked[reference]] = str(ray.get(reference))
+    return records
 
 
 def _stacks_by_helpers(ranks: Sequence[Rank], workers: WorkerGroup) -> dict[int, str]:

@@ -3,6 +3,7 @@ another such thing (`ElasticSizing`)."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ from typing import Any, Protocol
 from raypp.control.attempt import Attempt
 from raypp.control.machine import Machine, MachineEvent, RankFailed
 from raypp.control.placement import Placement
-from raypp.control.postmortem import collect_stacks
+from raypp.control.postmortem import collect_flight_records, collect_stacks
+from raypp.control.process_evidence import MOST_CHARACTERS
 from raypp.control.ray_nodes import draining_nodes
 from raypp.control.report.reports import Reports
 from raypp.control.run_record import RunRecord
@@ -19,6 +21,7 @@ from raypp.control.seats import Rank
 from raypp.control.worker_group import WorkerGroup
 from raypp.failure_kinds import FailureKind
 from raypp.records import Event, EventKind
+from raypp.recovery.flight_records import pending, stuck_collectives
 
 _LAST_SAVE_S = 25.0
 """Time for the last checkpoint when the notice names no deadline; clouds give 30 s and more."""
@@ -56,7 +59,10 @@ class Watcher(Protocol):
 
 
 class Hangs:
-    """Ends an attempt that makes no progress, and records the stacks of its ranks."""
+    """Ends an attempt that makes no progress, and records the stacks of its ranks.
+
+    Without a culprit, it also records what torch knows of their collectives.
+    """
 
     def check(self, turn: Turn) -> RankFailed | None:
         watch = turn.reports.watch
@@ -66,9 +72,14 @@ class Hangs:
         if stall is None:
             return None
         ranks, first = turn.attempt.ranks, stall.rank or 0
+        records = collect_flight_records(ranks) if stall.rank is None else {}
         for rank, text in collect_stacks(ranks, turn.workers, first).items():
+            more = {"collectives": json.dumps(pending(records[rank]))[:MOST_CHARACTERS]} if rank in records else {}
             message = f"the stacks of {ranks[rank].label} (rank {rank}) on {ranks[rank].node}, pid {ranks[rank].pid}"
-            turn.record.event(turn.event("stacks", ranks[rank], message, stacks=text))
+            turn.record.event(turn.event("stacks", ranks[rank], message, stacks=text, **more))
+        if stall.rank is None:
+            told = stuck_collectives(records, {rank.rank: rank.label for rank in ranks})
+            stall = replace(stall, cause=f"{stall.cause}; {told[0]}", details="\n".join((stall.details, *told)))
         failure = ranks[first].failure(FailureKind.HUNG, stall.cause, stall.details)
         if stall.rank is None:
             failure = replace(failure, rank=-1, label="", node="", pid=0)

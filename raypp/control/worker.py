@@ -18,6 +18,7 @@ import psutil
 from raypp.control import process_evidence
 from raypp.control.classify import failure_of, unreported_end
 from raypp.control.credentials import load_private_environment
+from raypp.control.group_test import run_group
 from raypp.control.orphan import OrphanWatch
 from raypp.control.placement import holds_devices, remove_groups_of
 from raypp.control.process_log import say, say_exception
@@ -171,6 +172,18 @@ class Worker:
     def stacks(self) -> str:
         """Returns the stacks of this process' threads, the rank's first."""
         return process_evidence.own_stacks(None if self._thread is None else self._thread.ident)
+
+    def flight_record(self) -> str:
+        """Returns torch's record of this process' collectives as JSON; "" if there is none."""
+        if self._rank_function is not None:
+            return ""
+        from raypp.train.rank import flight_record
+
+        return flight_record()
+
+    def test_group(self, *arguments: Any) -> dict[str, Any]:
+        """Runs ranks of a test group on this node, as `run_group` says."""
+        return run_group(*arguments)
 
     def stacks_of(self, pid: int, log: str) -> str:
         """Returns those of another process of this run on this node, which does not answer."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from raypp.errors import JobError, Problem, origin_in_words
+from raypp.failure_kinds import FailureKind
 from raypp.kinds import POLICIES
 from raypp.records import RankFailure
 from raypp.spec.job import RecoverySection
@@ -143,6 +144,12 @@ def bad_nodes(history: Sequence[AttemptEnd]) -> dict[str, int]:
         lost = {failure.node for failure in end.failures if failure.kind.traits.node_lost and failure.node}
         counts.update(lost)
     return {node: count for node, count in counts.items() if count > 1}
+
+
+def without_culprit(end: AttemptEnd) -> bool:
+    """Returns whether an attempt hung, and no rank was known to be late."""
+    cause = root_cause(end.failures)
+    return cause.kind is FailureKind.HUNG and cause.rank < 0
 
 
 def describe(failure: RankFailure) -> str:

@@ -26,6 +26,7 @@ from raypp.spec.load import job_document
 from raypp.storage import ObjectStore, open_store
 from raypp.storage.rate_limit import OtherTraffic, Pace
 from raypp.storage.store_retry import LONG_S, patience_from_environment
+from raypp.torch_private import flight_record as flight_record
 from raypp.train.abort import abort_groups
 from raypp.train.abort import cut_connections as cut_connections
 from raypp.train.assemble import AssembledRank, assemble

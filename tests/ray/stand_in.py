@@ -3,6 +3,7 @@
 The ranks of a run share a directory (`STAND_IN_DIR` in `resources.env`). Rank 0 writes its progress
 there, `commit` holds the newest committed step, and `over-N` ends attempt N. `STAND_IN_FAULT` is
 `kind:rank:step:times`. Every step adds a line to `taken`, so a repeated step is visible. The kind
+`stall` makes all ranks wait in a sum, whatever the rank. The kind
 `unsaved` fails the last save of an attempt, which leaves the step before in `memory` for the next.
 `STAND_IN_HOLD` is `step:attempt`: from this attempt on, that step is not taken before the file
 `go` exists.
@@ -67,7 +68,7 @@ def _lead(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult:
             time.sleep(_STEP_S)
             with (place / "taken").open("a") as taken:
                 taken.write(f"{seat.attempt} {step}\n")
-            _fault(seat, step, place)
+            _fault(seat, step, place, reporter)
             if _faulty_rank(step, seat.attempt) not in (None, seat.rank):
                 _wait_for_the_end(seat)  # like a real rank, which waits for a lost peer until it is ended
             reporter.step(StepReport(step, 1.0 / step, 1.0, 10, 10, _STEP_S, 10 / _STEP_S, seat.attempt))
@@ -91,7 +92,7 @@ def _attend(job: Job, seat: Seat, reporter: Reporter, place: Path) -> RankResult
         step = _read(place / "step")
         reporter.phase("step", str(step))
         reporter.requests()
-        _fault(seat, step, place)
+        _fault(seat, step, place, reporter)
         time.sleep(0.02)
     step = _read(over)
     return RankResult(seat.rank, step, step < job.train.steps, None)
@@ -127,10 +128,13 @@ def _faulty_rank(step: int, attempt: int) -> int | None:
     return int(rank) if step == int(at) and attempt <= int(times) else None
 
 
-def _fault(seat: Seat, step: int, place: Path) -> None:
-    if _faulty_rank(step, seat.attempt) != seat.rank:
+def _fault(seat: Seat, step: int, place: Path, reporter: Reporter) -> None:
+    faulty, kind = _faulty_rank(step, seat.attempt), os.environ.get("STAND_IN_FAULT", "").partition(":")[0]
+    if kind == "stall" and faulty is not None:
+        reporter.phase("step", "sum")
+        _wait_for_the_end(seat)
+    if faulty != seat.rank:
         return
-    kind = os.environ["STAND_IN_FAULT"].partition(":")[0]
     if kind == "raise":
         raise ValueError("the sun is too bright")
     if kind == "exit":

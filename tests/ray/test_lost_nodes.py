@@ -152,6 +152,29 @@ def test_a_node_that_is_lost_twice_is_left_out(nodes: ExtraNodes, start_run: Sta
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
+def test_after_a_hang_without_a_culprit_a_node_that_fails_its_test_is_left_out(
+    nodes: ExtraNodes, start_run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")  # the ranks of a test cannot meet there
+        nodes.add(54)
+    nodes.add(55)
+    run = _start(start_run, "unfit", steps=12, fault="stall:0:4:1", hold=3, recovery={"hang_timeout_s": 5})
+    run.wait_step(2)
+    nodes.add(56)
+    run.let_go()
+    assert run.wait_end()["state"] == "SUCCEEDED"
+    failed, tested = run.event("rank_failed"), run.event("network")
+    assert failed.rank is None and "torch was built without a flight recorder" in failed.details["cause"]
+    assert "tested 2 nodes by themselves" in tested.message and "127.0.0.54: " in tested.message
+    assert run.event("node_left_out").node == "127.0.0.54"
+    assert {event.node for event in run.reader.events() if event.kind == "seated" and event.attempt == 2} == {
+        "127.0.0.55",
+        "127.0.0.56",
+    }
+
+
 def _real() -> dict[str, Any]:
     """Returns the sections of a job whose ranks train."""
     return {

@@ -11,7 +11,7 @@ import pytest
 from raypp.control import elastic
 from raypp.control.attempt import Attempt, AttemptPhase
 from raypp.control.elastic import ElasticSizing
-from raypp.control.machine import Machine, RunPhase
+from raypp.control.machine import Machine, NodesFailed, RunPhase, step
 from raypp.control.placement import Placement
 from raypp.control.reshape import reshaped, shape_of
 from raypp.control.watchers import Turn
@@ -141,6 +141,21 @@ def test_a_replica_is_not_spread_over_what_is_left_of_sites(
     machine = Machine(shape=None, history=(AttemptEnd(1, lost, None), AttemptEnd(2, lost, None)))
     sizing = ElasticSizing(job_of(**SITES), lambda event: None)
     assert sizing._excluded(machine, _Nodes("r", 4, {}), 2 * replicas) == frozenset(excluded.split())
+
+
+def test_a_node_that_failed_a_test_is_left_out_while_the_others_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["n0", "n1", "n2"]
+    nodes = [{"NodeID": name, "NodeManagerAddress": f"at-{name}", "Alive": True} for name in names]
+    monkeypatch.setattr(elastic, "all_nodes", lambda: nodes)
+    machine, _ = step(Machine(), NodesFailed((("at-n1", "hangs"), ("gone", "hangs"))))
+    assert machine.unfit == (("at-n1", "hangs"), ("gone", "hangs"))
+    for pp, excluded in ((2, {"n1"}), (3, set())):
+        told: list[Event] = []
+        sizing = ElasticSizing(job_of(False, mesh={"pp": pp}), told.append)
+        assert sizing._excluded(machine, _Nodes("r", 4, {})) == excluded
+        assert [event.message for event in told] == ["at-n1 failed its test (hangs) and is excluded from now on"][
+            : 3 - pp
+        ]
 
 
 def test_a_node_is_bad_when_two_attempts_lost_it_and_not_when_ranks_died_on_it() -> None:
