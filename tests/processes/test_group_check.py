@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from raypp.control import group_test
 from raypp.doctor.node import NodeProbe
 from raypp.errors import RayppError
 from raypp.measure.group_check import _same
+from raypp.recovery.flight_records import stuck_collectives
+from raypp.torch_private import flight_record
 
 HERE = "127.0.0.1"
 
@@ -40,3 +46,16 @@ def test_a_device_that_is_not_there_is_told() -> None:
     probe = NodeProbe("ab" * 32)
     answer = probe.try_group([(0, "cuda:93")], 1, 1, HERE, probe.free_port(HERE), HERE, "P2P")
     assert answer["error"] and answer["peer"] is False
+
+
+def test_torchs_own_flight_record_is_understood(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        record = flight_record()
+    finally:
+        dist.destroy_process_group()
+    assert json.loads(record)["entries"][-1]["process_group"] == ["0", "default_pg"]
+    assert stuck_collectives({0: record}, {0: "a"}) == [
+        "by their flight records the ranks have no operation that is not completed"
+    ]
