@@ -129,6 +129,8 @@ class Led(Leader):
 def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
     monkeypatch.setattr(watchers, "draining_nodes", dict)
     monkeypatch.setattr(leader_module, "look_after_snapshots", lambda life, keep: None)
+    monkeypatch.setattr(watchers, "collect_flight_records", lambda ranks: dict.fromkeys(range(4), ""))
+    monkeypatch.setattr(leader_module, "examine_nodes", lambda workers: ({}, "all work"))
     monkeypatch.setattr(watchers, "collect_stacks", lambda ranks, workers, first: {first: "in forward"})
     return stand_still(monkeypatch, leader_module, reports, watchers)
 
@@ -205,10 +207,15 @@ def test_of_a_hang_of_nobody_all_ranks_are_restarted_and_no_process_is_ended(lea
     (failed,) = leader.events("rank_failed")
     assert failed.rank is None and failed.details["kind"] == "hung"
     assert failed.message.startswith("all its ranks have been in the sum of loss and norms for ")
+    assert failed.message.endswith("torch was built without a flight recorder that knows these collectives")
     leader.all_leave()
     leader._turn()
     (restart,) = leader.events("restarting")
     assert restart.details["kept"] == 4
+    clock.advance(60)
+    leader._turn()
+    leader._turn()
+    assert [event.message for event in leader.events("network")] == ["all work"]
 
 
 def test_a_pause_of_the_controller_is_no_hang(leader: Led, clock: StandInClock) -> None:
