@@ -314,7 +314,15 @@ all hops in the backward, and so calls both operators itself.
 flash_attention_backward = torch.ops.aten._flash_attention_backward
 """Its backward, which takes the lse over all blocks. Since 2.4; these arguments since 2.7."""
 
-ATTENTION_OPERATORS = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
+cudnn_attention_forward = torch.ops.aten._cudnn_attention_forward
+"""cuDNN's attention kernel on CUDA, also for documents of several lengths. Since 2.8."""
+
+cudnn_attention_backward = torch.ops.aten._cudnn_attention_backward
+"""Its backward. Since 2.8."""
+
+ATTENTION_OPERATORS = (
+    "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",
+)  # fmt: skip
 """Prefixes of attention operators' names, as selective checkpointing sees them. Since 2.4."""
 
 GROUPED_MM_OPERATOR = "aten::_grouped_mm"

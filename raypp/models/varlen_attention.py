@@ -1,8 +1,8 @@
 """Attention by torch's variable-length flash kernels: one call for all documents of a microbatch.
 
-CUDA only. FlashAttention 3 is the same calls: torch puts its kernels in place of its own. The
-kernels take fewer key/value heads than query heads in torch 2.11 and 2.13; only the public function
-of 2.13 has an argument for it.
+CUDA only. FlashAttention 3 and 4 are the same calls: torch puts their kernels in place of its
+own. The kernels take fewer key/value heads than query heads in torch 2.11 and 2.13; only the public
+function of 2.13 has an argument for it.
 
 Legend: S tokens of a microbatch, Q queries, N keys, H query heads, K key/value heads, D head width.
 """
@@ -31,16 +31,17 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 
 def varlen_kernel(name: str) -> AttentionKernel:
-    """Returns the kernel `varlen` (torch's own) or `flash3` (FlashAttention 3).
+    """Returns the kernel `varlen` (torch's own), or FlashAttention's `flash3` or `flash4`.
 
-    Sets, for this process, which of both torch's flash operators run.
+    Sets, for this process, which of them torch's flash operators run.
 
     Raises:
-        ImportError: `flash3`: `flash_attn_interface` cannot be imported.
-        RuntimeError: `flash3`: that package does not have the kernels that torch looks for.
+        ImportError: The package of `flash3` or `flash4` cannot be imported.
+        RuntimeError: It does not have the kernels that torch looks for.
+        ValueError: This torch does not know it.
     """
-    if name == "flash3":
-        activate_flash_attention_impl("FA3")
+    if name != "varlen":
+        activate_flash_attention_impl(name.replace("flash", "FA"))
     elif current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
     return AttentionKernel(name, _attend, FlashKernel())

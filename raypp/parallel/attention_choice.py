@@ -1,19 +1,23 @@
 """Chooses a rank's attention kernel, once, before its stages are built.
 
-`train.attention: auto` takes the first kernel of `KERNELS` that suits the device, the dtype and the
-head width and that runs on a small example. The reasons against those before it are kept for the
-report.
+`train.attention: auto` takes the first kernel of `KERNELS` that suits the device, the dtype, the
+head width and the packages that are installed, and that gives plain's numbers on a small example.
+The reasons against those before it are kept for the report.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from raypp.errors import JobError, Problem, in_words
+from raypp.errors import JobError, Problem, RayppError, in_words
 from raypp.models.attention import PLAIN, packed_attention
 from raypp.models.attention_kernel import AttentionKernel, Segments
 from raypp.models.documents import PackedDocuments
@@ -21,10 +25,42 @@ from raypp.parallel.apply import compute_dtype
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.job import Job
 
-KERNELS = ("flash3", "varlen", "flex", "plain")
-"""All kernels, the fastest first."""
+KERNELS = ("flash3", "flash4", "cudnn", "varlen", "flex", "plain")
+"""All kernels, the fastest first: on no card do more of the first two run than suit it."""
 
-FLASH3_PACKAGE = "flash_attn_interface"
+
+@dataclass(frozen=True)
+class _Package:
+    """A distribution that brings a kernel.
+
+    Attributes:
+        name: Its name.
+        what: Its project.
+        majors: Cards by their major compute capability.
+        widest: The widest head.
+        torch: The oldest torch that calls it as read.
+        first: The first version that has what torch calls, with torch's arguments and results.
+        end: The first that has not, or was not read.
+    """
+
+    name: str
+    what: str
+    majors: tuple[int, ...]
+    widest: int
+    torch: tuple[int, int]
+    first: str
+    end: str
+
+
+PACKAGES = {
+    "flash3": _Package("flash-attn-3", "FlashAttention 3", (9,), 256, (2, 11), "3.0.0b1", "3.0.1"),
+    # From b20 on its forward returns more than the two tensors that torch 2.13 unpacks.
+    "flash4": _Package("flash-attn-4", "FlashAttention 4", (9, 10), 128, (2, 13), "4.0.0b10", "4.0.0b17"),
+}
+_CUDNN = 91000
+"""The oldest cuDNN that is tried, 9.10: torch 2.11 comes with it or a newer one."""
+_FAR = 0.02
+"""Relative difference from plain's numbers beyond which a kernel is wrong. bf16 rounds to 0.004."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +74,7 @@ class Setting:
         head_dim: The head width.
         selective: The job uses selective activation checkpointing.
         ring: The job uses ring attention.
-        packages: Those of `flash_attn_interface` and `triton` that are installed.
+        packages: Versions of what is installed: distributions of `PACKAGES`, torch, triton, cudnn.
         rules: The rules of the model's layers.
     """
 
@@ -48,13 +84,12 @@ class Setting:
     head_dim: int
     selective: bool
     ring: bool
-    packages: frozenset[str]
+    packages: Mapping[str, str]
     rules: frozenset[AttentionRule] = frozenset({NO_RULE})
 
     @classmethod
     def of(cls, job: Job, device: torch.device) -> Setting:
         """Returns the setting of a job on a device of this machine."""
-        packages = frozenset(name for name in (FLASH3_PACKAGE, "triton") if importlib.util.find_spec(name) is not None)
         return cls(
             device.type,
             torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
@@ -62,7 +97,7 @@ class Setting:
             job.model.dim_per_head,
             job.train.activation_checkpointing == "selective",
             job.mesh.cp > 1 and job.mesh.cp_style == "ring",
-            packages,
+            _installed(),
             frozenset(job.model.attention_rule(index) for index in range(job.model.num_layers)),
         )
 
@@ -70,6 +105,20 @@ class Setting:
         dtype = str(self.dtype).removeprefix("torch.")
         card = f"compute capability {self.capability[0]}.{self.capability[1]}, " if self.device == "cuda" else ""
         return f"{self.device}, {card}{dtype}, head width {self.head_dim}"
+
+
+def _installed() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    if importlib.util.find_spec("triton") is not None:
+        found["triton"] = ""
+    if cudnn := torch.backends.cudnn.version():  # type: ignore[no-untyped-call]
+        found["cudnn"] = str(cudnn)
+    for package in PACKAGES.values():
+        try:
+            found[package.name] = metadata.version(package.name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 @dataclass(frozen=True)
@@ -115,12 +164,52 @@ def reason_against(kernel: str, setting: Setting) -> str | None:
         return f"it needs a head width that is a multiple of 8 up to 256, not {setting.head_dim}"
     if setting.capability < (8, 0):
         return "it needs compute capability 8.0 or higher"
-    if kernel == "flash3":
-        if setting.capability[0] != 9:
-            return "it needs compute capability 9.x"
-        if FLASH3_PACKAGE not in setting.packages:
-            return f"{FLASH3_PACKAGE} (FlashAttention 3) is not installed"
+    if kernel in PACKAGES:
+        return _against_package(PACKAGES[kernel], setting)
+    if kernel == "cudnn":
+        return _against_cudnn(setting)
+    if setting.capability[0] in (10, 11):
+        return "FlashAttention 2 is made for older cards and reaches a fraction of this one's rate"
     return None
+
+
+def _against_package(package: _Package, setting: Setting) -> str | None:
+    if setting.capability[0] not in package.majors:
+        return f"it needs compute capability {' or '.join(f'{major}.x' for major in package.majors)}"
+    if setting.head_dim > package.widest:
+        return f"it needs a head width of at most {package.widest}, not {setting.head_dim}"
+    if _numbers(setting.packages["torch"])[:2] < package.torch:
+        return f"it needs torch {'.'.join(map(str, package.torch))}, not {setting.packages['torch']}"
+    found = setting.packages.get(package.name)
+    if found is None:
+        return f"{package.name} ({package.what}) is not installed"
+    if not _numbers(package.first) <= _numbers(found) < _numbers(package.end):
+        return f"{package.name} {found} was not tested; install {package.first} or later, before {package.end}"
+    return None
+
+
+def _against_cudnn(setting: Setting) -> str | None:
+    if setting.capability[0] not in (9, 10):
+        return "it needs compute capability 9.x or 10.x"
+    if int(setting.packages.get("cudnn", 0)) < _CUDNN:
+        return f"cuDNN {setting.packages.get('cudnn', '')} was not tested; it needs {_CUDNN} or later".replace(
+            "  ", " "
+        )
+    if setting.head_dim > 128:
+        return f"it needs a head width of at most 128, not {setting.head_dim}"
+    if setting.ring:
+        return "ring attention cannot use it; mesh.cp_style: ulysses can"
+    if any(rule.window is not None or rule.sinks for rule in setting.rules):
+        return "it has neither windows nor sinks, which the model's layers have"
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns a version that can be compared; a final release comes after its betas."""
+    public = version.partition("+")[0]
+    release, beta, number = public.partition("b")
+    digits = [int("".join(filter(str.isdigit, part)) or 0) for part in (release.split(".") + ["0"] * 3)[:3]]
+    return (*digits, int(number) if beta and number.isdigit() else 1 << 30)
 
 
 def _against_flex(setting: Setting) -> str | None:
@@ -171,11 +260,15 @@ def choose_attention(job: Job, device: torch.device) -> AttentionChoice:
 
 def _kernel(name: str) -> AttentionKernel:
     """Returns a kernel by its name."""
-    # Imported here: a CPU rank needs neither.
-    if name in ("flash3", "varlen"):
+    # Imported here: a CPU rank needs none.
+    if name in ("flash3", "flash4", "varlen"):
         from raypp.models.varlen_attention import varlen_kernel
 
         return varlen_kernel(name)
+    if name == "cudnn":
+        from raypp.models.cudnn_attention import CUDNN
+
+        return CUDNN
     if name == "flex":
         from raypp.models.flex_attention import flex_kernel
 
@@ -187,20 +280,25 @@ def try_kernel(kernel: AttentionKernel, job: Job, device: torch.device) -> None:
     """Runs a forward and a backward of a kernel with the job's heads, for two sets of lengths.
 
     Raises:
+        RayppError: Its numbers are not those of the plain version.
         Exception: Whatever the kernel raises.
     """
     heads, kv_heads, width = job.model.num_heads, job.model.kv_heads, job.model.dim_per_head
     options: dict[str, Any] = {"dtype": compute_dtype(job), "device": device}
     for lengths in ((5, 40), (64, 13, 60)):
         tokens = sum(lengths)
-        q, k, v = (torch.ones(tokens, n, width, **options).requires_grad_() for n in (heads, kv_heads, kv_heads))
+        q, k, v = (_waves(tokens, n, width, **options).requires_grad_() for n in (heads, kv_heads, kv_heads))
         documents = PackedDocuments.of_lengths(lengths, kernel=kernel).moved(lambda t: t.to(device))
         for rule in Setting.of(job, device).rules:
             sinks = [torch.ones(heads, **options).requires_grad_()] if rule.sinks else []
             # A window that a document exceeds: the job's would be no limit here.
             small = rule if rule.window is None else replace(rule, window=7)
-            out = packed_attention(q, k, v, documents, small, *sinks)
-            torch.autograd.grad(out.sum(), (q, k, v, *sinks))
+            found, wanted = (
+                _results((q, k, v, *sinks), replace(documents, kernel=one), small) for one in (kernel, PLAIN)
+            )
+            for one, other in zip(found, wanted, strict=True):
+                if not float((one.float() - other.float()).norm()) <= _FAR * float(other.float().norm()):
+                    raise RayppError(f"{kernel.name} gives other numbers than plain", "train.attention: plain")
         if kernel.blocks is not None and Setting.of(job, device).ring:
             with torch.no_grad():
                 whole = Segments(documents.cu_seqlens, documents.cu_seqlens, max(lengths), max(lengths), causal=False)
@@ -208,3 +306,15 @@ def try_kernel(kernel: AttentionKernel, job: Job, device: torch.device) -> None:
                 kernel.blocks.backward(torch.ones_like(out), q, k, v, out, lse, whole)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _waves(*shape: int, **options: Any) -> Tensor:
+    """Returns values in [-1, 1] that differ from each other and from those of other shapes."""
+    count = math.prod(shape)
+    return torch.sin(torch.arange(count, dtype=torch.float64) * 1.7 + count).view(shape).to(**options)
+
+
+def _results(leaves: Sequence[Tensor], documents: PackedDocuments, rule: AttentionRule) -> tuple[Tensor, ...]:
+    """Returns the output and the gradients of leaves: q, k, v and, by the rule, sinks."""
+    out = packed_attention(*leaves[:3], documents, rule, *leaves[3:])
+    return (out.detach(), *torch.autograd.grad(out, leaves, _waves(*out.shape, dtype=out.dtype, device=out.device)))

@@ -370,11 +370,11 @@ class TrainSection(Section):
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile. auto: on CUDA with a C compiler, unless the schedule
     splits backwards, the run samples, or the model is your own; the run reports it."""
-    attention: Literal["auto", "flash3", "varlen", "flex", "plain"] = "auto"
+    attention: Literal["auto", "flash3", "flash4", "cudnn", "varlen", "flex", "plain"] = "auto"
     """Attention kernel. auto: the first that suits the device, the dtype and the head width, in the
-    order given; the run reports it | flash3: FlashAttention 3 | varlen: torch's variable-length
-    kernel | flex: FlexAttention | plain: torch's scaled_dot_product_attention, document by
-    document, the only one on CPUs."""
+    order given; the run reports it | flash3, flash4: FlashAttention 3 and 4 | cudnn: cuDNN |
+    varlen: torch's variable-length kernel | flex: FlexAttention | plain: torch's
+    scaled_dot_product_attention, document by document, the only one on CPUs."""
     eval_every_steps: int = Field(default=0, ge=0, le=limits.COUNT)
     """Steps between evaluations on the held-out part. Also evaluates at the end. 0: never."""
     sample: SampleOptions | None = None

@@ -5,6 +5,9 @@ Nothing is computed; `tests/gpu` compares the numbers.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from raypp.errors import RayppError
 from raypp.models.attention import packed_attention
+from raypp.models.cudnn_attention import CUDNN
 from raypp.models.documents import PackedDocuments
 from raypp.models.varlen_attention import varlen_kernel
 from raypp.parallel.ring_hops import FlashHops, hop_segments
@@ -68,7 +72,52 @@ def test_every_hop_of_a_ring_and_its_gradients_are_one_call(rank: int) -> None:
     assert (dq.dtype, dkv.dtype) == (torch.float32, torch.float32)
 
 
-def test_flash_attention_3_that_is_not_installed_leaves_torchs_kernels_in_place() -> None:
-    with pytest.raises(ImportError, match="flash_attn_interface"):
-        varlen_kernel("flash3")
+@pytest.mark.parametrize(("name", "module"), [("flash3", "flash_attn_interface"), ("flash4", "flash_attn")])
+def test_flash_attention_that_is_not_installed_leaves_torchs_kernels_in_place(name: str, module: str) -> None:
+    with pytest.raises(ImportError, match=module):
+        varlen_kernel(name)
     assert current_flash_attention_impl() is None
+
+
+def test_documents_by_cudnn_are_one_call_with_as_many_heads_and_rounded_bounds() -> None:
+    """torch's operator takes these arguments, which a CPU computes here by the plain version."""
+    seen: list[tuple[int, int, int]] = []
+
+    def documents_of(cu: Tensor) -> PackedDocuments:
+        return PackedDocuments.of_lengths([n for n in cu.diff().tolist() if n])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: Any, cu: Tensor, cu_keys: Tensor, *more: Any, scale: Any) -> Any:
+        seen.append((len(cu) - 1, more[0], k.shape[1]))
+        assert bias is None and more[2:] == (True, 0.0, True)  # without what is the default
+        out = packed_attention(q, k, v, documents_of(cu), AttentionRule(scale=scale))
+        none = q.new_empty(0)
+        return out, q.new_ones(1), none, none, *more[:2], none + 1, none + 2, none
+
+    def backward(*given: Any, scale: Any) -> Any:
+        grad, q, k, v, _, lse, _, _, bias, _cu, cu_keys, queries, keys, dropout, causal = given
+        assert (bias, queries, keys, dropout, causal) == (None, seen[0][1], seen[0][1], 0.0, True) and lse.item() == 1
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def gradients() -> tuple[Tensor, ...]:
+            out = packed_attention(*leaves, documents_of(cu_keys), AttentionRule(scale=scale))
+            return torch.autograd.grad(out, leaves, grad)
+
+        with ThreadPoolExecutor(1) as thread:  # an operator runs below autograd, a new thread does not
+            return thread.submit(gradients).result()
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_cudnn_attention_forward", forward, "CPU")
+    library.impl("_cudnn_attention_backward", backward, "CPU")
+    found = []
+    for kernel in (CUDNN, None):
+        torch.manual_seed(0)
+        leaves = [torch.randn(60, count, 16, requires_grad=True) for count in (8, 2, 2)]
+        documents = PackedDocuments.of_lengths((5, 20, 3, 31, 1), kernel=kernel)
+        out = packed_attention(*leaves, documents, AttentionRule(scale=0.1))
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    del library
+    assert seen == [(8, 32, 8)]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with pytest.raises(RayppError, match="no windows"):
+        packed_attention(*leaves, PackedDocuments.of_lengths((60,), kernel=CUDNN), AttentionRule(window=3))
