@@ -39,8 +39,8 @@ def _attend(
 def _per_query_head(x_SKD: Tensor, heads: int) -> Tensor:
     """Returns `[S, H, D]`: each head as often as there are query heads for it."""
     tokens, own, width = x_SKD.shape
-    each: Tensor = x_SKD[:, :, None].expand(tokens, own, heads // own, width)
-    return each.reshape(tokens, heads, width)
+    copies: Tensor = x_SKD[:, :, None].expand(tokens, own, heads // own, width).reshape(tokens, heads, width)
+    return copies
 
 
 class _Cudnn(autograd.Function):
