@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from raypp.errors import Problem
-from raypp.spec.limits import DEPTH, VALUES
+from raypp.spec.limits import VALUES
 from raypp.spec.section import KeyPath, dotted
 from raypp.untrusted.documents import shown
 
@@ -23,37 +23,16 @@ _NULL, _BOOL, _INT, _FLOAT, _STR, _MERGE, _MAP, _SEQ = (
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader with a limit of depth and the scalar rules of YAML 1.2's core schema."""
+    """PyYAML's loader with the scalar rules of YAML 1.2's core schema."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own convention
-    _depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._depth += 1
-        if self._depth > DEPTH:
-            raise _DepthError(self.get_mark())
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if isinstance(node, yaml.ScalarNode) and not node.value.isascii():
+    def compose_scalar_node(self, anchor: dict[str, yaml.Node] | None) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        if not node.value.isascii():
             # JSON writes a character beyond U+FFFF as two escapes, which PyYAML does not join.
             node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         return node
-
-
-def _root(text: str) -> yaml.Node | None:
-    """Returns the root node of a text; None if it is empty."""
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    except (ValueError, OverflowError) as error:  # of int and chr, for the digits of an escape or a directive
-        raise yaml.MarkedYAMLError(problem="a number that is too large", problem_mark=loader.get_mark()) from error
-
-
-class _DepthError(yaml.MarkedYAMLError):
-    """Sections and lists are nested too deep."""
-
-    def __init__(self, mark: Any) -> None:
-        super().__init__(problem=f"sections and lists are nested more than {DEPTH} levels deep", problem_mark=mark)
 
 
 def _resolve_as(tag: str, pattern: str, first: str) -> None:
@@ -119,11 +98,14 @@ def read_document(text: str, source: str, *, numbered: bool = True) -> Document:
     document = reading.document
     document.where[()] = reading.place(None)
     try:
-        node = _root(text)
+        node = _Loader(text).get_single_node()
         if node is not None:
             document.value = reading.value(node, ())
     except yaml.YAMLError as error:
         document.problems.append(reading.syntax_problem(error, text))
+    except (RecursionError, ValueError, OverflowError) as error:  # the latter of PyYAML's int and chr
+        fault = "is nested too deeply" if isinstance(error, RecursionError) else "has a number that is too large"
+        document.problems.append(Problem("", f"not valid YAML: it {fault}", "write it as text", reading.place(None)))
     return document
 
 
@@ -152,9 +134,6 @@ class _Reading:
             line = text.count("\n", 0, error.position) + 1
             where = f"{self.source}:{line}" if self.numbered else self.source
             return Problem("", f"not valid YAML: a control character (code {error.character})", "remove it", where)
-        if isinstance(error, _DepthError):
-            fix = "write fewer levels, or quote text that begins with [ or {"
-            return Problem("", str(error.problem), fix, where)
         fault = getattr(error, "problem", None) or str(error)
         for sign, words, fix in _SYNTAX:
             if sign in fault:
@@ -180,13 +159,11 @@ class _Reading:
         """Enters a node, and returns whether it can be read: it is not inside itself.
 
         Raises:
-            MarkedYAMLError: Aliases nest too deep, or there are too many values.
+            MarkedYAMLError: There are too many values.
         """
         if id(node) in self._open:
             self.problem(node, path, "the alias contains itself", "write the value out")
             return False
-        if len(self._open) >= 2 * DEPTH:
-            raise _DepthError(node.start_mark)
         self._values += 1 + len(node.value) * isinstance(node, yaml.MappingNode)  # a merge skips keys that are there
         if self._values > VALUES:
             raise yaml.MarkedYAMLError(problem=_MANY, problem_mark=node.start_mark)

@@ -16,7 +16,7 @@ from raypp.errors import JobError, Problem
 from raypp.registry import is_module
 from raypp.spec.document import Document, read_document
 from raypp.spec.job import Job
-from raypp.spec.limits import DEPTH, FILE_BYTES
+from raypp.spec.limits import FILE_BYTES
 from raypp.spec.load import shown, validated
 from raypp.spec.paths import resolve_paths
 from raypp.spec.section import KeyPath, dotted, undotted
@@ -192,8 +192,6 @@ def _apply(document: Document, setting: str) -> Problem | None:
     path: KeyPath = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
         return Problem("", "is not an override", "write --set section.key=value, for example --set mesh.pp=2")
-    if len(path) > DEPTH:
-        return Problem("", f"names a key {len(path):,} levels deep; there are at most {DEPTH}", "name a key of the job")
     where = _place(setting)
     plain = text.lstrip().startswith(_TEXT_BEGINS)
     value = Document(text.strip()) if plain else read_document(text, where, numbered=False)

@@ -10,8 +10,6 @@ FILE_BYTES = 256 << 10
 """Bytes of a job file."""
 VALUES = 10_000
 """Values and keys of a job file, also along aliases."""
-DEPTH = 32
-"""Levels of sections and lists, also along aliases."""
 TEXT = 32_768
 """Characters of a Hugging Face document that a job keeps."""
 

@@ -5,21 +5,12 @@ from __future__ import annotations
 import glob
 import os
 import re
-import select
 import stat
-import time
-from collections.abc import Callable, Iterator
-from io import FileIO
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from raypp.errors import DataError, Problem, RayppError
-
-PIPE_S = 10.0
-"""Seconds without a byte after which a pipe is given up."""
-PIPE_TOTAL_S = 60.0
-"""Seconds that a pipe may take in all."""
-_PIPE_FIX = "use a regular file"
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -151,48 +142,18 @@ def read_file_or_pipe(path: Path, most_bytes: int, error: type[RayppError] = Dat
     `<(command)`.
 
     Raises:
-        RayppError: Of the given kind. As for `read_file`; or a pipe is silent for `PIPE_S`, or not
-            at its end after `PIPE_TOTAL_S`.
+        RayppError: Of the given kind, as for `read_file`.
     """
     try:
-        piped = stat.S_ISFIFO(os.stat(path).st_mode)  # noqa: PTH116
+        if not stat.S_ISFIFO(os.stat(path).st_mode):  # noqa: PTH116
+            return read_file(path, most_bytes, error)
+        with path.open("rb") as pipe:
+            data = pipe.read(most_bytes + 1)
     except (OSError, ValueError):
-        piped = False
-    if not piped:
-        return read_file(path, most_bytes, error)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as cause:
-        raise error(Problem(str(path), f"cannot be opened: {cause.strerror}", "check its permissions")) from None
-    with os.fdopen(descriptor, "rb", buffering=0) as pipe:
-        data = _until_closed(pipe, most_bytes, lambda fault: error(Problem(str(path), fault, _PIPE_FIX)))
+        return read_file(path, most_bytes, error)  # which says why
     if len(data) > most_bytes:
         raise error(Problem(str(path), f"has more than {most_bytes:,} bytes", "check what writes to the pipe"))
     return data
-
-
-def _until_closed(pipe: FileIO, most_bytes: int, failure: Callable[[str], RayppError]) -> bytes:
-    """Reads until the last writer closes the pipe, or until there are more bytes than wanted."""
-    content = bytearray()
-    end = time.monotonic() + PIPE_TOTAL_S
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    silent_since = time.monotonic()
-    while len(content) <= most_bytes:
-        now = time.monotonic()
-        if now > end:
-            raise failure(f"is a pipe that does not end: read for {PIPE_TOTAL_S:.0f} s")
-        if now > silent_since + PIPE_S:
-            raise failure(f"is a pipe to which nothing was written for {PIPE_S:.0f} s")
-        if not poll.poll(100):
-            continue  # no data, and either a writer or none yet
-        part = pipe.read(most_bytes + 1 - len(content))
-        if part == b"":
-            break
-        if part:
-            content += part
-            silent_since = time.monotonic()
-    return bytes(content)
 
 
 _ANY_DEPTH = re.compile(r"(|.*?/)\*\*(|/.*)")

@@ -19,30 +19,20 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "hostile"))
 
 from file_cases import (
     CONFIG,
-    LINKS,
     LLAMA,
-    PLACE,
     ROPE,
-    STATE,
     TOKENIZER,
-    costs_document,
-    job,
     model_file,
     use_data,
     use_model,
     use_tokenizer,
 )
 
-from raypp.clusters import local
-from raypp.clusters.known_runs import known_runs
 from raypp.data.chat_template import ChatTemplate, TemplateFault
 from raypp.errors import JobError
 from raypp.hf.config import config_from_options, options_from_config
 from raypp.hf.names import model_tensors
-from raypp.inference.prompts import read_prompts
 from raypp.inference.source import find_source
-from raypp.planning.costs import read_costs
-from raypp.planning.machines import read_machines
 from raypp.spec.families import FAMILIES
 from raypp.spec.models import DecoderOptions
 from raypp.untrusted.documents import parse_object
@@ -95,13 +85,7 @@ def _file(name: str, path: str, use: Callable[[Path], object], *samples: bytes, 
     target(*samples, words=words, name=name)(lambda data: _with_file(path, data, use))
 
 
-_file("prompts", "prompts.jsonl", read_prompts, b'{"prompt": "In the beginning"}\n\n{"prompt": "a", "id": 3}\n')
 _file("tokenizer", "tokenizer.json", use_tokenizer, json.dumps(TOKENIZER).encode())
-_file("links", "links.json", read_machines, json.dumps(LINKS).encode())
-_COSTS = json.dumps(costs_document()).encode()
-_file("costs", "costs.json", lambda path: read_costs(path, job(kind="synthetic")), _COSTS)
-_file("known_run", "runs/run.json", lambda _: known_runs(), json.dumps(PLACE).encode())
-_file("local_state", "local/state.json", lambda _: local.find(), json.dumps(STATE).encode())
 _file(
     "jsonl", "a.jsonl", lambda path: use_data("jsonl", str(path)),
     b'{"text": "one"}\n\n{"text": "two", "more": [1, {}]}\n', b'[\n {"text": "[\\"{"},\n {"text": "two"}\n]\n',

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from raypp.clusters import local
-from raypp.clusters.known_runs import known_runs
 from raypp.data.sources import check_data, open_documents, source_request
 from raypp.data.tokenizer import FileTokenizer
 from raypp.data.write_shards import Options, write_shards
@@ -27,8 +25,6 @@ from raypp.hf.config import options_from_config
 from raypp.hf.model_files import HfFiles, base_identity, matching_tensors
 from raypp.hf.names import model_tensors
 from raypp.hf.tokenizer_files import tokenizer_files
-from raypp.planning.costs import Costs, Part, read_costs, write_costs
-from raypp.planning.machines import read_machines
 from raypp.spec.checks import check_spec
 from raypp.spec.job import Job
 from raypp.spec.models import DecoderOptions
@@ -47,12 +43,6 @@ MOE = {
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LINKS: dict[str, Any] = {
-    "nodes": ["a", {"node": "b"}],
-    "devices": [{"node": "a", "kind": "cpu", "flops_rel": 0.5}],
-    "links": [{"from": "a", "to": "b", "gbps": 1.0, "latency_ms": 0.1}],
-    "memory": {"a": 1024}, "measured": "today",
-}  # fmt: skip
 TOKENIZER: dict[str, Any] = {
     "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None, "decoder": None,
     "pre_tokenizer": {"type": "Whitespace"},
@@ -61,14 +51,6 @@ TOKENIZER: dict[str, Any] = {
          "special": True}
     ],
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
-}  # fmt: skip
-PLACE = {"url": "/store", "name": "run", "address": None, "submission_id": "", "submitted_at": 1.0}
-STATE = {
-    "dashboard": "http://127.0.0.1:8265", "gcs": "127.0.0.2:1", "num_cpus": 8, "token_path": "/tmp/token",
-    "ray": {"pid": 4194303, "started": 1.0}, "ray_dir": "/tmp/raypp-none", "python": "python",
-    "s3": {"endpoint": "http://127.0.0.1:1", "access_key": "a", "secret_key": "b", "pid": 4194303, "started": 1.0,
-           "ports": [1], "directory": "/tmp/none"},
-    "prometheus_port": 2, "prometheus": {"pid": 4194303, "started": 1.0},
 }  # fmt: skip
 
 ODD: list[Any] = [
@@ -301,12 +283,8 @@ def _file_with(name: str, content: bytes, use: Callable[[Path], object]) -> Case
 def document_cases() -> Iterator[tuple[str, Case]]:
     """Cases of the files that hold one JSON document."""
     kinds: list[tuple[str, dict[str, Any], Callable[[Path], object]]] = [
-        ("links.json", LINKS, read_machines),
-        ("costs.json", costs_document(), lambda path: read_costs(path, job(kind="synthetic"))),
         ("tokenizer.json", TOKENIZER, use_tokenizer),
         ("generation_config.json", {"eos_token_id": 3, "top_p": 0.9}, export_tokenizer_beside),
-        ("runs/run.json", PLACE, lambda _: known_runs()),
-        ("local/state.json", STATE, lambda _: local.find()),
     ]
     for name, good, use in kinds:
         yield f"{name} as it should be", _file_with(name, json.dumps(good).encode(), use)
@@ -324,21 +302,6 @@ def document_cases() -> Iterator[tuple[str, Case]]:
                         f"{name}: {key}.{deeper} {number}",
                         _file_with(name, json.dumps(document).encode(), use),
                     )
-    many = {"nodes": [str(number) for number in range(40_000)]}
-    many["devices"] = [{"node": name} for name in many["nodes"]]  # type: ignore[misc]
-    yield "links of 40,000 nodes", _file_with("links.json", json.dumps(many).encode(), read_machines)
-
-
-def costs_document() -> dict[str, Any]:
-    """Returns what `raypp plan --measure` writes."""
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"raypp-costs-{os.getpid()}.json"
-    try:
-        costs = Costs(Part(1, 2), Part(0, 1), Part(1, 2))
-        write_costs(path, costs, job(kind="synthetic"), "a device", "today")
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def data_cases() -> Iterator[tuple[str, Case]]:
@@ -387,9 +350,6 @@ def data_cases() -> Iterator[tuple[str, Case]]:
         yield f"an index of shards {number}", _shards_with("shard-000000.index", content)
         yield f"ids of shards {number}", _shards_with("shard-000000.ids", content)
         yield f"loss masks of shards {number}", _shards_with("shard-000000.loss", content)
-    yield "a path with a NUL", lambda folder: use_data("text", f"{folder}/a\0b")
-    yield "a long path", lambda folder: use_data("text", f"{folder}/{'x' * 2500}")
-    yield "nobody's home", lambda _: use_data("text", "~nobody-has-this-name/x")
     yield "a glob over loops", _loops
     yield "a glob over all files", lambda _: use_data("text", "/**/*.no-such-ending")
     yield "a folder of loops", lambda folder: (_loop_links(folder), use_data("text", str(folder)))

@@ -157,21 +157,6 @@ def test_import_names_the_file_and_the_tensor_and_writes_nothing(tmp_path: Path)
     assert not store.exists()
 
 
-@pytest.mark.parametrize("option", ["--links", "--costs"])
-def test_plan_waits_for_no_file(tmp_path: Path, option: str) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text("name: hostile\ndata: {kind: synthetic}\n")
-    path = tmp_path / "measured.json"
-    for content, said in [(b"[]", "should be an object"), (b"{", "is not JSON"), (None, "is a FIFO")]:
-        path.unlink(missing_ok=True)
-        if content is None:
-            next(special_files(path))[1]()
-        else:
-            path.write_bytes(content)
-        done = CliRunner().invoke(command, ["plan", str(job), option, str(path)])
-        assert said in str(done.exception) and str(path) in str(done.exception)
-
-
 def test_a_text_has_a_longest_line_and_paragraph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (source_files, __import__("raypp.data.text", fromlist=["text"])):
         monkeypatch.setattr(module, "MOST_TEXT_BYTES", 1000)
