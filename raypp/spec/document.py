@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own convention
 
-    def compose_scalar_node(self, anchor: dict[str, yaml.Node] | None) -> yaml.ScalarNode:
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if not node.value.isascii():
             # JSON writes a character beyond U+FFFF as two escapes, which PyYAML does not join.

@@ -29,7 +29,6 @@ from raypp.storage.s3_client import (
     CONFLICT,
     CONNECTIONS,
     REFUSED_CONDITION,
-    SILENCE_S,
     RefusedRequest,
     S3Clients,
     code_of,
@@ -40,7 +39,7 @@ from raypp.storage.s3_client import (
     status_of,
     translated,
 )
-from raypp.storage.s3_listing import lacks_times, object_bytes, object_size, objects, seconds, uploads
+from raypp.storage.s3_listing import lacks_times, object_bytes, object_info, objects, uploads
 from raypp.storage.s3_upload import PART_BYTES, PartBody, UploadSums, cut_into_parts, upload_in_parts
 from raypp.storage.store import (
     AccessRefused,
@@ -56,7 +55,7 @@ from raypp.storage.store import (
     check_prefix,
     probe_by_writing,
 )
-from raypp.storage.store_retry import COMMAND_SILENCE_S, Patience, patience_from_environment
+from raypp.storage.store_retry import Patience, patience_from_environment
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -178,8 +177,7 @@ class S3Store:
         self.patience = patience or patience_from_environment()
         self.trouble = ""
         """Why the last request is tried again; empty if it is not."""
-        usual_s = SILENCE_S if self.patience.budget is None else COMMAND_SILENCE_S
-        self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s, usual_s)
+        self._clients = S3Clients(endpoint, access_key, secret_key, timeout_s, self.patience.silence_s)
         self.sums = UploadSums(self)
         self._deletes_singly = False
         self._honours_condition: bool | None = None
@@ -241,9 +239,7 @@ class S3Store:
             answer = self.send(key, "head_object", Key=self.name_of(key))
         except NotFound:
             return None
-        place = f"{self.url}/{key}"
-        size = object_size(answer.get("ContentLength"), place)
-        return ObjectInfo(key, size, seconds(answer.get("LastModified"), place))
+        return object_info(key, answer.get("ContentLength"), answer.get("LastModified"), f"{self.url}/{key}")
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for info in self.list_all(prefix):
@@ -401,8 +397,7 @@ class S3Store:
             request: Sends the request.
             also: Classifies further failures as temporary.
         """
-        pauses, budget = self.patience.pauses(), self.patience.budget
-        begun, tries, renewals, failing = time.monotonic(), 0, 0, False
+        pauses, begun, tries, renewals = self.patience.pauses(), time.monotonic(), 0, 0
         try:
             while True:
                 client = self._clients.current
@@ -414,26 +409,15 @@ class S3Store:
                         renewals += 1
                         continue
                     spent = time.monotonic() - begun
-                    passing = may_pass(error) or also(error)
-                    if budget is not None and passing and not failing:
-                        failing = True
-                        budget.begin(spent)
                     gone = is_unreachable(error) and spent > self.patience.unreachable_s
-                    over = budget is not None and budget.left_s <= 0
-                    pause = next(pauses, None) if passing and not gone and not over else None
+                    pause = next(pauses, None) if (may_pass(error) or also(error)) and not gone else None
                     if pause is None:
                         tried = f"tried {tries} times in {spent:.0f} s" if tries > 1 else ""
-                        if passing and over and budget is not None:
-                            tried += (
-                                f"{'; ' if tried else ''}failed requests of a command may take {budget.total_s:g} s"
-                            )
                         raise translated(error, self, key, tried) from error
                     self.trouble = f"the store does not answer: {in_words(translated(error, self, key))}"
-                    time.sleep(pause if budget is None else max(0.0, min(pause, budget.left_s)))
+                    time.sleep(pause)
         finally:
             self.trouble = ""
-            if failing and budget is not None:
-                budget.end()
 
     def send_once(self, operation: str, **request: Any) -> None:
         """Sends a request like `send`, but once, whatever follows: to clean up after a failure."""

@@ -19,7 +19,7 @@ from raypp.errors import JobError, Problem, RayppError, in_words
 from raypp.proxies import FIX, is_loopback, proxy_for
 from raypp.storage.s3_upload import prepare_client
 from raypp.storage.store import AccessRefused, BucketMissing, NotFound, ServerNotThere, StoreError
-from raypp.storage.store_retry import seconds_from_environment
+from raypp.storage.store_retry import SILENCE_S, seconds_from_environment
 from raypp.untrusted.text import visible
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ CONNECTIONS = 16
 """Number of concurrent requests of one client."""
 CONNECT_S = 5.0
 """Longest time until a server accepts a connection."""
-SILENCE_S = 30.0
-"""Longest silence on a connection, unless it is set."""
 _STYLES = ("path", "virtual", "auto")
 _ADDED: dict[str, tuple[str, tuple[str, ...]]] = {
     "RAYPP_S3_REQUEST_PAYER": ("RequestPayer", ("requester",)),
@@ -220,7 +218,8 @@ def _config(timeout_s: float, style: str | None, checksums: str | None, direct: 
     return Config(
         connect_timeout=min(CONNECT_S, timeout_s),
         read_timeout=timeout_s,
-        # raypp retries by itself: whether a request may be repeated depends on the request.
+        # raypp retries by itself: botocore would repeat a conditional write that has taken effect,
+        # and report that the object exists.
         retries={"mode": "standard", "total_max_attempts": 1},
         max_pool_connections=CONNECTIONS,
         **settings,

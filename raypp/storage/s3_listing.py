@@ -1,11 +1,8 @@
-"""Reads what an S3 server answers: listings, page by page, as long as they make progress; bodies
-of the length that was asked for or announced; numbers that can be sizes."""
+"""Reads what an S3 server answers: listings, page by page, and bodies."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from typing import Any
 
 from raypp.errors import Problem
@@ -21,11 +18,7 @@ from raypp.storage.store import (
 )
 from raypp.untrusted.text import visible
 
-_EMPTY_PAGES = 100
-_KEYS_OF_A_PAGE = 10
 _SKIPPED_BYTES = 1 << 20
-_LARGEST_OBJECT = 1 << 50
-_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
 _FIX = "check the server, and every proxy before it"
 
 Ask = Callable[[dict[str, Any]], Any]
@@ -42,11 +35,10 @@ def objects(ask: Ask, below: str, full: str, url: str) -> Iterator[ObjectInfo]:
         url: The store, for errors.
 
     Raises:
-        WrongAnswer: The listing does not move on, is without end, or is not one.
+        WrongAnswer: The listing is without end, or is not one.
     """
     for key, entry in _entries(ask, "Contents", ("ContinuationToken", "NextContinuationToken"), below, full, url):
-        place = f"{url}/{key}"
-        yield ObjectInfo(key, object_size(entry.get("Size"), place), seconds(entry.get("LastModified"), place))
+        yield object_info(key, entry.get("Size"), entry.get("LastModified"), f"{url}/{key}")
 
 
 def lacks_times(page: Any) -> bool:
@@ -59,7 +51,8 @@ def lacks_times(page: Any) -> bool:
 def uploads(ask: Ask, below: str, full: str, url: str) -> Iterator[Unfinished]:
     """Yields the uploads of a ListMultipartUploads; see `objects`."""
     for key, entry in _entries(ask, "Uploads", ("KeyMarker", "NextKeyMarker"), below, full, url):
-        yield Unfinished(key, _text(entry, "UploadId", url), seconds(entry.get("Initiated"), f"{url}/{key}"))
+        info = object_info(key, 0, entry.get("Initiated"), f"{url}/{key}")
+        yield Unfinished(key, str(entry.get("UploadId")), info.modified)
 
 
 def _entries(
@@ -68,46 +61,29 @@ def _entries(
     """Yields the entries of all pages, with their keys in the store."""
     foreign = ForeignNames(url)
     more: dict[str, Any] = {}
-    seen: set[tuple[Any, ...]] = set()
     count = 0
     while True:
         page = ask(more)
         if "IsTruncated" not in page:
             raise wrong(url, "the server's answer is not a listing")
-        entries = page.get(field, [])
-        for entry in entries:
-            name = _text(entry, "Key", url)
+        for entry in page.get(field, []):
+            name = str(entry.get("Key", ""))
             key = name[len(below) :]
-            if not name.startswith(full):
-                if field == "Uploads":
-                    continue  # some servers ignore the prefix
-                raise wrong(url, f"the server lists {visible(repr(name[:100]))}, which is not below {full!r}")
-            if name.endswith("/"):
-                continue  # some servers list folders as empty objects
+            # Some servers ignore the prefix, or list folders as empty objects.
+            if not name.startswith(full) or name.endswith("/"):
+                continue
             if problem := problem_of_key(key):
                 foreign.pass_over(key, problem)
             else:
                 yield key, entry
-        count += len(entries)
         if not page["IsTruncated"]:
             return
-        more = {marker[0]: page.get(marker[1])}
+        count += 1 + len(page.get(field, []))
+        if count > MOST_LISTED:
+            raise wrong(url, f"the listing does not end: {count:,} objects and pages")
+        more = {marker[0]: page.get(marker[1]) or ""}
         if marker[0] == "KeyMarker":
             more["UploadIdMarker"] = page.get("NextUploadIdMarker") or ""
-        token = tuple(more.values())
-        if not token[0] or token in seen:
-            raise wrong(url, f"the listing does not move on: after {count:,} objects the server continues it where "
-                        "it was before")  # fmt: skip
-        seen.add(token)
-        if count > MOST_LISTED or len(seen) > _EMPTY_PAGES + count / _KEYS_OF_A_PAGE:
-            raise wrong(url, f"the listing does not end: {count:,} objects on {len(seen):,} pages")
-
-
-def _text(entry: Any, field: str, url: str) -> str:
-    value = entry.get(field)
-    if not isinstance(value, str):
-        raise wrong(url, f"the server lists an entry without {field}")
-    return value
 
 
 class WrongAnswer(StoreError):
@@ -119,21 +95,18 @@ def wrong(place: str, problem: str) -> WrongAnswer:
     return WrongAnswer(Problem(place, problem, _FIX))
 
 
-def object_size(value: Any, place: str) -> int:
-    """Returns the size of an object that a server reports, if it is possible."""
-    if not isinstance(value, int) or not 0 <= value <= _LARGEST_OBJECT:
-        raise wrong(place, f"the server says that the object has {visible(str(value)[:40])} bytes")
-    return value
+def object_info(key: str, size: Any, modified: Any, place: str) -> ObjectInfo:
+    """Returns what a server says of an object.
 
-
-def seconds(value: Any, place: str) -> float:
-    """Returns a time that a server reports, in seconds since 1970."""
+    Raises:
+        WrongAnswer: It says no size, or no time.
+    """
     try:
-        if isinstance(value, datetime):
-            return value.timestamp()
-    except (ValueError, OverflowError):
-        pass
-    raise wrong(place, f"the server says that the object was written at {visible(str(value)[:40])}")
+        if size < 0:
+            raise ValueError(size)
+        return ObjectInfo(key, size, modified.timestamp())
+    except (TypeError, AttributeError, ValueError, OverflowError):
+        raise wrong(place, "the server does not say how large the object is, and when it was written") from None
 
 
 def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: str) -> bytes:
@@ -147,47 +120,29 @@ def object_bytes(answer: Any, first: int, end: int | None, ranged: bool, place: 
         place: The object, for errors.
 
     Raises:
-        WrongAnswer: It is of another range, or longer than it may be.
+        WrongAnswer: It is of another range.
         IncompleteReadError: It is shorter than announced.
     """
     from botocore.exceptions import IncompleteReadError
 
-    body, content_range, announced = answer["Body"], answer.get("ContentRange"), answer.get("ContentLength")
+    body, sent, left = answer["Body"], answer.get("ContentRange"), answer.get("ContentLength")
     try:
-        size = None if announced is None else object_size(announced, place)
-        if ranged and content_range is not None:
-            wanted = most = _length_of_range(content_range, first, end, place)
-        elif ranged and answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
-            raise wrong(place, "the server sent a part of the object and did not say which")
-        else:  # the whole object: some servers ignore the range
-            most = MOST_WHOLE_BYTES if end is None else end - first
-            there = None if size is None else max(0, size - first)
-            wanted = 0 if there is None else there if end is None else min(most, there)
-            while first > 0 and (skipped := body.read(min(first, _SKIPPED_BYTES))):
-                first -= len(skipped)
-        if end is None and wanted > MOST_WHOLE_BYTES:
+        if ranged and sent is not None:
+            if not str(sent).startswith(f"bytes {first}-"):
+                asked = f"{first}-{'' if end is None else end - 1}"
+                raise wrong(place, f"bytes {asked} were asked for, and the server sent {visible(repr(sent)[:60])}")
+            skip = 0
+        else:
+            skip = first
+        most = MOST_WHOLE_BYTES if end is None else end - first
+        wanted = 0 if left is None else max(0, left - skip)
+        if end is None and wanted > most:
             raise too_large(place, wanted)
-        exact = end is None or (ranged and content_range is not None)
-        data = bytes(body.read(most + 1 if exact else most))
-        if len(data) > most:
-            raise wrong(place, f"the server sent more than the {most:,} bytes that may come")
-        if len(data) < wanted:
-            raise IncompleteReadError(actual_bytes=len(data), expected_bytes=wanted)
+        while skip > 0 and (skipped := body.read(min(skip, _SKIPPED_BYTES))):
+            skip -= len(skipped)
+        data = bytes(body.read(most))
+        if len(data) < min(wanted, most):
+            raise IncompleteReadError(actual_bytes=len(data), expected_bytes=min(wanted, most))
         return data
     finally:
         body.close()  # a connection that is read to its end has gone back already
-
-
-def _length_of_range(content_range: Any, first: int, end: int | None, place: str) -> int:
-    """Returns the length of the range that a server says it sends, if it is the wanted one."""
-    match = _RANGE.fullmatch(str(content_range).strip())
-    asked = f"{first}-{'' if end is None else end - 1}"
-    if match is not None:
-        begin, last = int(match[1]), int(match[2])
-        total = None if match[3] == "*" else int(match[3])
-        ends = [one for one in (end, total) if one is not None]
-        # Up to the wanted end, or that of the object, which a server need not tell.
-        complete = last + 1 == min(ends) if total is not None else last + 1 <= min(ends, default=last + 1)
-        if begin == first <= last and complete:
-            return object_size(last + 1 - first, place)
-    raise wrong(place, f"bytes {asked} were asked for, and the server sent {visible(str(content_range)[:60])!r}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,71 +17,27 @@ SHORT_S = 8.0
 WAIT_S = 600.0
 """For a run's last save, and between two attempts: somebody may make room, or mend the store."""
 COMMAND_S = 30.0
-"""For all requests of a command at a terminal together."""
+"""For a command at a terminal."""
+SILENCE_S = 30.0
+"""Longest silence on a connection, unless it is set."""
 COMMAND_SILENCE_S = 10.0
-"""Longest silence on a connection of a command."""
+"""The same of a command."""
 _FIRST_S = 0.2
 _LONGEST_S = 8.0
-_REGAINED = 0.05
 
 
-class Budget:
-    """Seconds that the failing requests of a command may take together. Thread-safe.
-
-    Requests that fail at the same time count once. A command that follows a run for weeks meets
-    more failures than one that ends: of the time without failures, a twentieth is regained.
-
-    Args:
-        total_s: See above.
-    """
-
-    def __init__(self, total_s: float) -> None:
-        self.total_s = total_s
-        self._lock = threading.Lock()
-        self._spent = 0.0
-        self._failing = 0
-        self._latest = time.monotonic()
-
-    @property
-    def left_s(self) -> float:
-        with self._lock:
-            self._settle()
-            return self.total_s - self._spent
-
-    def begin(self, seconds: float) -> None:
-        """A request has failed for the first time, after so many seconds."""
-        with self._lock:
-            self._settle()
-            if not self._failing:
-                self._spent += seconds
-            self._failing += 1
-
-    def end(self) -> None:
-        """The request that `begin` was called for has succeeded or has been given up."""
-        with self._lock:
-            self._settle()
-            self._failing -= 1
-
-    def _settle(self) -> None:
-        now = time.monotonic()
-        passed, self._latest = now - self._latest, now
-        self._spent = max(0.0, self._spent + (passed if self._failing else -_REGAINED * passed))
-
-
-_command: Budget | None = None
-"""The budget of the command that this process runs; None: it is none."""
+_in_command = False
 
 
 @contextmanager
 def bounded_command() -> Iterator[None]:
-    """Within it, stores that are opened without a given patience share one `Budget`."""
-    global _command
-    given = seconds_from_environment("RAYPP_STORE_PATIENCE_S")
-    _command = Budget(COMMAND_S if given is None else given)
+    """Within it, stores that are opened without a given patience are those of a command."""
+    global _in_command
+    _in_command = True
     try:
         yield
     finally:
-        _command = None
+        _in_command = False
 
 
 @dataclass(frozen=True)
@@ -93,12 +47,12 @@ class Patience:
     Attributes:
         total_s: No request begins later than this after the first failure.
         unreachable_s: The same if nothing listens at the endpoint at all.
-        budget: Ends retries when it is spent; None in training.
+        silence_s: Longest silence on a connection, unless RAYPP_STORE_TIMEOUT_S sets it.
     """
 
     total_s: float = LONG_S
     unreachable_s: float = SHORT_S
-    budget: Budget | None = None
+    silence_s: float = SILENCE_S
 
     def pauses(self) -> Iterator[float]:
         """Yields the seconds to wait before each retry, until the time is up.
@@ -116,10 +70,11 @@ def patience_from_environment(unreachable_s: float = SHORT_S) -> Patience:
     Raises:
         JobError: The value is not a number of seconds.
     """
+    usual_s, silence_s = (COMMAND_S, COMMAND_SILENCE_S) if _in_command else (LONG_S, SILENCE_S)
     given = seconds_from_environment("RAYPP_STORE_PATIENCE_S")
     if given is not None:
-        return Patience(given, given, _command)
-    return Patience(max(LONG_S, unreachable_s), unreachable_s, _command)
+        return Patience(given, given, silence_s)
+    return Patience(max(usual_s, unreachable_s), unreachable_s, silence_s)
 
 
 def seconds_from_environment(name: str) -> float | None:
