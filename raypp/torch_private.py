@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_input as stage_backward_input
-from torch.distributed.pipelining._backward import stage_backward_weight as stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_unshard_reshard, _ComputationType
 from torch.distributed.tensor._utils import (
     compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
@@ -57,9 +55,6 @@ add_reduce_grad = _add_reduce_grad
 
 Since 2.10.
 """
-
-# `pipelining._backward.stage_backward_input` and `stage_backward_weight`: the two halves of a
-# backward (measure.model_costs). Since 2.5.
 
 
 class ChunkStage(PipelineStage):
@@ -235,6 +230,26 @@ def add_to_sums(module: Any) -> None:
     for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
         record.accumulate_unsharded_grad_if_needed()  # to the sum, if there is one
         record.to_accumulated_grad_if_needed()  # a sum of its own, if there is none
+
+
+def take_sums(module: Any) -> list[tuple[Any, str, Tensor]]:
+    """Takes away the gradients that FSDP holds for a module and has not reduced, for `put_sums`.
+
+    They are at `FSDPParam.unsharded_param` and `unsharded_accumulated_grad`. Since 2.4.
+    """
+    taken = []
+    for record in (one for group in _fsdp_groups(module) for one in group.fsdp_params):
+        for holder, name in ((record.unsharded_param, "grad"), (record, "unsharded_accumulated_grad")):
+            if (gradient := getattr(holder, name)) is not None:
+                taken.append((holder, name, gradient))
+                setattr(holder, name, None)
+    return taken
+
+
+def put_sums(taken: list[tuple[Any, str, Tensor]]) -> None:
+    """Gives back what `take_sums` took; there must be none in its place."""
+    for holder, name, gradient in taken:
+        setattr(holder, name, gradient)
 
 
 def end_backward(module: Any) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from raypp.measure.parity import one_process_job
 from raypp.models.initial_values import initialise
 from raypp.models.loss import Targets, token_loss_sum
+from raypp.models.products import LaterGradients, weights_later
 from raypp.models.stage import build_stage, computes_loss
 from raypp.parallel.apply import compute_dtype, prepare_stage
 from raypp.parallel.compute_copies import computing, fill_wide_gradients
@@ -35,7 +36,6 @@ from raypp.ports import free_port
 from raypp.records import Requests
 from raypp.spec.job import Job
 from raypp.spec.load import job_document, parse_job
-from raypp.torch_private import stage_backward_input, stage_backward_weight
 from raypp.train.assemble import assemble
 from raypp.train.device_check import facts_here
 from raypp.train.own_seat import local_seat
@@ -100,8 +100,8 @@ class Meter:
             `layer`, `first`, `last` (each with `forward` and `backward`, seconds per microbatch);
             `optimizer_s` (per parameter); `step_s` (per step, whatever its size); `input_share` and
             `weight_share` (time of a layer's backward halves, run separately, relative to the whole
-            backward; 1 and 0 where backwards cannot be split: blocks are compiled or recomputed
-            selectively); `device`, its description, and `kind`, cpu or cuda.
+            backward; 1 and 0 where backwards cannot be split: blocks are compiled); `device`, its
+            description, and `kind`, cpu or cuda.
         """
         middle, first, last, *split = self._seconds(rounds)
         halves = split[0] if split else (middle[1], 0.0)
@@ -130,8 +130,7 @@ class Meter:
             The two seconds of each measurement.
         """
         ways = [partial(_one, stage, first=n == 1, last=n == 2) for n, stage in enumerate(self._stages)]
-        train = self._job.train
-        if not train.compiles and train.activation_checkpointing != "selective":
+        if not self._job.train.compiles:
             ways.append(partial(_halves, self._stages[0]))
         taken: list[list[tuple[float, float]]] = [[] for _ in ways]
         with computing(self._stages):
@@ -188,13 +187,14 @@ def _one(
 def _halves(stage: nn.Module, batch: StageBatch, job: Job, device: torch.device) -> tuple[float, float]:
     """Returns the seconds of a backward's input half and of its weight half."""
     given = _activations(batch, job, device).requires_grad_()
-    output = stage(given, **batch.stage_arguments())
-    gradient = torch.ones_like(output)
+    later = LaterGradients()
     fill_wide_gradients([stage])
-    clock = _Clock(device)
-    for_weights = backward_for_input(stage, output, gradient, given)
+    with weights_later(later):
+        output = stage(given, **batch.stage_arguments())
+        clock = _Clock(device)
+        output.backward(torch.ones_like(output))
     clock.lap()
-    for_weights()
+    later.compute()
     return clock.laps()
 
 
@@ -237,19 +237,3 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     with open_meter(job, kind) as meter:
         return meter.take()
-
-
-def backward_for_input(module: nn.Module, output: Tensor, gradient: Tensor, given: Tensor) -> Callable[[], Any]:
-    """Computes the input's gradient and stores it in `given.grad`.
-
-    Args:
-        module: The module that computed the output.
-        output: `module(given)`, `[B, T, C]` or `[B, T, V]`; the two halves consume its graph.
-        gradient: The gradient of the output, of its shape.
-        given: The input, `[B, T, C]`; requires a gradient.
-
-    Returns:
-        The other half: adds to the gradients of the module's parameters. Call it once.
-    """
-    _, groups = stage_backward_input([output], [gradient], [given], module.parameters())
-    return partial(stage_backward_weight, module.parameters(), groups)

@@ -13,6 +13,8 @@ head width, N documents.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.attention_products import document_by_products
 from raypp.models.documents import PackedDocuments
+from raypp.models.recomputed import attention
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 
 
@@ -87,14 +90,8 @@ def _attend(q_NTHD: Tensor, k_NTKD: Tensor, v_NTKD: Tensor, scale: float | None)
     if q_NTHD.is_cuda and heads != kv_heads and q_NTHD.dtype == torch.float32:
         # No kernel for fp32 that keeps no scores of T × T takes fewer key/value heads than queries.
         k_NTKD, v_NTKD = (t.repeat_interleave(heads // kv_heads, dim=2) for t in (k_NTKD, v_NTKD))
-    out_NHTD = F.scaled_dot_product_attention(
-        q_NTHD.transpose(1, 2),
-        k_NTKD.transpose(1, 2),
-        v_NTKD.transpose(1, 2),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=heads != k_NTKD.shape[2],
-    )
+    compute = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=heads != k_NTKD.shape[2])
+    out_NHTD = attention(compute, *(t.transpose(1, 2) for t in (q_NTHD, k_NTKD, v_NTKD)))
     return out_NHTD.transpose(1, 2)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypp.models.recomputed import attention
 from raypp.spec.attention_rule import AttentionRule
 
 TILE = 1024
@@ -91,7 +92,8 @@ def document_by_products(
     q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, rule: AttentionRule, sinks_H: Tensor | None
 ) -> Tensor:
     """Computes causal attention within one document, `[S, H or K, D]` to `[S, H, D]`."""
-    out, lse = _Document.apply(q_SHD, k_SKD, v_SKD, rule, sinks_H)  # type: ignore[no-untyped-call]
+    apply: Any = _Document.apply
+    out, lse = attention(lambda q, k, v: apply(q, k, v, rule, sinks_H), q_SHD, k_SKD, v_SKD)
     return reaching_sinks(out, lse, sinks_H)
 
 

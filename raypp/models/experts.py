@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raypp.models.lora import Adapted, Matrix, Stack, grouped_product, product, unbound
-from raypp.models.once import once
+from raypp.models.products import linear
 from raypp.models.quantised import Format, Quantised
+from raypp.models.recomputed import once
 
 Exchange = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
@@ -187,7 +188,7 @@ def clamped_block(rows_nC: Tensor, gate_up: Matrix, down: Matrix, gate_up_bias: 
 
 def affine(rows: Tensor, matrix: Matrix, bias: Tensor) -> Tensor:
     """Multiplies rows `[n, in]` by an expert's matrix and adds its bias: `[n, out]`."""
-    return torch.addmm(bias, rows, matrix.mT) if isinstance(matrix, Tensor) else product(rows, matrix) + bias
+    return linear(rows, matrix, bias) if isinstance(matrix, Tensor) else product(rows, matrix) + bias
 
 
 def grouped_clamped(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raypp.models.attention import packed_attention
 from raypp.models.documents import PackedDocuments
+from raypp.models.products import Projection
 from raypp.models.rotary import Table, rotated
 from raypp.spec.attention_rule import NO_RULE, AttentionRule
 from raypp.spec.decoder_layer import PLAIN, Layer
@@ -68,12 +69,12 @@ class Attention(nn.Module):
         self.widths = (queries, keys, keys)
         self.layer = layer
         if layer.fused_qkv:
-            self.qkv_proj = nn.Linear(width, sum(self.widths), bias=layer.qkv_bias)
+            self.qkv_proj = Projection(width, sum(self.widths), bias=layer.qkv_bias)
         else:
-            self.q_proj = nn.Linear(width, queries, bias=layer.qkv_bias)
-            self.k_proj = nn.Linear(width, keys, bias=layer.qkv_bias)
-            self.v_proj = nn.Linear(width, keys, bias=layer.qkv_bias)
-        self.o_proj = nn.Linear(queries, width, bias=layer.out_bias)
+            self.q_proj = Projection(width, queries, bias=layer.qkv_bias)
+            self.k_proj = Projection(width, keys, bias=layer.qkv_bias)
+            self.v_proj = Projection(width, keys, bias=layer.qkv_bias)
+        self.o_proj = Projection(queries, width, bias=layer.out_bias)
         self.q_norm = self.k_norm = None
         if layer.head_norms or layer.whole_norms:
             self.q_norm = new_norm(options, queries if layer.whole_norms else head)
@@ -133,9 +134,9 @@ class GatedFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj = nn.Linear(width, inner, bias=bias)
-        self.up_proj = nn.Linear(width, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.gate_proj = Projection(width, inner, bias=bias)
+        self.up_proj = Projection(width, inner, bias=bias)
+        self.down_proj = Projection(inner, width, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
@@ -148,8 +149,8 @@ class FusedFeedForward(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_up_proj = Projection(width, 2 * inner, bias=False)
+        self.down_proj = Projection(inner, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""
@@ -163,8 +164,8 @@ class PlainFeedForward(nn.Module):
 
     def __init__(self, width: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(width, inner, bias=bias)
-        self.c_proj = nn.Linear(inner, width, bias=bias)
+        self.c_fc = Projection(width, inner, bias=bias)
+        self.c_proj = Projection(inner, width, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Computes the feed-forward: `[B, T, C]` to `[B, T, C]`."""

@@ -16,11 +16,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypp.models.adapter_dropout import AdapterDropout, CurrentTokens
 from raypp.models.documents import PackedDocuments
+from raypp.models.products import Projection, grouped_linear, linear
 from raypp.models.quantised import Quantised, quantise_layer, store_rest, torch_dtype
 from raypp.spec.families import family_of
 from raypp.spec.lora import layer_adapters, quantised_base
@@ -121,8 +121,8 @@ def _tell_tokens(layer: nn.Module) -> CurrentTokens:
 
 def _adapt(module: nn.Module, lora: LoraOptions, dropout: AdapterDropout | None) -> None:
     """Adds A `[r, in]` and B `[out, r]` to a module that maps `[..., in]` to `[..., out]`."""
-    module.lora_A = nn.Linear(module.in_features, lora.rank, bias=False)  # type: ignore[arg-type]
-    module.lora_B = nn.Linear(lora.rank, module.out_features, bias=False)  # type: ignore[arg-type]
+    module.lora_A = Projection(module.in_features, lora.rank, bias=False)  # type: ignore[arg-type]
+    module.lora_B = Projection(lora.rank, module.out_features, bias=False)  # type: ignore[arg-type]
     module.lora_dropout = dropout  # type: ignore[assignment]
     module.lora_scale = lora.scale  # type: ignore[assignment]
     _extend(module, _Adapted)
@@ -172,10 +172,10 @@ def unbound(stack: Stack) -> Sequence[Matrix]:
 def product(x: Tensor, matrix: Matrix) -> Tensor:
     """Multiplies rows `[n, in]` by an expert's matrix: `[n, out]`."""
     if isinstance(matrix, Tensor):
-        return F.linear(x, matrix)
+        return linear(x, matrix)
     if isinstance(matrix, Quantised):
         return matrix.product(x)
-    return product(x, matrix.weight) + F.linear(F.linear(x, matrix.a), matrix.b) * matrix.scale
+    return product(x, matrix.weight) + linear(linear(x, matrix.a), matrix.b) * matrix.scale
 
 
 def grouped_product(rows: Tensor, stack: Stack, ends_E: Tensor) -> Tensor:
@@ -187,37 +187,8 @@ def grouped_product(rows: Tensor, stack: Stack, ends_E: Tensor) -> Tensor:
         ends_E: Where each expert's rows end, int32 `[E]`.
     """
     if isinstance(stack, Tensor):
-        return F.grouped_mm(rows, _without_rows_zero(stack, ends_E).mT, offs=ends_E)
+        return grouped_linear(rows, stack, ends_E)
     if isinstance(stack, Quantised):
         return stack.product(rows, ends_E)
     low = grouped_product(rows, stack.a, ends_E)
     return grouped_product(rows, stack.weight, ends_E) + grouped_product(low, stack.b, ends_E) * stack.scale
-
-
-def _without_rows_zero(stack: Tensor, ends_E: Tensor) -> Tensor:
-    """Returns the matrices `[E, out, in]`; gradients of those of experts without rows will be zero.
-
-    On cards of compute capability 10 torch's kernel is reported to leave other values there
-    (pytorch issue 172439); a Hopper writes zeros.
-    """
-    if not stack.is_cuda or not stack.requires_grad or torch.cuda.get_device_capability(stack.device)[0] == 9:
-        return stack
-    result: Tensor = _GradientOfRows.apply(stack, ends_E)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _GradientOfRows(torch.autograd.Function):
-    """Passes matrices on; the backward sets the gradients of experts without rows to zero."""
-
-    @staticmethod
-    def forward(ctx: Any, stack_Eoi: Tensor, ends_E: Tensor) -> Tensor:
-        """Returns the matrices `[E, out, in]`."""
-        ctx.save_for_backward(ends_E)
-        return stack_Eoi.view_as(stack_Eoi)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Returns the gradient `[E, out, in]`, in new memory."""
-        (ends_E,) = ctx.saved_tensors
-        rows_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-        return gradient.masked_fill((rows_E == 0)[:, None, None], 0), None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from raypp.models import fused
+from raypp.models.products import left_for_later
 from raypp.planning.loss_memory import chunk_sizes
 
 IGNORED = -100
@@ -139,18 +140,28 @@ class _Later(torch.autograd.Function):
         ctx: Any, weight_VC: Tensor, value: Tensor, x_SC: Tensor, labels_S: Tensor, cap: float | None
     ) -> Tensor:
         """Returns `value`, `[]`; keeps `[V, C]`, `[S, C]` and the labels `[S]` for the backward."""
-        ctx.cap = cap
+        ctx.cap, ctx.later, ctx.weight = cap, left_for_later(), weight_VC
         ctx.save_for_backward(weight_VC, x_SC, labels_S)
         return value.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Repeats the chunks of the forward, for the gradient `[V, C]` of the projection."""
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        """Repeats the chunks of the forward, for the gradient `[V, C]` of the projection, or leaves
+        that for later."""
         weight_VC, x_SC, labels_S = ctx.saved_tensors
-        _, _, gradient = _over_chunks(x_SC, weight_VC, labels_S, ctx.cap, for_x=False, for_weight=True)
-        assert gradient is not None
-        return gradient.mul_(upstream.to(gradient.dtype)), None, None, None, None
+        compute = partial(_of_projection, weight_VC, x_SC, labels_S, ctx.cap, upstream)
+        if ctx.later is None:
+            return compute(), None, None, None, None
+        ctx.later.add(ctx.weight, compute)
+        return None, None, None, None, None
+
+
+def _of_projection(weight_VC: Tensor, x_SC: Tensor, labels_S: Tensor, cap: float | None, upstream: Tensor) -> Tensor:
+    """Returns the gradient `[V, C]` of the projection, given that of the loss, `[]`."""
+    _, _, gradient = _over_chunks(x_SC, weight_VC.detach(), labels_S, cap, for_x=False, for_weight=True)
+    assert gradient is not None
+    return gradient.mul_(upstream.to(gradient.dtype))
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from raypp.models.experts import ClampedExperts, Exchange, StackedExperts, counted, inverse, reordered, repeated
 from raypp.models.layers import DecoderLayer, GatedFeedForward
+from raypp.models.products import Projection
 from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 
@@ -45,13 +46,13 @@ class MixtureOfExperts(nn.Module):
         self.options = options
         clamped, width = layer.mlp == "clamped", options.hidden_size
         self.router_name = "router" if clamped else "gate"
-        self.add_module(self.router_name, nn.Linear(width, options.num_experts, bias=clamped))
+        self.add_module(self.router_name, Projection(width, options.num_experts, bias=clamped))
         sizes = options.num_experts, width, options.expert_ffn_size
         self.experts = ClampedExperts(*sizes) if clamped else StackedExperts(*sizes, layer.experts)
         self.shared_expert = self.shared_expert_gate = None
         if layer.shared is not None:
             self.shared_expert = GatedFeedForward(width, layer.shared)
-            self.shared_expert_gate = nn.Linear(width, 1, bias=False)
+            self.shared_expert_gate = Projection(width, 1, bias=False)
         self.exchange: Exchange | None = None
         self.router_sums = RouterSums()
         self.microbatch_group: dist.ProcessGroup | None = None

@@ -21,6 +21,7 @@ from raypp.models.layers import Attention, DecoderLayer, FusedFeedForward, Gated
 from raypp.models.lora import add_adapters
 from raypp.models.loss import Targets, in_chunks, loss_sum_in_chunks, soft_capped, token_loss_sum
 from raypp.models.moe import MixtureOfExperts, MoeDecoderLayer
+from raypp.models.products import Lookup, Projection
 from raypp.models.rotary import rotary_table
 from raypp.spec.families import FAMILIES, MODELS, layer_rotary
 from raypp.spec.models import DecoderOptions, MoeOptions
@@ -36,7 +37,7 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         holds_matrix = first or (last and options.tie_embeddings)
-        self.embed_tokens = nn.Embedding(options.vocab_size, options.hidden_size) if holds_matrix else None
+        self.embed_tokens = Lookup(options.vocab_size, options.hidden_size) if holds_matrix else None
         self.layers = nn.ModuleDict({str(index): make_layer(options, index) for index in layers})
         self.norm = new_norm(options, options.hidden_size) if last else None
 
@@ -63,7 +64,7 @@ class DecoderStage(nn.Module):
         self.ends = options.stage_ends()
         self.model = Backbone(options, layers, first, last, make_layer)
         untied = last and not options.tie_embeddings
-        self.lm_head = nn.Linear(options.hidden_size, options.vocab_size, bias=False) if untied else None
+        self.lm_head = Projection(options.hidden_size, options.vocab_size, bias=False) if untied else None
         copied = last and not first and options.tie_embeddings
         self.tied_copies = frozenset(("model.embed_tokens.weight",) if copied else ())
         """Tied parameters whose first copy is on another stage, which counts and saves them."""

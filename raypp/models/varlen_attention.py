@@ -10,6 +10,7 @@ Legend: S tokens of a microbatch, Q queries, N keys, H query heads, K key/value 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from raypp.errors import RayppError
 from raypp.models.attention_kernel import AttentionKernel, FlashBlocks, Segments
 from raypp.models.attention_products import reaching_sinks, with_sinks
 from raypp.models.documents import PackedDocuments
+from raypp.models.recomputed import attention
 from raypp.spec.attention_rule import AttentionRule
 from raypp.torch_private import flash_attention_backward, flash_attention_forward
 
@@ -62,9 +64,9 @@ def _attend(
     segments = Segments(cu, cu, longest, longest, True, rule.window, rule.scale)
     if sinks_H is not None:
         return attend_with_sinks(q_SHD, k_SKD, v_SKD, sinks_H, segments, FlashKernel())
-    window = _window(segments)
-    out = varlen_attn(q_SHD, k_SKD, v_SKD, cu, cu, longest, longest, window_size=window, scale=rule.scale, **_GROUPED)
-    assert isinstance(out, Tensor)
+    settings = {"window_size": _window(segments), "scale": rule.scale, **_GROUPED}
+    compute: Any = partial(varlen_attn, **settings)
+    out: Tensor = attention(lambda q, k, v: compute(q, k, v, cu, cu, longest, longest), q_SHD, k_SKD, v_SKD)
     return out
 
 
@@ -72,7 +74,8 @@ def attend_with_sinks(
     q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, sinks_H: Tensor, segments: Segments, kernel: FlashBlocks
 ) -> Tensor:
     """Computes attention with sinks `[H]`: `[S, H, D]`, `[S, K, D]`, `[S, K, D]` to `[S, H, D]`."""
-    out, lse = _WithSinks.apply(q_SHD, k_SKD, v_SKD, sinks_H, segments, kernel)  # type: ignore[no-untyped-call]
+    apply: Any = _WithSinks.apply
+    out, lse = attention(lambda q, k, v: apply(q, k, v, sinks_H, segments, kernel), q_SHD, k_SKD, v_SKD)
     return reaching_sinks(out, lse, sinks_H)
 
 

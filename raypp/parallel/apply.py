@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from raypp.errors import RayppError
-from raypp.models.once import forward_and_recomputation
+from raypp.models.products import defer_in
 from raypp.models.quantised import store_rest, stored_formats, torch_dtype
+from raypp.models.recomputed import recomputed
 from raypp.parallel.compute_copies import ComputeCopies, sum_in_fp32
 from raypp.parallel.expert import expert_fsdp_settings, moe_blocks, spread_experts
 from raypp.parallel.rank_groups import RankGroups
@@ -90,14 +91,16 @@ def prepare_stage(
     if groups is not None and groups.context is not None:
         for block in moe_blocks(stage):
             block.microbatch_group = groups.context[0]
-    extent, within = job.train.activation_checkpointing, False
+    extent, within, own = job.train.activation_checkpointing, False, ":" in job.model.kind
+    if own:
+        defer_in(stage)
     if job.train.compiles:
         within = extent == "selective"
         if within:
             recompute_within_compiled_blocks(stage)
         _compile_blocks(stage)
     if extent != "none" and not within:
-        recompute_blocks(stage, "selective" if extent == "selective" else "full")
+        recompute_blocks(stage, extent, own=own)
     replica_sums = None
     if data_mesh is not None:
         _shard(stage, job, data_mesh, expert_mesh)
@@ -220,28 +223,37 @@ _MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::bad
 _ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
 
 
-def recompute_blocks(stage: nn.Module, extent: Literal["selective", "full"]) -> None:
+def recompute_blocks(stage: nn.Module, extent: str, *, own: bool = False) -> None:
     """Makes each block recompute activations in its backward.
 
-    "full" keeps only the input of a block. "selective" also keeps the results of matrix products
-    and of attention, which are most of the work, and recomputes the rest: norms, rotary encoding,
-    SiLU, elementwise products. Both give bitwise the same gradients as keeping everything.
+    "full" and "offload" keep only the input of a block. "selective" also keeps the results of
+    matrix products and of attention, which are most of the work, and recomputes the rest: norms,
+    rotary encoding, SiLU, elementwise products. All give bitwise the same gradients as keeping
+    everything.
 
-    Selective checkpointing cannot contain experts that FSDP gathers by themselves (spread over
-    ranks): gathering runs other operators in the backward than in the forward. There it surrounds
+    Selective recomputation does not surround the exchange of experts spread over ranks, but
     attention and the experts, so that rows on their way are kept, and not sent again.
 
     Only `forward` is replaced. A wrapper module would change parameter names. FSDP's hooks belong
     to `__call__`, so they stay outside the recomputed part.
+
+    Args:
+        stage: The stage.
+        extent: As in the job file, but not "none".
+        own: Its layers are the user's own, and may multiply by other means than raypp's. Then
+            selective recomputation watches every operator, which takes the host much longer.
     """
-    contexts = _selective if extent == "selective" else forward_and_recomputation
     for block in _blocks(stage):
         parts: list[Any] = [block]
         spread = [part.experts for part in moe_blocks(block) if part.exchange is not None]
         if extent == "selective" and spread:
             parts = [block.get_submodule("self_attn"), *spread]
         for part in parts:
-            part.forward = _recomputed(part.forward, contexts)
+            if own and extent == "selective":
+                part.forward = _watched(part.forward)
+            else:
+                keeps, offloads = extent == "selective", extent == "offload"
+                part.forward = recomputed(part.forward, keeps=keeps, offloads=offloads)
 
 
 def recompute_within_compiled_blocks(stage: nn.Module) -> None:
@@ -266,24 +278,21 @@ def recompute_within_compiled_blocks(stage: nn.Module) -> None:
             )
         experts: list[Any] = [part.experts for part in moe_blocks(block)]
         for part in experts:
-            part.forward = _recomputed(part.forward, _selective)
+            part.forward = recomputed(part.forward, keeps=True)
         if not experts:
-            block.feed_forward = _recomputed(block.feed_forward, _operators_kept)
+            block.feed_forward = _watched(block.feed_forward)
 
 
 def _blocks(stage: nn.Module) -> Iterator[Any]:
     yield from stage.get_submodule("model.layers").children()
 
 
-def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+def _watched(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that recomputes like "selective" by torch's own means."""
     # Nothing in a block draws random numbers, so their state need not be kept. On CUDA, keeping it
     # costs copies and makes the host wait.
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": _operators_kept}
     return partial(checkpoint, forward, **settings)
-
-
-def _selective() -> Any:
-    return forward_and_recomputation(_operators_kept())
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -46,7 +46,9 @@ class ComputeCopies:
             if weight is tied:
                 copy.grad_dtype = sums
             elif weight.requires_grad and sums == weight.dtype:
-                copy.register_post_accumulate_grad_hook(partial(_move_gradient, weight))  # type: ignore[no-untyped-call]
+                move = partial(_move_gradient, weight)
+                copy.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+                copy.has_gradient = move  # type: ignore[attr-defined]
         stage.compute_copies = self  # type: ignore[assignment]
 
     @contextmanager
@@ -66,8 +68,7 @@ class ComputeCopies:
         self.move_gradients()
 
     def move_gradients(self) -> None:
-        """Adds gradients that copies have to those of the weights. A backward does it by itself,
-        but for one that computes gradients of weights separately."""
+        """Adds gradients that copies have to those of the weights, where a backward does not."""
         for weight, copy in self.of.items():
             _move_gradient(weight, copy)
 

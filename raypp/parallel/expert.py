@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raypp.models.experts import inverse, reordered
 from raypp.models.moe import MixtureOfExperts
-from raypp.models.once import once
+from raypp.models.recomputed import once
 from raypp.records import Coordinates
 
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")

@@ -61,7 +61,6 @@ class ActivationOffload:
     def __init__(self, device: torch.device) -> None:
         self._copies, self._pinned = CopyStreams(device), device.type == "cuda"
         self._line: list[Action] = []
-        self._orders: dict[tuple[Kind, int], list[int]] = {}
         self.plan()
 
     def load(self, line: Sequence[Action]) -> None:
@@ -104,41 +103,36 @@ class ActivationOffload:
         self._kept[stage, microbatch] = kept
         self._position += 1
         after = self._line[self._position] if self._position < len(self._line) else None
-        if after != Action(stage, "B", microbatch):  # the first half of a backward frees nothing
+        if after not in (Action(stage, "B", microbatch), Action(stage, "I", microbatch)):
             while waiting:
                 self._leave(waiting.popleft())
 
     @contextmanager
     def backward(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
-        """Surrounds a backward of a microbatch, or half of one.
+        """Surrounds a backward of a microbatch, or half of one: W needs nothing that was moved.
 
         Args:
             kind: B, I or W.
             stage: The stage.
             microbatch: The microbatch.
         """
-        kept = self._kept[stage, microbatch]
-        self._left, self._asked = self._expected(kind, stage, microbatch), []
+        if kind == "W":
+            self._position += 1
+            yield
+            return
+        self._left, self._asked = self._expected(stage, microbatch), []
         self._position += 1
         self._fetch_ahead()
         yield
         for one in [*self._left, *self._asked[-1:]]:
             self._drop(one)
-        self._orders[kind, stage] = [kept.index(one) for one in self._asked]
         self._left, self._asked = [], []
-        if kind != "I":
-            del self._kept[stage, microbatch]
+        del self._kept[stage, microbatch]
         self._fetch_ahead()
 
-    def _expected(self, kind: Kind, stage: int, microbatch: int) -> list[_Kept]:
-        """Returns what a backward will need, in order: like the last one of its kind and stage.
-
-        The first is expected to go through the layers from the last to the first. The second half
-        of a split backward goes another way, and needs a layer's input several times.
-        """
-        kept = self._kept[stage, microbatch]
-        order = self._orders.get((kind, stage), range(len(kept) - 1, -1, -1))
-        return [kept[index] for index in order if index < len(kept)]
+    def _expected(self, stage: int, microbatch: int) -> list[_Kept]:
+        """Returns what a backward will need, in order: it goes from the last layer to the first."""
+        return self._kept[stage, microbatch][::-1]
 
     def _leave(self, one: _Kept) -> None:
         """Starts the copy to host memory, and ends that of a tensor before it."""
@@ -197,7 +191,7 @@ class ActivationOffload:
         """Yields what backwards will need, in order; ends at one whose forward is still to come."""
         yield from self._left
         for action in self._line[self._position :]:
-            if action.kind != "F":
+            if action.kind in "BI":
                 if (action.stage, action.microbatch) not in self._kept:
                     return
-                yield from self._expected(action.kind, action.stage, action.microbatch)
+                yield from self._expected(action.stage, action.microbatch)

@@ -7,8 +7,8 @@ exchange no metadata and cache nothing per length. A tensor that does not match 
 named error; gloo would fill part of the receiver's buffer silently. Messages have the dtype and
 size of the wire format (`pipeline.wire`), which both ends derive from the plan.
 
-The runtime (`pipeline.runtime`) drives it. torch's own forward and backward of a chunk are used
-unchanged.
+The runtime (`pipeline.runtime`) drives it. torch's own forward and backward of a chunk are used,
+but for backwards in two halves (`models.products`).
 
 Legend: B rows of a microbatch, T its tokens on this rank, C hidden size.
 """
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raypp.models.products import LaterGradients, weights_later
 from raypp.parallel.replica_sums import ReplicaSums
 from raypp.pipeline.wire import AsIs, WireFormat, message_seed
 from raypp.schedules.communication import MessageKind
@@ -91,6 +92,9 @@ class PlannedStage(ChunkStage):
         self.received: dict[int, Tensor] = {}
         self.received_grads: dict[int, Tensor] = {}
         self.sent_bytes = 0
+        self.split: frozenset[int] = frozenset()
+        """Microbatches whose backward here is split."""
+        self._later: dict[int, LaterGradients] = {}
 
     def plan(self, rows: int, seq_lens: Sequence[int], *, backward: bool, step: int = 0) -> None:
         """Sets the shapes of the next step and drops what an aborted step left behind.
@@ -114,8 +118,7 @@ class PlannedStage(ChunkStage):
         self.received_grads.clear()
         self.fwd_cache.clear()
         self.bwd_cache.clear()
-        self.backward_state.clear()
-        self.dw_runner.clear()
+        self._later.clear()
         self.output_chunks.clear()
 
     @property
@@ -211,6 +214,27 @@ class PlannedStage(ChunkStage):
         work = dist.isend(message, group=self.up_group if to > own else self.down_group, group_dst=to)
         assert work is not None
         return work
+
+    # Torch's chunk functions. The I half of a backward is a whole one that leaves gradients of
+    # weights for W: torch's own halves would recompute a block for each group of its weights.
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        """Runs a forward, of which a split backward will follow or a whole one."""
+        if fwd_chunk_id in self.split and self.has_backward:
+            self._later[fwd_chunk_id] = LaterGradients()
+        with weights_later(self._later.get(fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Runs a backward, or its I half."""
+        with weights_later(self._later.get(bwd_chunk_id)):
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, last_backward=last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Runs the W half of a backward."""
+        self._later.pop(bwd_chunk_id).compute()
 
     # The interface that torch's chunk functions call.
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from raypp.models.loss import Targets
 from raypp.models.stage import computes_loss
 from raypp.parallel.backward_sums import free_within_backward, reduce_now, reduce_within_backward
-from raypp.parallel.compute_copies import computing, copies_of, fill_wide_gradients
+from raypp.parallel.compute_copies import computing, fill_wide_gradients
 from raypp.pipeline.action_trace import ActionTrace
 from raypp.pipeline.activation_offload import ActivationOffload
 from raypp.pipeline.device_clock import ActionClock
@@ -35,7 +35,15 @@ from raypp.schedules.action import Action, Kind, Program, stages_with_backward
 from raypp.schedules.communication import Line, Message, MessageKind, Send
 from raypp.schedules.posting import Posting, posting_on, with_messages
 from raypp.schedules.waiting import arrivals
-from raypp.torch_private import Computation, LoweredAction, add_reduce_grad, add_to_sums, add_unshard_reshard
+from raypp.torch_private import (
+    Computation,
+    LoweredAction,
+    add_reduce_grad,
+    add_to_sums,
+    add_unshard_reshard,
+    put_sums,
+    take_sums,
+)
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 Mark = Callable[[str], None]
@@ -148,6 +156,7 @@ class ProgramRuntime:
         self.load(program)
         self._reducing: list[PlannedStage] = []
         self._held: list[PlannedStage] = []
+        self._aside: dict[tuple[int, int], list[Any]] = {}
         self._sends: dict[Message, dist.Work] = {}
         self._receives: dict[Message, dist.Work] = {}
         self._do: dict[Computation, Callable[[PlannedStage, int], None]] = {
@@ -185,6 +194,8 @@ class ProgramRuntime:
         late = [stage for stage in self.planned.values() if stage.replicated and stage.sums_beside]
         self._sum_start = sum_start(self.actions, [one.stage_index for one in late if not one.reduces_each])
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
+        for index, stage in self.planned.items():
+            stage.split = frozenset(microbatch for at, microbatch in self._split if at == index)
 
     @property
     def sent_bytes(self) -> int:
@@ -227,6 +238,7 @@ class ProgramRuntime:
         self._losses: dict[int, Tensor] = {}
         self._reducing.clear()
         self._held.clear()
+        self._aside.clear()
         self._all_sent = False
         modules = [stage.submod for stage in self.planned.values()]
         with computing(modules):
@@ -341,12 +353,13 @@ class ProgramRuntime:
         with self._timed(kind, stage), self._moved_back(kind, stage, microbatch):
             if arrived:
                 stage.unpack("B", microbatch)
-            if kind == "I":
-                self._gather_for_part(stage)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=kind == "B", last_backward=False)
+            if kind == "I" and stage.reduces_each:  # those of norms are summed with the others, in W
+                taken = [one for module in _sharded(stage) for one in take_sums(module)]
+                self._aside[stage.stage_index, microbatch] = taken
             if kind == "I" and stage.frees_weights:
                 self._reshard(stage, microbatch)
-        if loss is not None and kind == "B":
+        if loss is not None:
             self._losses[microbatch] = loss.detach()  # releases the graph
         if stage.is_first or not stage.below_trains:
             stage.bwd_cache.pop(microbatch, None)
@@ -356,21 +369,19 @@ class ProgramRuntime:
 
     def _weight_backward(self, stage: PlannedStage, microbatch: int) -> None:
         with self._timed("W", stage), self._moved_back("W", stage, microbatch):
-            self._gather_for_part(stage)
+            if stage.is_last and isinstance(stage.submod, FSDPModule):
+                stage.submod.unshard()  # the loss computes logits again; other weights are not needed
             stage.backward_weight_one_chunk(microbatch, last_backward=False)
             if stage.reduces_each and isinstance(stage.submod, FSDPModule):
+                put_sums(self._aside.pop((stage.stage_index, microbatch)))
                 completes = (stage.stage_index, "W", microbatch) in self._last
                 reduce_now(stage.submod, last=completes)
                 self._ends_with_step(stage, completes)
             else:
                 for module in _sharded(stage):
                     add_to_sums(module)
-            if (copies := copies_of(stage.submod)) is not None:
-                copies.move_gradients()
             if stage.frees_weights:
                 self._reshard(stage, microbatch)
-        if stage.is_last:
-            self._losses[microbatch] = self._losses[microbatch].detach()
 
     def _ends_with_step(self, stage: PlannedStage, completes: bool) -> None:
         """Leaves the end of a stage's reduction on a GPU to the end of the step: earlier, what this
@@ -403,20 +414,6 @@ class ProgramRuntime:
             # Its first forward waits for it in FSDP's own hook, block by block: the rest of the
             # stage is still being gathered while its first blocks compute.
             module.unshard(async_op=True)
-
-    def _gather_for_part(self, stage: PlannedStage) -> None:
-        """Gathers all weights of a stage, and waits for them, before one part of a split backward.
-
-        Both parts look up the parameters before any hook of FSDP runs, and know only gathered ones:
-        torch would leave out the gradients of the others. The part for the weights runs no hook.
-        The first stage has a single part, a whole backward.
-        """
-        if not stage.is_first:
-            modules = _sharded(stage)
-            for module in modules:
-                module.unshard(async_op=True)
-            for module in modules:
-                module.unshard()
 
     def _reshard(self, stage: PlannedStage, microbatch: int) -> None:
         for module in _sharded(stage):

@@ -166,10 +166,14 @@ def stage_activation_bytes(job: Job, stage: int, cut: Sequence[int], kind: Kind 
 def split_backward_bytes(job: Job, stage: int, cut: Sequence[int]) -> int:
     """Returns the bytes per token that a backward keeps between its two halves.
 
-    These are the gradients of the results of all matrix products and norms of the stage's layers.
+    These are the inputs of all matrix products of the stage's layers, and the gradients of their
+    results.
     """
     w = _widths(job)
-    return cut[stage] * (4 * w.residual + w.queries + 2 * w.keys + w.fed) * job.train.dtypes.compute.bytes
+    inputs = 2 * w.residual + w.queries + w.inner + w.rows // 2
+    gradients = w.queries + 2 * w.keys + w.residual + w.fed + (w.rows // 2 or w.residual)
+    inputs = _dropped(job.model)[0] or inputs
+    return cut[stage] * (inputs + gradients) * job.train.dtypes.compute.bytes
 
 
 def backward_bytes(job: Job, kind: Kind = "cuda") -> int:

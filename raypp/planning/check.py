@@ -10,8 +10,7 @@ from raypp.mesh.cut import most_stages
 from raypp.mesh.shapes import divisors
 from raypp.planning.resolve import cut_of, lookahead_of, schedule_of
 from raypp.planning.stored_bytes import BLOCK
-from raypp.schedules.action import splits_backward
-from raypp.schedules.catalogue import build_program, schedule_named, size_problems, too_large
+from raypp.schedules.catalogue import schedule_named, size_problems, too_large
 from raypp.spec.families import family_of
 from raypp.spec.family import Shape
 from raypp.spec.job import Job
@@ -37,8 +36,6 @@ def check_plan(job: Job) -> list[Problem]:
     problems += _axes(job)
     problems += wire_problems(job)
     problems += _blocks(job)
-    if job.train.activation_checkpointing == "selective" and not job.train.compiles:
-        problems += _selective(job)
     reduce, compute = job.train.dtypes.reduce, job.train.dtypes.compute
     if reduce.bytes < compute.bytes:
         fault = f"{reduce.name} sums would lose the precision of {compute.name} gradients"
@@ -218,20 +215,6 @@ def _context(job: Job) -> Iterator[Problem]:
     if mesh.cp_style == "ring" and multiple % 2:
         fault = f"{multiple} is odd, but each rank's part of a row has two chunks of equal length (mesh.cp_style ring)"
         yield Problem("pipeline.pad_to_multiple_of", fault, f"use {multiple + 1}, or mesh.cp_style ulysses")
-
-
-def _selective(job: Job) -> Iterator[Problem]:
-    try:
-        program = build_program(
-            schedule_of(job), job.mesh.pp, job.pipeline.stages_per_rank, job.pipeline.microbatches, lookahead_of(job)
-        )
-    except JobError:
-        return  # reported by _schedule
-    if splits_backward(program):
-        fault = "selective checkpointing allows one backward per block, but"
-        fault += f" pipeline.schedule {schedule_of(job)} computes the gradients of inputs and weights separately"
-        fix = "use full or none, or a schedule with whole backwards, for example 1f1b"
-        yield Problem("train.activation_checkpointing", fault, fix)
 
 
 def _near(value: int, allowed: Iterable[int]) -> str:

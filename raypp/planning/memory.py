@@ -295,7 +295,7 @@ def _moments(
     if widened:
         each = dtypes.compute.bytes
     matrix = each * _largest(job)
-    embedding = 0 if job.model.lora is not None else each * job.model.vocab_size * job.model.hidden_size
+    embedded = 0 if job.model.lora is not None or fsdp.streams else each * job.model.vocab_size * job.model.hidden_size
     backward = {action.stage for action in actions if action.kind != "F"}
     # Gradients wider than their weights are there from the start (`parallel.compute_copies`).
     done = set(stages) if summed > own and not fsdp.replaces else set()
@@ -322,27 +322,32 @@ def _moments(
             yield gradients, activations, logits, product, sent
             yield gradients, activations, logits + loss[stage].forward, 0, sent
             continue
+        yield gradients, activations, logits + loss[stage].backward, 0, sent
+        if action.kind == "I":  # the last block runs beside what those before it leave for W
+            left = between[stage] - kept[stage]
+            yield gradients, activations, logits, within, sent
+            yield gradients, activations + int((1 - 1 / max(1, cut[stage])) * left), logits, within, sent
+            activations += left
+            continue
         if action.kind == "W":
+            yield gradients, activations, logits, matrix if added or fsdp.replaces else 0, sent
             activations -= between[stage]
-        else:
-            yield gradients, activations, logits + loss[stage].backward, 0, sent
-        if fsdp.streams and action.kind != "I":
+            # FSDP takes the gradients at the end, each into a sum of its own first.
+            whole_here = narrow * whole + (2 if fsdp.streams else 1) * one * layer - on_way.get(stage, 0)
+            yield gradients, activations, logits, whole_here if fsdp.replaces else 0, sent
+        elif fsdp.streams:
             # In the second block, the gradients of the first one are on their way instead.
-            there = narrow * (whole if action.kind == "W" else layer + (min(head, ends) if stage == last else 0))
+            there = narrow * (layer + (min(head, ends) if stage == last else 0))
             yield gradients, activations, logits, within + there, sent
             second, way = activations - kept[stage] // max(1, cut[stage]), one * layer - on_way.get(stage, 0)
-            way += one * layer if action.kind == "W" else 0  # a sum of its own, first
             yield gradients, second, logits, within + there + max(0, way), sent
             if once:  # before its last block, most shares of the sums are there
                 rest = 1 - 1 / max(1, cut[stage])
                 most = int(rest * fsdp.gradients[stage]), int(rest * kept[stage]), int(rest * freed)
                 yield most[0], activations - most[1], logits, within + there + one * layer - most[2], sent
         else:
-            yield gradients, activations, logits, within + (matrix if added and action.kind != "I" else 0), sent
-        if action.kind == "I":
-            activations += between[stage]
-            continue
-        activations -= kept[stage]
+            yield gradients, activations, logits, within + (matrix if added else 0), sent
+        activations -= kept[stage] if action.kind == "B" else 0
         logits -= loss[stage].kept
         if fsdp.streams and action.kind == "B":
             all_sums = gradients + (fsdp.gradients[stage] if stage not in done else 0)
@@ -353,7 +358,7 @@ def _moments(
             if fsdp.streams and not once:
                 on_way[stage] = one * (ends or layer)
                 gradients += on_way[stage]
-        working = embedding if stage == 0 and added and not fsdp.streams else 0
+        working = embedded if stage == 0 and added else 0
         yield gradients, activations, logits, working - freed, sent
 
 
@@ -433,7 +438,7 @@ class Gathered:
             few = max(ends + 2 * layer for _, ends, layer in of_gathered.values())
             if kind == "cuda":
                 flat, again = few, max(0, *(ends - layer for _, ends, layer in of_gathered.values()))
-            weights = max(few, *gathered) if split else few  # a part of a backward needs its whole stage
+            weights = few
         total = 0 if streams else sum(trained.values())
         within = {stage: (ends, layer, whole - ends) for stage, (whole, ends, layer) in of_trained.items()}
         residuals = residual_bytes(job, stages, cut)

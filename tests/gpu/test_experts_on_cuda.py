@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from raypp.models.experts import grouped, one_by_one, swiglu
 from raypp.models.lora import unbound
 from raypp.models.moe import MixtureOfExperts
-from raypp.models.once import forward_and_recomputation
+from raypp.models.recomputed import recomputed
 from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 
@@ -37,8 +36,8 @@ def test_the_grouped_kernel_gives_what_the_loop_gives_in_bf16(rows: list[int]) -
         assert error <= 2e-2
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-def test_a_layer_with_experts_on_one_device_never_makes_the_host_wait(recomputed: bool) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_a_layer_with_experts_on_one_device_never_makes_the_host_wait(again: bool) -> None:
     sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": 31, "num_experts": 8}
     options = MoeOptions(kind="qwen3_moe", experts_per_token=3, expert_ffn_size=128, **sizes)
     with torch.device("cuda"):
@@ -49,12 +48,11 @@ def test_a_layer_with_experts_on_one_device_never_makes_the_host_wait(recomputed
         for parameter in block.parameters():
             parameter.normal_(0, 0.1)
     block.router_sums.take()
-    settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": forward_and_recomputation}
     before = torch.cuda.get_sync_debug_mode()
     for mode in ("default", "error"):  # the first round loads kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            out = checkpoint(block, x, labelled, **settings) if recomputed else block(x, labelled)
+            out = recomputed(block)(x, labelled) if again else block(x, labelled)
             out.backward(torch.ones_like(out))
         finally:
             torch.cuda.set_sync_debug_mode(before)

@@ -40,6 +40,7 @@ FEW = "pipeline.microbatches=6"
 SHORT = ["model.num_layers=8", "pipeline.layers_per_stage=null", "pipeline.microbatches=4"]
 """Changes to unequal-cards for cases that ask for something else."""
 NOTHING = "train.activation_checkpointing=none"
+ZBV = ["pipeline.schedule=zbv", "pipeline.stages_per_rank=2"]
 EACH = "mesh.reduce_gradients=each_microbatch"
 WHOLE = ["train.precision=bf16", "train.optimizer.state=fp32"]
 
@@ -71,7 +72,11 @@ OTHERS: list[tuple[str, list[str], int]] = [
             (["train.precision=fp32"], 0),
             (["train.precision=bf16_pure"], 0),
             (["mesh.pp=1", NOTHING], 0),
-            (["pipeline.schedule=zbv", "pipeline.stages_per_rank=2", NOTHING], 0),
+            *(([*ZBV, f"train.activation_checkpointing={extent}"], 0) for extent in ("none", "selective", "full")),
+            ([*ZBV, "mesh.fsdp=4"], 0),
+            ([*ZBV, "mesh.fsdp=4", "mesh.reshard_after_forward=true", EACH], 4),
+            (["pipeline.schedule=dualpipev", "pipeline.stages_per_rank=2"], 1),
+            (["pipeline.schedule=interleaved_zero_bubble", "pipeline.stages_per_rank=2"], 0),
             (["pipeline.schedule=interleaved_zero_bubble", "pipeline.stages_per_rank=2", NOTHING], 1),
             (["pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=2"], 0),
             (["train.activation_checkpointing=offload"], 0),

@@ -69,9 +69,7 @@ class Cell(NamedTuple):
 def valid(values: list[str]) -> bool:
     """Whether a job may have the features that these first values of a cell name."""
     cell = dict(zip(Cell._fields, values, strict=False))
-    if cell.get("axis") == "ep" and "num_experts" not in FAMILIES[cell["family"]].options.model_fields:
-        return False
-    return cell.get("extent") != "selective" or not SCHEDULES.get(cell["schedule"]).splits_backward
+    return cell.get("axis") != "ep" or "num_experts" in FAMILIES[cell["family"]].options.model_fields
 
 
 EXTENTS = ["none", "selective", "full", "offload"]

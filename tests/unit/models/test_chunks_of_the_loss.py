@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from raypp.measure.model_costs import backward_for_input
 from raypp.models import loss
 from raypp.models.documents import PackedDocuments
 from raypp.models.loss import (
@@ -23,6 +22,7 @@ from raypp.models.loss import (
     soft_capped,
     token_loss_sum,
 )
+from raypp.models.products import LaterGradients, weights_later
 from raypp.models.stage import build_stage
 from raypp.planning import loss_memory
 from raypp.planning.loss_memory import chunk_sizes, chunk_tokens
@@ -187,10 +187,11 @@ def test_a_backward_in_two_halves_gives_the_gradients_of_a_whole_one(backward_ne
     stage.zero_grad()
 
     halved = x.clone().requires_grad_()
-    loss = stage(halved, positions, documents, targets=targets)
-    for_weights = backward_for_input(stage, loss, torch.ones_like(loss), halved)
+    later = LaterGradients()
+    with weights_later(later):
+        stage(halved, positions, documents, targets=targets).backward()
     assert torch.equal(halved.grad, whole.grad)
-    for_weights()
+    later.compute()
     assert all(torch.equal(parameter.grad, expected[name]) for name, parameter in stage.named_parameters())
 
 

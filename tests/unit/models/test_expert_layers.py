@@ -11,8 +11,9 @@ from reference import run, whole_model
 from torch.utils.checkpoint import checkpoint
 
 from raypp.models.experts import StackedExperts, grouped, one_by_one, swiglu
-from raypp.models.lora import _GradientOfRows, unbound
+from raypp.models.lora import unbound
 from raypp.models.moe import MixtureOfExperts, router_sums, weighted
+from raypp.models.products import _GradientOfRows
 from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
+from raypp.models import experts
 from raypp.models.experts import StackedExperts, grouped, inverse, repeated
 from raypp.models.moe import MixtureOfExperts
-from raypp.models.once import forward_and_recomputation, once
+from raypp.models.recomputed import once, recomputed
+from raypp.parallel import expert
 from raypp.parallel.expert import ExpertExchange
 from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
@@ -72,21 +74,25 @@ def reads_in(function: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["on one rank", "spread over ranks"])
-def test_a_forward_reads_sizes_once_and_its_recomputation_never(spread: bool, group: dist.ProcessGroup) -> None:
-    block, x = random_block(group if spread else None), rows()
-    forward, again = forward_and_recomputation()
-    with forward:
-        assert reads_in(lambda: block(x, LABELLED)) == 1
-    with again:
-        assert reads_in(lambda: block(x, LABELLED)) == 0
+def test_a_forward_reads_sizes_once_and_its_recomputation_never(
+    spread: bool, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, x, found = random_block(group if spread else None), rows(), []
+    for module in (experts, expert):
+        monkeypatch.setattr(module, "once", lambda compute: found.append(once(compute)) or found[-1])
+    out: list[torch.Tensor] = []
+    assert reads_in(lambda: out.append(recomputed(block)(x, LABELLED))) == 1
+    assert reads_in(out[0].sum().backward) == 0
+    assert len(found) == 2 and found[0] is found[1]
     with fake_tensors() as fake:
         faked = new_block(group if spread else None)
         with pytest.raises(Exception, match=r"_local_scalar_dense|data-dependent|DataDependent"):
             faked(fake.from_tensor(x), fake.from_tensor(LABELLED))
-        with again:
-            out = faked(fake.from_tensor(x), fake.from_tensor(LABELLED))
-            out.sum().backward()
-    assert out.shape == x.shape
+        for module in (experts, expert):
+            monkeypatch.setattr(module, "once", lambda compute: found[0])
+        result = faked(fake.from_tensor(x), fake.from_tensor(LABELLED))
+        result.sum().backward()
+    assert result.shape == x.shape
 
 
 def test_the_grouped_kernel_reads_nothing() -> None:
@@ -98,27 +104,28 @@ def test_the_grouped_kernel_reads_nothing() -> None:
         assert [tensor.grad.shape for tensor in leaves] == [tensor.shape for tensor in leaves]
 
 
-def test_what_was_computed_once_returns_in_order_in_every_recomputation() -> None:
-    numbers = iter(range(10))
-    forward, again = forward_and_recomputation()
-    with forward:
-        assert [once(lambda: next(numbers)) for _ in range(3)] == [0, 1, 2]
-    for _ in range(2):
-        with again:
-            assert [once(lambda: next(numbers)) for _ in range(3)] == [0, 1, 2]
+def test_what_was_computed_once_returns_in_order_in_a_recomputation() -> None:
+    numbers, found = iter(range(10)), []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        found.append([once(lambda: next(numbers)) for _ in range(3)])
+        return x.sin().cos()
+
+    recomputed(forward)(rows()).sum().backward()
+    assert found == [[0, 1, 2], [0, 1, 2]]
     assert once(lambda: next(numbers)) == 3
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["on one rank", "spread over ranks"])
 def test_a_recomputed_layer_has_the_gradients_of_one_that_is_not(spread: bool, group: dist.ProcessGroup) -> None:
     found = []
-    for recomputed in (False, True):
+    for wrap in (lambda block: block, recomputed, partial(recomputed, keeps=True)):
         block, x = random_block(group if spread else None), rows()
-        settings = {"use_reentrant": False, "context_fn": forward_and_recomputation}
-        out = checkpoint(block, x, LABELLED, **settings) if recomputed else block(x, LABELLED)
+        out = wrap(block)(x, LABELLED)
         out.square().sum().backward()
         found.append([x.grad, *(parameter.grad for parameter in block.parameters())])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    for others in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], others, strict=True))
 
 
 def test_a_tokens_gradient_adds_up_its_choices_in_their_order() -> None:
@@ -135,10 +142,10 @@ def test_a_tokens_gradient_adds_up_its_choices_in_their_order() -> None:
 
 
 def test_experts_take_counts_from_the_host_where_they_are_known() -> None:
-    experts = StackedExperts(3, 8, 12, NAMES)
+    stack = StackedExperts(3, 8, 12, NAMES)
     with torch.no_grad():
-        for parameter in experts.parameters():
+        for parameter in stack.parameters():
             parameter.fill_(0.1)
     counts, given = torch.tensor([2, 0, 3]), torch.ones(5, 8)
-    assert reads_in(lambda: experts(given, counts, [2, 0, 3])) == 0
-    assert torch.equal(experts(given, counts, [2, 0, 3]), experts(given, counts))
+    assert reads_in(lambda: stack(given, counts, [2, 0, 3])) == 0
+    assert torch.equal(stack(given, counts, [2, 0, 3]), stack(given, counts))

@@ -143,10 +143,6 @@ class Stage:
             assert self.world.marks[self.group_rank][-1] == name, "a rank that computes says that it waits"
             modules = list(self.submod.modules())
             assert all(module.gathered for module in modules), "the weights are not there"
-            if kind in "FB" or self.is_first:
-                for module in modules:
-                    module.awaited = True
-            assert all(module.awaited for module in modules), "a part of a backward knows only weights that are there"
 
     def forward_one_chunk(self, microbatch: int, inputs: tuple[Tensor, ...], kwargs: Any, **_: bool) -> Tensor:
         self.did("F", microbatch)

@@ -13,8 +13,9 @@ from planned_jobs import job_with
 from raypp.models.adapter_dropout import StepKeys
 from raypp.models.documents import PackedDocuments
 from raypp.models.loss import token_loss_sum
+from raypp.models.products import LaterGradients, weights_later
 from raypp.models.stage import build_stage
-from raypp.planning.activations import microbatch_tokens, stage_activation_bytes
+from raypp.planning.activations import microbatch_tokens, split_backward_bytes, stage_activation_bytes
 from raypp.planning.loss_memory import loss_memory
 from raypp.spec.job import Job
 
@@ -48,6 +49,33 @@ def saved_bytes(job: Job, *, last: bool, loss: bool = False) -> int:
 
 WINDOW = {"kind": "mistral", "sliding_window": 16, "num_kv_heads": 2}
 GEMMA2, GEMMA3 = ({"kind": kind, "sliding_window": 16, "num_kv_heads": 2} for kind in ("gemma2", "gemma3"))
+
+
+def left_bytes(job: Job) -> int:
+    """Returns the bytes of the storages that the I half of a stage's backward leaves for W."""
+    stage = build_stage(job.model, range(1), first=False, last=False).to_empty(device="cpu")
+    for parameter in stage.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    rows, length = job.train.micro_batch_size, job.data.seq_len
+    given, later = torch.randn(rows, length, job.model.hidden_size, requires_grad=True), LaterGradients()
+    documents = PackedDocuments.of_rows([[length]] * rows, length)
+    with weights_later(later):
+        out = stage(given, torch.arange(length).repeat(rows, 1), documents)
+        out.backward(torch.ones_like(out))
+    held: Any = [(*gradient.args, *(gradient.keywords or {}).values()) for _, gradient in later._left]
+    tensors = [one for ones in held for one in ones if isinstance(one, torch.Tensor)]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"num_kv_heads": 2}, MOE, {"kind": "gemma2", "num_kv_heads": 2}, {"kind": "starcoder2"}],
+    ids=["llama", "grouped", "experts", "gemma2", "starcoder2"],
+)
+def test_a_split_backward_leaves_what_the_plan_counts(model: dict[str, Any]) -> None:
+    job = job_with(model=model, data={"seq_len": 64}, train={"micro_batch_size": 2})
+    planned = microbatch_tokens(job) * split_backward_bytes(job, 1, [1, 1, 1])
+    assert planned == pytest.approx(left_bytes(job), rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Host time and operators of a block that is not compiled: forward and backward of a microbatch.
+
+Run it with `python -m benchmarks.block_host`. Sixteen layers of a tiny Llama in bf16 are trained by
+raypp's own runtime in one process, on one thread. Its operators cost a CPU about what launches of
+kernels cost a GPU's host, so the CPU time shows what Python and autograd take around them. The
+kinds take turns, and the least of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.surroundings import announce
+from raypp.models.documents import PackedDocuments
+from raypp.parallel.rank_groups import make_groups
+from raypp.planning.resolve import resolve_pipeline
+from raypp.ports import free_port
+from raypp.records import Coordinates
+from raypp.spec.load import parse_job
+from raypp.torch_private import DispatchMode
+from raypp.train.build import build_stages
+
+LAYERS, MICROBATCHES, TOKENS, VOCABULARY = 16, 4, 32, 320
+MODEL = {"num_layers": LAYERS, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128}
+LORA = {"rank": 4, "base": "bf16"}
+KINDS: dict[str, tuple[str, bool, str]] = {
+    "none": ("none", False, "1f1b"),
+    "full": ("full", False, "1f1b"),
+    "selective": ("selective", False, "1f1b"),
+    "LoRA": ("none", True, "1f1b"),
+    "LoRA, full": ("full", True, "1f1b"),
+    "zbv": ("none", False, "zbv"),
+    "zbv, full": ("full", False, "zbv"),
+}
+
+
+class Operators(DispatchMode):
+    """Counts operators that are not views or allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and not any(word in func.name() for word in ("detach", "empty", "view"))
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(extent: str, adapters: bool, schedule: str, groups: Any) -> Any:
+    """Returns a function that runs a step."""
+    document = {
+        "name": "host", "data": {"kind": "synthetic", "seq_len": TOKENS},
+        "model": {**MODEL, "vocab_size": VOCABULARY, **({"lora": LORA} if adapters else {})},
+        "pipeline": {"microbatches": MICROBATCHES, "schedule": schedule, "stages_per_rank": 1 + (schedule == "zbv")},
+        "train": {"activation_checkpointing": extent, "precision": "bf16", "compile": False},
+    }  # fmt: skip
+    job = parse_job(document).for_device("cpu")
+    built = build_stages(job, resolve_pipeline(job), groups, torch.device("cpu"), lambda action: None)
+    tokens = [torch.randint(0, VOCABULARY, (1, TOKENS)) for _ in range(MICROBATCHES)]
+    arguments = {"positions_BT": torch.arange(TOKENS)[None], "documents": PackedDocuments.of_lengths((TOKENS,))}
+
+    def step() -> None:
+        built.runtime.run(1, [TOKENS] * MICROBATCHES, tokens, [arguments] * MICROBATCHES, tokens)
+        for module in built.modules:
+            module.zero_grad(set_to_none=True)
+
+    return step
+
+
+@contextmanager
+def alone() -> Iterator[Any]:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield make_groups(Coordinates(1, 1, 1, 1), "cpu", 1)
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    announce()
+    each = 1 / (LAYERS * MICROBATCHES)
+    with alone() as groups:
+        steps = {name: step_of(*kind, groups) for name, kind in KINDS.items()}
+        least = dict.fromkeys(steps, float("inf"))
+        for _ in range(options.rounds + 1):
+            for name, step in steps.items():
+                begun = time.thread_time()
+                step()
+                least[name] = min(least[name], time.thread_time() - begun)
+        for name, step in steps.items():
+            with Operators() as operators:
+                step()
+            print(f"{name:<12} {1e3 * least[name] * each:6.2f} ms {operators.count * each:6.0f} operators", flush=True)
+
+
+if __name__ == "__main__":
+    main()
