@@ -38,9 +38,8 @@ def test_a_pipeline_over_two_hosts_without_ipv4_is_the_same_with_ray_and_torchru
         names = "".join(f"{address} {bed.network.hostname(host)}\n" for host, address in enumerate(_ADDRESSES))
         for host, address in enumerate(_ADDRESSES):
             on(host, _SET_UP.format(address), f"127.0.0.1 localhost\n::1 localhost\n{names}")
-        head = f"--head --port=6379 --dashboard-host={_ADDRESSES[0]} --temp-dir={folder}"
-        on(0, f"{start}{_ADDRESSES[0]} {head}")
-        on(1, f"{start}{_ADDRESSES[1]} --address='[{_ADDRESSES[0]}]:6379'")
+        on(0, f"{start}{_ADDRESSES[0]} --temp-dir={folder}/0 --head --port=6379 --dashboard-host={_ADDRESSES[0]}")
+        on(1, f"{start}{_ADDRESSES[1]} --temp-dir={folder}/1 --address='[{_ADDRESSES[0]}]:6379'")
         assert all(address in on(0, f"{ours} doctor") for address in _ADDRESSES)
         on(0, f"{ours} submit {_JOB.format('ray', tmp_path)}")
         torchrun = f"{bin_folder}/torchrun --nnodes 2 --master-addr {_ADDRESSES[0]} --master-port 29511 --local-addr"
