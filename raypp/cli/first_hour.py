@@ -23,6 +23,7 @@ from raypp.planning.plan import make_plan
 
 _LIMIT_S = 3600.0
 _KEPT = 6000
+_PROGRAMS = {"raypp": (sys.executable, "-m", "raypp"), "python": (sys.executable,)}
 
 
 def cards_of(report: dict[str, Any], named: str, store: str) -> Cards:
@@ -71,10 +72,7 @@ def first_hour(
     """Runs all checks, prints each result, and writes the page, also when it is interrupted.
 
     Args:
-        report: Of the examination, which is the first check.
-        results: Its findings.
-        taken_s: Seconds that it took.
-        out: The page.
+        report: Of the examination, which is the first check; with its findings and seconds.
 
     Returns:
         Whether no check failed.
@@ -115,24 +113,23 @@ def _run(step: Step, environment: dict[str, str]) -> Done:
     """Runs a check's commands until one fails, and looks at what they printed."""
     start, printed, shown, fault = time.monotonic(), list[str](), list[str](), ""
     for words in () if step.skipped else step.commands:
-        first = {"raypp": [sys.executable, "-m", "raypp"], "python": [sys.executable]}.get(words[0], [words[0]])
-        command = [*first, *words[1:]]
+        name = " ".join(words[:2])
+        command = [*_PROGRAMS.get(words[0], (words[0],)), *words[1:]]
         try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-            )
+            done = subprocess.run(command, env=environment, capture_output=True, timeout=_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
-            fault = f"`{' '.join(words[:2])}` takes more than {_LIMIT_S:.0f} s; `raypp list` shows a run that goes on"
+            fault = f"`{name}` takes more than {_LIMIT_S:.0f} s; `raypp list` shows a run that goes on"
             break
-        printed.append(done.stdout)
-        shown += [f"$ {' '.join(words[:2])}", done.stdout[-_KEPT:], done.stderr[-_KEPT:] if done.returncode else ""]
+        said, errors = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+        printed.append(said)
+        shown += [f"$ {name}", said[-_KEPT:], errors[-_KEPT:] if done.returncode else ""]
         if done.returncode:
-            last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            fault = f"`{' '.join(words[:2])}` exited with {done.returncode}: {''.join(last)}"
+            fault = (
+                f"`{name}` exited with {done.returncode}: {''.join((errors.strip() or said.strip()).splitlines()[-1:])}"
+            )
             break
-    if not fault and not step.skipped:
-        try:
-            fault = step.check(printed)
-        except (LookupError, TypeError, ValueError) as error:
-            fault = f"what was printed cannot be read: {error!r}"
+    try:
+        fault = fault if fault or step.skipped else step.check(printed)
+    except (LookupError, TypeError, ValueError) as error:
+        fault = f"what was printed cannot be read: {error!r}"
     return Done(step, fault, "\n".join(shown), time.monotonic() - start)

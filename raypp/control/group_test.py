@@ -22,10 +22,8 @@ def run_group(
 
     Args:
         ranks: Rank and device of each.
-        world: Number of ranks on all nodes.
-        nodes: Number of nodes.
-        address: Address of rank 0's node.
-        port: A free port there.
+        world: Number of ranks on all `nodes`.
+        address: Address of rank 0's node, with a free `port`.
         peer: Another node, or this one if there is none: NCCL takes the interface to it.
         off: What NCCL must do without: `P2P`, `SHM` or `IB`; "": nothing.
 

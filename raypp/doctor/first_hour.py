@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 _SYNTHETIC = "data={{kind: synthetic, seq_len: {}}}"
@@ -28,8 +27,7 @@ _SLOWER, _LARGER = 1.4, 1.05
 Words = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Cards:
+class Cards(NamedTuple):
     """What there is to check.
 
     Attributes:
@@ -53,13 +51,9 @@ class Cards:
     store: str = ""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One check: its commands, what they must print, and what to do if they do not.
-
-    `skipped` says why it does not run. `check` returns what is wrong with what each command
-    printed.
-    """
+class Step(NamedTuple):
+    """One check: what its commands must print, what to do otherwise, and why it is skipped; `check`
+    returns what is wrong with what each command printed."""
 
     title: str
     expects: str
@@ -69,8 +63,7 @@ class Step:
     check: Callable[[Sequence[str]], str] = lambda _printed: ""
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """How a check went; `fault` is "" if nothing was wrong."""
 
     step: Step
@@ -86,17 +79,10 @@ class Done:
 
 
 def steps(cards: Cards, prefix: str) -> list[Step]:
-    """Returns the checks after the first, which is the examination of `raypp doctor --nccl`.
-
-    Args:
-        prefix: Of the names of runs.
-    """
+    """Returns the checks after the first, `raypp doctor --nccl`; `prefix` begins runs' names."""
     gpus, each = bool(cards.kind), min((count for _, count in cards.nodes), default=0)
-    world, pair, memory, struck = (
-        each * len(cards.nodes),
-        *(f"{prefix}-{name}" for name in ("pair", "memory", "struck")),
-    )
-    units = "cards" if gpus else "CPUs"
+    pair, memory, struck = (f"{prefix}-{name}" for name in ("pair", "memory", "struck"))
+    world, units = each * len(cards.nodes), "cards" if gpus else "CPUs"
 
     def submit(name: str, template: str, settings: Words) -> Words:
         own = (f"name={name}", f"resources.device={'cuda' if gpus else 'cpu'}")
@@ -142,7 +128,7 @@ def steps(cards: Cards, prefix: str) -> list[Step]:
              (submit(pair, "quickstart", (*two_ranks, *debug)), ("raypp", "history", pair),
               ("raypp", "parity", _path("quickstart"), "--json", "--steps", "1", *_set(two_ranks)),
               *((("raypp", "logs", pair),) if gpus else ())),
-             lambda printed: _ended(printed[0]) or _differ(printed[1], _parity_losses(printed[2]), near)),
+             lambda printed: _ended(printed[0]) or _differ(printed[1], printed[2], near)),
         Step("Speed of one card",
              "8B with full recomputation: at least 6,500 tokens/s on an H100; attention `varlen` or `flash3`",
              "look at `nvidia-smi -q -d PERFORMANCE,CLOCK` for a limit of power or heat; install `raypp[gpu]`", sources,
@@ -166,7 +152,7 @@ def steps(cards: Cards, prefix: str) -> list[Step]:
              "send `raypp events --json` of the run", two,
              (submit(struck, "quickstart", (*two_ranks, f'resources.env={{RAYPP_FAULTS: "{faults}"}}')),
               ("raypp", "history", struck), ("raypp", "history", pair)),
-             lambda printed: _ended(printed[0], faults.count("@")) or _differ(printed[1], _losses(printed[2]))),
+             lambda printed: _ended(printed[0], faults.count("@")) or _differ(printed[1], printed[2])),
         Step("Experts", "SUCCEEDED without a restart (30B-A3B on 16 H100: at least 1,500 tokens/s each)",
              "send `raypp timeline`; if all is well, let check 8's job run for 24 h: memory must not grow", beside,
              timed("experts", *experts), lambda printed: _ended(printed[0])),
@@ -218,17 +204,13 @@ def _too_slow(printed: Sequence[str]) -> str:
     return "" if reached * _SLOWER >= expected else f"{reached:,.0f} tokens/s, where the plan expects {expected:,.0f}"
 
 
-def _losses(history: str) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in _objects(history)}
-
-
-def _parity_losses(printed: str) -> dict[int, float]:
-    return {row["step"]: row["loss"][1] for row in _objects(printed)[-1]["steps"]}
-
-
-def _differ(history: str, expected: dict[int, float], tolerance: float = 0.0) -> str:
-    mine = _losses(history)
-    for step, loss in expected.items():
+def _differ(history: str, expected: str, tolerance: float = 0.0) -> str:
+    """Compares the losses of a run with those of another, or with those of `raypp parity`."""
+    rows = _objects(expected)
+    rows = rows[-1]["steps"] if rows and "steps" in rows[-1] else rows
+    mine = {row["step"]: row["loss"] for row in _objects(history)}
+    for step, loss in ((row["step"], row["loss"]) for row in rows):
+        loss = loss[1] if isinstance(loss, list) else loss
         if step not in mine or not abs(mine[step] - loss) <= tolerance * abs(loss):
             return f"the loss of step {step} is {mine.get(step)}, not {loss}"
     return ""

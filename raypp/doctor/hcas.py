@@ -26,51 +26,41 @@ def hcas(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) ->
         if it has none), `gid` (the index that NCCL takes; None: none fits), `taken` (by NCCL). And
         `memlock` in bytes; None: no limit.
     """
-    settings, ports = {name: value for name, value in environment.items() if name.startswith("NCCL_")}, []
+    ports = []
     for place in sorted(root.glob("sys/class/infiniband/*/ports/*")):
-        name, state = place.parts[-3], _read(place / "state").partition(": ")[2]
-        layer = _read(place / "link_layer")
-        index = _gid(place, layer, settings.get("NCCL_IB_GID_INDEX", ""))
-        attribute = place / "gid_attrs" / "ndevs" / str(index or 0)
+        name, state, layer = place.parts[-3], _read(place / "state").partition(": ")[2], _read(place / "link_layer")
+        gid = _gid(place, layer, environment.get("NCCL_IB_GID_INDEX", ""))
         own = (one.name for one in (place.parents[1] / "device" / "net").glob("*"))
-        interface = _read(attribute) or next(own, "")
+        interface = _read(place / f"gid_attrs/ndevs/{gid or 0}") or next(own, "")
         facts = {"name": name, "port": int(place.name), "state": state, "layer": layer, "rate": _read(place / "rate")}
-        taken = state == "ACTIVE" and _chosen(name, place.name, settings)
-        ports.append({**facts, "interface": interface, "gid": index, "taken": taken})
-    return {"ports": ports, "memlock": _memlock(root)}
+        taken = state == "ACTIVE" and _allowed(name, place.name, environment)
+        ports.append({**facts, "interface": interface, "gid": gid, "taken": taken})
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.M)
+    limit = re.search(r"^Max locked memory\s+(\d+)", _read(root / "proc/self/limits"), re.M)
+    free = limit is None or (effective is not None and int(effective[1], 16) & _MAY_LOCK)
+    return {"ports": ports, "memlock": None if free or limit is None else int(limit[1])}
 
 
-def _chosen(name: str, port: str, settings: Mapping[str, str]) -> bool:
+def _allowed(name: str, port: str, settings: Mapping[str, str]) -> bool:
     """Whether NCCL's settings allow a port. NCCL_IB_HCA lists prefixes; `=`: names, `^`: others."""
     if settings.get("NCCL_IB_DISABLE", "0") != "0" or settings.get("NCCL_NET", "IB").lower() == "socket":
         return False
-    match = re.match(r"(\^?)(=?)(.*)", settings.get("NCCL_IB_HCA", ""))
-    assert match is not None
-    listed = [entry.partition(":") for entry in match[3].split(",") if entry]
+    others, exact, names = re.match(r"(\^?)(=?)(.*)", settings.get("NCCL_IB_HCA", "")).groups()  # type: ignore[union-attr]
+    listed = [entry.partition(":") for entry in names.split(",") if entry]
     found = any(
-        (name == first if match[2] else name.startswith(first)) and which in ("", port) for first, _, which in listed
+        (name == first if exact else name.startswith(first)) and which in ("", port) for first, _, which in listed
     )
-    return not listed or found != bool(match[1])
+    return not listed or found != bool(others)
 
 
 def _gid(place: Path, layer: str, asked: str) -> int | None:
     """Returns the GID that NCCL takes: as set, else 0; with RoCE v2's with an IPv4 address."""
     if asked.isdecimal():
-        gid = _read(place / "gids" / asked)
-        return int(asked) if set(gid) - set("0:") else None
+        return int(asked) if set(_read(place / "gids" / asked)) - set("0:") else None
     if layer != "Ethernet":
         return 0
-    known = sorted((int(gid.name), _read(gid)) for gid in place.glob("gids/*"))
-    second = [(index, gid) for index, gid in known if _read(place / f"gid_attrs/types/{index}") == "RoCE v2"]
-    return next((index for index, gid in second if gid.startswith(_MAPPED)), None)
-
-
-def _memlock(root: Path) -> int | None:
-    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(root / "proc/self/status"), re.M)
-    if effective and int(effective[1], 16) & _MAY_LOCK:
-        return None
-    limit = re.search(r"^Max locked memory\s+(\d+)", _read(root / "proc/self/limits"), re.M)
-    return int(limit[1]) if limit else None
+    known = sorted(int(gid.name) for gid in place.glob("gids/*") if _read(gid).startswith(_MAPPED))
+    return next((index for index in known if _read(place / f"gid_attrs/types/{index}") == "RoCE v2"), None)
 
 
 def _read(path: Path) -> str:
@@ -82,16 +72,17 @@ def _read(path: Path) -> str:
 def hca_problems(
     nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[Literal["breaks", "slows", "note"], str, str]]:
-    """Yields how severe a problem is, what is wrong and the fix, for nodes with GPUs.
+    """Yields how severe a problem of a node with GPUs is, what is wrong, and the fix.
 
     Args:
         nodes: With `hcas` in `infiniband`.
         links: As measured, each with the interface of the node that it is from.
     """
-    every = [port for node in nodes for port in node.get("infiniband", {}).get("ports", ())]
+    nodes = [node for node in nodes if node.get("infiniband", {}).get("ports")]
+    every = [port for node in nodes for port in node["infiniband"]["ports"]]
     active = {(port["name"], port["port"]) for port in every if port["state"] == "ACTIVE"}
     for node in nodes:
-        ip, ports = node["ip"], node.get("infiniband", {}).get("ports", ())
+        ip, ports, memlock = node["ip"], node["infiniband"]["ports"], node["infiniband"]["memlock"]
         taken = [port for port in ports if port["taken"]]
         for port in (port for port in ports if port["state"] != "ACTIVE"):
             elsewhere = (port["name"], port["port"]) in active
@@ -99,8 +90,7 @@ def hca_problems(
             fault += "; on other nodes it is ACTIVE" if elsewhere else "" if taken else ", over plain TCP"
             fix = "check cable, switch port and subnet manager (`ibstat`, `ip link`)"
             yield "slows" if elsewhere or not taken else "note", fault, fix
-        memlock = node["infiniband"]["memlock"] if taken else None
-        if memlock is not None and memlock < _ENOUGH:
+        if taken and memlock is not None and memlock < _ENOUGH:
             fault = f"Ray's processes on {ip} may lock {memlock >> 10:,} KiB of memory; NCCL registers more with an HCA"
             fix = "start Ray there after `ulimit -l unlimited` (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK)"
             yield "breaks", fault, fix
@@ -119,5 +109,4 @@ def hca_problems(
 
 
 def _hca(port: dict[str, Any]) -> str:
-    interface = f" ({port['interface']})" if port["interface"] else ""
-    return f"{port['name']}:{port['port']}{interface}"
+    return f"{port['name']}:{port['port']}" + (f" ({port['interface']})" if port["interface"] else "")

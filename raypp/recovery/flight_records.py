@@ -1,13 +1,14 @@
 """Says from torch's flight recorders in which communicator ranks stand, and who has started what.
 
-A record is the JSON of a rank: its latest operations, each with its group, its number there, and
-`scheduled` (queued by the host), `started` (by the device) or `completed`.
+A record is JSON: a rank's latest operations, each with its group, its number there, and whether it
+is `scheduled` (queued by the host), `started` (by the device) or `completed`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -31,36 +32,34 @@ def stuck_collectives(records: Mapping[int, str], labels: Mapping[int, str]) -> 
     """
     if not any(records.values()):
         return [WITHOUT if records else "no rank gave its flight record"]
-    documents = {rank: _document(record) for rank, record in records.items() if record}
     found: dict[tuple[str, str], dict[int, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
+    members: dict[str, set[int]] = defaultdict(set)  # gloo's recorder does not know them
     messages = []
-    for rank, document in documents.items():
+    for rank, document in ((rank, _document(record)) for rank, record in records.items()):
+        for name, group in document.get("pg_config", {}).items():
+            members[name].update(int(number) for number in re.findall(r"\d+", str(group.get("ranks"))))
         for entry in document.get("entries", []):
             name, description = (str(word) for word in entry.get("process_group", ("?", "")))
             if not entry.get("is_p2p"):
-                found[name, description][rank][int(entry.get("collective_seq_id", 0))] = entry
-            elif _state(entry) != "completed":
-                state = _state(entry).replace("scheduled", "only queued")
+                found[name, description or "unnamed"][rank][int(entry.get("collective_seq_id", 0))] = entry
+            elif (state := _state(entry)) != "completed":
+                state = state.replace("scheduled", "only queued")
                 messages.append(f"{labels[rank]}: {entry.get('profiling_name')} in {description or name}, {state}")
-    described = [_line(group, ranks, _members(group[0], documents), labels) for group, ranks in found.items()]
-    lines = [line for line in described if line]
-    lines += dict.fromkeys(messages)
+    described = [_line(group, ranks, members[group[0]], labels) for group, ranks in found.items()]
+    lines = [*filter(None, described), *dict.fromkeys(messages)]
     silent = [labels[rank] for rank in labels if not records.get(rank)]
     lines += [f"no flight record of {', '.join(silent[:_SHOWN])}"] if silent else []
     return lines[: 4 * _SHOWN] or ["by their flight records the ranks have no operation that is not completed"]
 
 
 def _line(
-    group: tuple[str, str],
-    ranks: Mapping[int, Mapping[int, Mapping[str, Any]]],
-    members: set[int],
-    labels: Mapping[int, str],
+    group: tuple[str, str], ranks: Mapping[int, Mapping[int, Any]], members: set[int], labels: Mapping[int, str]
 ) -> str:
     """Describes the first operation of a communicator that a rank has not completed; "" if none."""
-    open_ones = [number for own in ranks.values() for number, entry in own.items() if _state(entry) != "completed"]
-    if not open_ones:
+    waiting = [number for own in ranks.values() for number, entry in own.items() if _state(entry) != "completed"]
+    if not waiting:
         return ""
-    first, states = min(open_ones), defaultdict(list)
+    first, states = min(waiting), defaultdict(list)
     for rank in sorted(members | ranks.keys()):
         own = ranks.get(rank, {})
         # The recorder keeps the latest operations: an older one that is missing is completed.
@@ -68,22 +67,14 @@ def _line(
         states[state].append(labels.get(rank, f"rank {rank}"))
     name = next(own[first].get("profiling_name") for own in ranks.values() if first in own)
     parts = [f"{words} {', '.join(states[state][:_SHOWN])}" for state, words in _WORDS.items() if states[state]]
-    return f"{name} {first} of communicator {group[1] or 'unnamed'} (group {group[0]}): {'; '.join(parts)}"
-
-
-def _members(name: str, documents: Mapping[int, Mapping[str, Any]]) -> set[int]:
-    """Returns the ranks of a group, as far as a recorder knows them: gloo's does not."""
-    texts = [document.get("pg_config", {}).get(name, {}).get("ranks", "") for document in documents.values()]
-    return {
-        int(rank) for text in texts for rank in str(text).strip("[] ").replace(" ", "").split(",") if rank.isdecimal()
-    }
+    return f"{name} {first} of communicator {group[1]} (group {group[0]}): {'; '.join(parts)}"
 
 
 def _state(entry: Mapping[str, Any]) -> str:
     if entry.get("retired"):
         return "completed"
-    state = str(entry.get("state", ""))
-    return "started" if str(entry.get("profiling_name")).startswith("gloo:") else state  # gloo queues nothing
+    begun = str(entry.get("profiling_name")).startswith("gloo:")  # gloo queues nothing
+    return "started" if begun else str(entry.get("state", ""))
 
 
 def _document(record: str) -> dict[str, Any]:
