@@ -92,6 +92,9 @@ def doctor_command(
         url = str(expand_home(url).absolute())
     examined = without_secrets(job_document(checked)) if checked else None
     here = cluster.embedded is not None
+    if hour and not (url or here):
+        fix = "give s3://…, or a directory that all nodes share"
+        raise JobError(Problem("--store", "the runs of --first-hour need a store that all nodes reach", fix))
     seconds = max(0.05, min(seconds, 60.0))
     options = ProbeOptions(url, examined, seconds, hour or not no_devices, hour or nccl, share_environment=here)
     start = time.monotonic()
@@ -99,7 +102,7 @@ def doctor_command(
     results = findings(report)
     if hour:
         assert out is not None
-        cards = cards_of(report, nodes, store_url or "")
+        cards = cards_of(report, nodes, url)
         write_file(Path("links.json"), (json.dumps(links_document(report), indent=2) + "\n").encode())
         passed = first_hour(report, results, time.monotonic() - start, cluster, cards, out)
         raise SystemExit(EXIT_OK if passed else EXIT_RUN_FAILED)

@@ -111,3 +111,20 @@ def test_out_is_written_without_dev_shm_too(cluster: Examined, tmp_path: Path) -
     assert run(["doctor", "--address", cluster.url, "--out", "links.json"]) == 0
     memory = json.loads((tmp_path / "links.json").read_text())["memory"]
     assert memory == {"10.0.0.1": 4 << 30, "10.0.0.2": 8 << 30}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--first-hour",), "--store: the runs of --first-hour need a store"),
+        (("--first-hour", "--json"), "--first-hour: it does not take --json"),
+        (("job.yaml", "--first-hour"), "--first-hour: it does not take JOB"),
+        (("--nodes", "10.0.0.1"), "--nodes: it limits --first-hour only"),
+    ],
+)
+def test_what_the_first_hour_cannot_use_is_refused_before_anything_is_measured(
+    cluster: Examined, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert run(["doctor", *words, "--address", cluster.url]) == 2
+    assert said in capsys.readouterr().err
+    assert cluster.jobs == []
