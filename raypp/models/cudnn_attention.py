@@ -17,6 +17,7 @@ from torch import Tensor, autograd
 from raypp.errors import RayppError
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
+from raypp.models.recomputed import attention
 from raypp.spec.attention_rule import AttentionRule
 from raypp.torch_private import cudnn_attention_backward, cudnn_attention_forward
 
@@ -32,7 +33,8 @@ def _attend(
     cu_N = torch.cat((documents.cu_seqlens, empty))
     bound = min(1 << (longest - 1).bit_length(), len(q_SHD))
     keys, values = (_per_query_head(x, q_SHD.shape[1]) for x in (k_SKD, v_SKD))
-    out: Tensor = _Cudnn.apply(q_SHD, keys, values, cu_N, bound, rule.scale)  # type: ignore[no-untyped-call]
+    apply: Any = _Cudnn.apply
+    out: Tensor = attention(lambda q, k, v: apply(q, k, v, cu_N, bound, rule.scale), q_SHD, keys, values)
     return out
 
 

@@ -175,7 +175,7 @@ class _Forward:
         tensors = iter(() if self.node is None else self.node.saved_tensors)
         pairs = zip(self.arguments, self.trained, strict=True)
         held = ((next(tensors, None) if one is None else one, trained) for one, trained in pairs)
-        return [one.detach().requires_grad_() if trained else one for one, trained in held]
+        return [cast(Tensor, one).detach().requires_grad_() if trained else one for one, trained in held]
 
 
 class _AllThere(Exception):
@@ -224,8 +224,9 @@ class _Again:
         if results is None:
             with torch.no_grad():
                 computed = compute(*inputs)
-            results = computed if isinstance(computed, tuple) else [computed]
+            results = list(computed) if isinstance(computed, tuple) else [computed]
         self._first.kept[number] = None, trained  # free, unless it is saved again
+        assert results is not None
         several = tuple(one.detach().requires_grad_(trains) for one, trains in zip(results, trained, strict=True))
         return several if len(several) > 1 else several[0]
 

@@ -79,7 +79,12 @@ _DEQUANTISE_BYTES = {"nf4": 4.6, "int8": 4.5}
 _UPDATE_BYTES = {"fp32": 60.0, "8bit": 96.0}
 """The same for gradient norm, scaling and an update (7.3 and 17.4 ps measured) of each value."""
 _LAUNCH_S = 5e-6
-"""Seconds of the host to launch a kernel: a GPU computes no faster than the host launches."""
+"""Seconds of the host to launch a kernel of a compiled block: a GPU computes no faster."""
+_EAGER_S = 9.5e-6
+"""The same where a block is not compiled, with Python and autograd around it: half of what a slow
+core takes (benchmarks/block_host), whatever is recomputed."""
+_WATCHED_S = 2 * _EAGER_S
+"""The same if torch's selective checkpointing watches every operator, as in an own model."""
 _HOST_WAIT_S = 3e-5
 """Seconds that a GPU stands still when the host reads a value: experts spread over ranks."""
 _STEP_S = 0.01
@@ -243,7 +248,8 @@ def computed_costs(job: Job, device: Device) -> Costs:
         whole, layer = forward + backward, Part(forward + unpacked, backward + (1 + again) * unpacked)
         layer = _no_faster_than_launched(job, device, layer, again)
         optimizer = _UPDATE_BYTES[job.train.optimizer.state] / (device.bandwidth * 1e12)
-        words += f" ({device.attention:.0%} in attention), {device.bandwidth:g} TB/s, 5 µs to launch a kernel"
+        launch = f"{1e6 * _launch_seconds(job):g} µs to launch a kernel"
+        words += f" ({device.attention:.0%} in attention), {device.bandwidth:g} TB/s, {launch}"
     first, last = end_weights(job)
     return Costs(
         layer=layer,
@@ -258,12 +264,45 @@ def computed_costs(job: Job, device: Device) -> Costs:
     )
 
 
+def against_compiling(job: Job, splits: bool) -> str:
+    """Returns why `train.compile: auto` does not compile blocks, as far as the job tells, or "".
+
+    `splits`: whether its program splits backwards.
+    """
+    against = {
+        f"{schedule_of(job)} splits backwards": splits,
+        "train.sample decodes with the same blocks": job.train.sample is not None,
+        "the model is your own": ":" in job.model.kind,
+    }
+    return ", ".join(reason for reason, holds in against.items() if holds)
+
+
 def _compiled(job: Job) -> bool:
-    """Whether blocks of a job on a GPU are compiled, as far as the job tells (`train.assemble`)."""
+    """Whether blocks of a job on a GPU are compiled, as far as the job tells (`decide`)."""
     name, asked = schedule_of(job), job.train.compile
     splits = name in SCHEDULES and SCHEDULES.get(name).splits_backward
-    against = splits or job.train.sample is not None or ":" in job.model.kind
-    return asked is True or (asked == "auto" and not against)
+    return asked is True or (asked == "auto" and not against_compiling(job, splits))
+
+
+def _launch_seconds(job: Job) -> float:
+    """Returns the seconds of the host for a kernel of a block."""
+    watched = ":" in job.model.kind and job.train.activation_checkpointing == "selective"
+    return _LAUNCH_S if _compiled(job) else _WATCHED_S if watched else _EAGER_S
+
+
+def host_remark(job: Job, device: Device, splits: bool) -> str:
+    """Returns what blocks that are not compiled take a GPU's host; "" if they are, or on a CPU."""
+    if device.kind == "cpu" or _compiled(job):
+        return ""
+    again = recompute_factor(job) > backward_factor(job)
+    layer, least = (computed_costs(job, device).layer, _no_faster_than_launched(job, device, Part(0.0, 0.0), again))
+    waits = layer.forward <= least.forward or layer.backward <= least.backward
+    hint = ": the GPU waits for it, unless a microbatch has more tokens (train.micro_batch_size)" if waits else ""
+    return (
+        f"blocks are not compiled ({against_compiling(job, splits) or 'train.compile'}): of "
+        f"{1e3 * (layer.forward + layer.backward):.1f} ms per layer and microbatch the host needs "
+        f"{1e3 * (least.forward + least.backward):.1f} ms{hint}"
+    )
 
 
 def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool) -> Part:
@@ -275,7 +314,8 @@ def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool)
         forward, backward = forward + each, backward + 2 * each
         if job.mesh.ep > 1 or not device.groups:  # the host reads row counts, then launches to an idle device
             wait = _HOST_WAIT_S + _EXPERT_KERNELS * _LAUNCH_S
-    least = forward * _LAUNCH_S, (backward + again * forward) * _LAUNCH_S
+    each_s = _launch_seconds(job)
+    least = forward * each_s, (backward + again * forward) * each_s
     return Part(max(layer.forward, least[0]) + wait, max(layer.backward, least[1]) + again * wait)
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from raypp.planning.activations import stage_activation_bytes
+from raypp.planning.costs import against_compiling
 from raypp.planning.decision import Decision, Facts, ResolvedPipeline
 from raypp.planning.host_memory import offloaded_by_ranks
 from raypp.planning.memory import memories
@@ -63,13 +64,11 @@ def _with_compile(job: Job, pipeline: ResolvedPipeline, facts: Facts) -> tuple[J
     """Decides `train.compile: auto`, and says why."""
     if job.train.compile != "auto":
         return job, {}
-    against = {
-        "there is no C compiler": not facts.compiler,
-        f"{pipeline.schedule} splits backwards": splits_backward(pipeline.program),
-        "train.sample decodes with the same blocks": job.train.sample is not None,
-        "the model is your own": ":" in job.model.kind,
-    }
-    why = ", ".join(reason for reason, holds in against.items() if holds)
+    reasons = (
+        "" if facts.compiler else "there is no C compiler",
+        against_compiling(job, splits_backward(pipeline.program)),
+    )
+    why = ", ".join(filter(None, reasons))
     words = f"blocks are not compiled: {why}" if why else "blocks are compiled"
     train = job.train.model_copy(update={"compile": not why})
     return job.model_copy(update={"train": train}), {"train.compile": words}

@@ -13,7 +13,7 @@ from pydantic_core import to_jsonable_python
 
 from raypp.errors import JobError, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
-from raypp.planning.costs import DEVICES, Costs, Device, computed_costs
+from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, host_remark
 from raypp.planning.decision import RankMemory, ResolvedPipeline
 from raypp.planning.flops import flops_per_token
 from raypp.planning.forecast import Forecast, forecast
@@ -316,6 +316,7 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
         reduction,
         sizes_remark(job.model),
         _backwards_remark(pipeline),
+        host_remark(job, grounds.devices_for(job)[-1], splits_backward(pipeline.program)),
         offload_in_words(job, kind == "cpu"),
     )
     if problems := offload_problems(job, machines.free_memory, kind):

@@ -50,10 +50,9 @@ def with_whole_backwards(program: Program) -> Program:
 
     The other actions keep their order, so gradients are sent as early as before.
 
-    A compiled block needs it: its backward is one node, which torch's split runs twice, on a graph
-    whose saved tensors the first run has reused. Linear layers outside the compiled parts would
-    have weight gradients for W again, but no fusions around their products; worth measuring on a
-    GPU.
+    For compiled blocks: their backward is one graph, which computes the gradients of weights, too.
+    Products outside the compiled parts would have weight gradients for W again, but no fusions
+    around them; worth measuring on a GPU.
     """
     return {
         rank: [Action(a.stage, "B", a.microbatch) if a.kind == "I" else a for a in actions if a.kind != "W"]
