@@ -244,6 +244,10 @@ def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bo
     if errors_sV.dtype == total_VC.dtype:
         total_VC.addmm_(errors_sV.t(), x_sC, beta=0 if first else 1)
         return
+    if _adds_to_wide_sums(errors_sV.device, errors_sV.dtype):
+        add: Any = torch.addmm
+        add(total_VC, errors_sV.t(), x_sC, beta=0 if first else 1, out_dtype=total_VC.dtype, out=total_VC)
+        return
     # Some rows at a time: the product in half precision would be half as large as the sum.
     parts = torch.split(total_VC, _VOCABULARY_ROWS), torch.split(errors_sV, _VOCABULARY_ROWS, dim=1)
     for rows_vC, errors_sv in zip(*parts, strict=True):
@@ -252,6 +256,24 @@ def _add_product(total_VC: Tensor, errors_sV: Tensor, x_sC: Tensor, *, first: bo
             rows_vC.copy_(product_vC)
         else:
             rows_vC.add_(product_vC)
+
+
+@cache
+def _adds_to_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether one kernel multiplies in half precision and adds to a sum in fp32: tried once.
+
+    Only CUDA has it, and its product is not rounded before it is added. Bits on CPUs do not depend
+    on it.
+    """
+    if device.type != "cuda":
+        return False
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
+    add: Any = torch.addmm
+    try:
+        add(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _sizes(x: Tensor, weight_VC: Tensor) -> list[int]:

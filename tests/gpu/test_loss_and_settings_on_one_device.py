@@ -12,6 +12,7 @@ from harness import run_ranks
 from ranks import DEVICE
 from training import document
 
+from raypp.models import loss
 from raypp.models.loss import IGNORED, Targets, in_chunks, loss_sum_in_chunks, token_loss_sum
 from raypp.planning import loss_memory
 from raypp.planning.decide import decide
@@ -66,3 +67,15 @@ def settings(rank: int, world: int, port: int, train: dict[str, Any]) -> tuple[s
 @pytest.mark.parametrize(("train", "precision"), [({}, "high"), ({"tf32": False}, "highest")], ids=str)
 def test_a_rank_on_cuda_uses_expandable_segments_and_tf32(train: dict[str, Any], precision: str) -> None:
     assert run_ranks(1, settings, train) == [(precision, {True})]
+
+
+@pytest.mark.gpu
+def test_a_gradient_of_the_projection_is_summed_by_the_products_kernel() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert loss._adds_to_wide_sums(device, torch.bfloat16), "this torch or card does not: the sum is rounded twice"
+    errors, x = (torch.randn(256, width, device=device).bfloat16() for width in (512, WIDTH))
+    total = torch.full((512, WIDTH), 7.0, device=device)
+    for first in (True, False):
+        loss._add_product(total, errors, x, first=first)
+    wanted = 2 * errors.double().t() @ x.double()
+    assert (total.double() - wanted).norm() <= 1e-5 * wanted.norm()
