@@ -144,6 +144,7 @@ class NodeFacts:
     Attributes:
         site: The Ray label `site` of its node, "" if it has none.
         compiler: Whether there is a C compiler.
+        network_gbps: Gbit/s of one connection to another node; 0 if unknown.
     """
 
     node_id: str
@@ -154,6 +155,7 @@ class NodeFacts:
     device_index: int = 0
     site: str = ""
     compiler: bool = True
+    network_gbps: float = 0.0
 
 
 @dataclass(frozen=True)

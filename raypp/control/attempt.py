@@ -59,7 +59,8 @@ class Attempt:
     Args:
         number: As claimed in the store.
         job: With the mesh of this attempt.
-        decide: Returns what is decided for it, given whether all its nodes have a C compiler.
+        decide: Returns what is decided for it, given whether all its nodes have a C compiler,
+            and the rate of the slowest network; 0 if unknown.
         on_unwritten: Called with the reports that an ended rank could not send itself.
     """
 
@@ -68,7 +69,7 @@ class Attempt:
     workers: WorkerGroup
     placement: Placement
     on_unwritten: Callable[[ReportBatch], None]
-    decide: Callable[[bool], Decision]
+    decide: Callable[[bool, float], Decision]
     decision: Decision | None = None
     phase: AttemptPhase = AttemptPhase.PLACING
     ranks: list[Rank] = field(default_factory=list)
@@ -240,7 +241,9 @@ class Attempt:
     def _give_seats(self) -> None:
         """Decides for the nodes, and gives every process its seat, now that all have said where
         they run."""
-        self.decision = self.decide(all(rank.info is None or rank.info.facts.compiler for rank in self.ranks))
+        facts = [rank.info.facts for rank in self.ranks if rank.info is not None]
+        rates = [one.network_gbps for one in facts if one.network_gbps]
+        self.decision = self.decide(all(one.compiler for one in facts), min(rates, default=0.0))
         document = self.decision.document()
         seats = seats_for(self.workers.request.run, self.number, self.mesh, self.ranks, self.workers.device)
         for rank, seat in zip(self.ranks, seats, strict=True):

@@ -368,8 +368,9 @@ class Leader:
         decide = partial(self._decide, job, number)
         return Attempt(job, number, self._workers, self._placement, self.reports.add, decide)
 
-    def _decide(self, job: Job, number: int, compiler: bool) -> Decision:
-        return self._ask_store(lambda: self._decisions.make(job, number, compiler=compiler))
+    def _decide(self, job: Job, number: int, compiler: bool, network_gbps: float) -> Decision:
+        make = partial(self._decisions.make, job, number, compiler=compiler, network_gbps=network_gbps)
+        return self._ask_store(make)
 
     # The end --------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from raypp.environment import NCCL_OF_TORCH, c_compiler
 from raypp.errors import Problem, ResourcesError
 from raypp.ports import free_port
 from raypp.records import NodeFacts, Seat
-from raypp.train.network import interface_with
+from raypp.train.network import interface_with, network_gbps
 
 log = logging.getLogger("raypp")
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -95,15 +95,16 @@ def worker_info() -> WorkerInfo:
     """Returns where this actor's process runs, and a port of its node that is free now."""
     context = ray.get_runtime_context()
     ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-    devices = context.get_accelerator_ids().get("GPU", [])
+    devices, interface = context.get_accelerator_ids().get("GPU", []), interface_with(ip)
     facts = NodeFacts(
         node_id=context.get_node_id(),
         ip=ip,
         hostname=socket.gethostname(),
         pid=os.getpid(),
-        interface=interface_with(ip).name,
+        interface=interface.name,
         device_index=device_position(str(devices[0]), os.environ.get(_VARIABLE)) if devices else 0,
         compiler=c_compiler() is not None,
+        network_gbps=network_gbps(interface.mbps),
     )
     return WorkerInfo(facts, free_port(ip), process_evidence.log_path(), process_evidence.oom_kills())
 

@@ -109,18 +109,19 @@ class Decisions:
         self._store, self.facts = store, facts
         self._made: dict[tuple[Shape, Facts], Decision] = {}
 
-    def make(self, job: Job, attempt: int, *, compiler: bool) -> Decision:
+    def make(self, job: Job, attempt: int, *, compiler: bool, network_gbps: float = 0.0) -> Decision:
         """Decides for an attempt, and writes it to the store, from which another controller reads
         it.
 
         Args:
             job: On the attempt's mesh.
             compiler: Whether all its nodes have a C compiler.
+            network_gbps: Of the slowest node; 0 if unknown.
 
         Raises:
             StoreError: The store does not answer.
         """
-        facts = replace(self.facts, compiler=compiler)
+        facts = replace(self.facts, compiler=compiler, network_gbps=network_gbps)
         key = shape_of(job), facts
         if key not in self._made:
             self._made[key] = decide(job, facts)

@@ -33,7 +33,7 @@ from raypp.records import Coordinates
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")
 
 
-def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str) -> DeviceMesh | None:
+def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str, options: Any = None) -> DeviceMesh | None:
     """Builds the expert mesh: the same ranks, with fsdp · cp viewed as expert_shard · ep.
 
     The order of the ranks stays the same. Collective over the world.
@@ -42,6 +42,7 @@ def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str) -> DeviceMes
         sizes: The shape of the job's mesh.
         ep: mesh.ep; divides fsdp · cp.
         device_type: cpu or cuda.
+        options: NCCL's, of the groups over which FSDP shards experts.
 
     Returns:
         The mesh with the axes of `EXPERT_AXES`. None if ep is 1: experts are then ordinary weights.
@@ -49,7 +50,8 @@ def make_expert_mesh(sizes: Coordinates, ep: int, device_type: str) -> DeviceMes
     if ep == 1:
         return None
     shape = (sizes.pp, sizes.dp_replicate, sizes.shards // ep, ep)
-    return init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)
+    override: dict[int | str, Any] | None = None if options is None else {"expert_shard": options}
+    return init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES, backend_override=override)
 
 
 def moe_blocks(module: nn.Module) -> list[MixtureOfExperts]:

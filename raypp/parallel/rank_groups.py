@@ -20,10 +20,6 @@ from raypp.parallel.ring import Ring
 from raypp.records import AXES, Coordinates
 from raypp.torch_private import backends_on
 
-_PIPELINE_CTAS = 4
-"""Thread blocks of one message between stages. A posted receive holds that many of the GPU's
-processors until its message arrives. NCCL's default is up to 32 on NVLink; 4 are expected to carry
-more than a 400 Gbit/s network (not measured)."""
 FSDP_CP = "fsdp_cp"
 """The axis that replaces fsdp and cp in the mesh of the weights when cp is more than 1."""
 
@@ -90,7 +86,7 @@ class RankGroups:
         return RingShare(Ring(self.coordinates.cp, up.size(), up, down))
 
 
-def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: bool = False) -> RankGroups:
+def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: bool = False, ctas: int = 4) -> RankGroups:
     """Builds the meshes and the process groups. Collective over the world.
 
     Args:
@@ -98,10 +94,17 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         device_type: cpu or cuda.
         ep: mesh.ep.
         apart: Whether replicas train apart.
+        ctas: Thread blocks of a message between stages (`planning.thread_blocks`).
     """
     shape = sizes.as_dict()
-    override: dict[int | str, Any] | None = {"pp": few_ctas()} if device_type == "cuda" else None
-    mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=override)
+    cuda = device_type == "cuda"
+    # Where one group of FSDP is the world, it is made with it (`train.process_group`).
+    shared: dict[int | str, Any] = {FSDP_CP if sizes.cp > 1 else "fsdp": urgent()} if cuda and _splits(sizes) else {}
+    override: dict[int | str, Any] = {"pp": urgent(ctas)} if cuda else {}
+    override |= shared if sizes.cp == 1 else {}
+    mesh = init_device_mesh(
+        device_type, tuple(shape.values()), mesh_dim_names=tuple(shape), backend_override=override or None
+    )
     place = mesh.get_coordinate()
     if place is None:
         raise RuntimeError(f"rank {dist.get_rank()} is outside a mesh of {shape}")
@@ -111,27 +114,45 @@ def make_groups(sizes: Coordinates, device_type: str, ep: int = 1, *, apart: boo
         for axis in AXES:
             name = FSDP_CP if axis.shards else axis.name
             merged[name] = merged.get(name, 1) * shape[axis.name]
-        ranks = torch.arange(dist.get_world_size()).view(*merged.values())
-        weights = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(merged))
+        weights = init_device_mesh(
+            device_type, tuple(merged.values()), mesh_dim_names=tuple(merged), backend_override=shared or None
+        )
         context = mesh["cp"].get_group(), _own_group(Mesh(sizes).groups("cp"), "cp_down")
     others = [axis.name for axis in AXES if axis.name != "dp_replicate"]
     return RankGroups(
         mesh=mesh,
         forward=mesh["pp"].get_group(),
-        backward=_own_group(Mesh(sizes).groups("pp"), "pp_backward", few_ctas() if device_type == "cuda" else None),
+        backward=_own_group(Mesh(sizes).groups("pp"), "pp_backward", urgent(ctas) if cuda else None),
         coordinates=Coordinates(*place),
         weights=weights,
         context=context,
-        experts=make_expert_mesh(sizes, ep, device_type),
+        experts=make_expert_mesh(sizes, ep, device_type, urgent() if cuda else None),
         replica=_own_group(Mesh(sizes).groups(others), "replica") if apart else None,
         outer=_own_group(Mesh(sizes).groups("dp_replicate"), "outer") if apart else None,
     )
 
 
-def few_ctas(most: int = _PIPELINE_CTAS) -> Any:
-    """Returns NCCL's options for a group of few thread blocks: by default, the pipeline's."""
+def _splits(sizes: Coordinates) -> bool:
+    """Whether some ranks share weights, and others have others."""
+    return 1 < sizes.shards < sizes.world
+
+
+def few_ctas(most: int) -> Any:
+    """Returns NCCL's options for a group of few thread blocks."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = most
+    return options
+
+
+def urgent(most: int | None = None) -> Any:
+    """Returns NCCL's options for a group whose thread blocks do not queue behind those of a product
+    that is under way.
+
+    Args:
+        most: Thread blocks of one operation; None: as NCCL chooses.
+    """
+    options = dist.ProcessGroupNCCL.Options() if most is None else few_ctas(most)
+    options.is_high_priority_stream = True
     return options
 
 

@@ -139,11 +139,15 @@ class PlannedStage(ChunkStage):
         (gradient,) = self.bwd_cache.pop(microbatch)
         return self._send(gradient, microbatch, self.stage_index - 1, self.gradients, "gradients")
 
-    def receive(self, kind: MessageKind, microbatch: int) -> dist.Work:
+    def receive(self, kind: MessageKind, microbatch: int, after: Any = None) -> dist.Work:
         """Posts the receive of a microbatch's activations or gradients, as the wire format sends
-        them."""
+        them.
+
+        Args:
+            after: An event that the device reaches before the receive begins; None: at once.
+        """
         received, form, source, _ = self._incoming(kind)
-        with posting_receives(self.device):
+        with posting_receives(self.device, after):
             received[microbatch] = self._buffer(form, microbatch)
             return self._receive(received[microbatch], source)
 
@@ -271,7 +275,7 @@ def _stream(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device)
 
 
-def posting_receives(device: torch.device) -> AbstractContextManager[object]:
+def posting_receives(device: torch.device, after: Any = None) -> AbstractContextManager[object]:
     """Returns the context in which to allocate the buffers of receives and to post them.
 
     When a receive is posted, NCCL's stream first waits for the current stream. Posted under the
@@ -280,8 +284,18 @@ def posting_receives(device: torch.device) -> AbstractContextManager[object]:
     ever runs. The buffer must be allocated under it, too: memory that the compute stream has freed
     may still be read by kernels in its queue, for which such a receive does not wait. Nothing of
     this happens on a CPU.
+
+    Args:
+        device: The device that computes.
+        after: An event, which the stream waits for first. The host runs ahead, so without one a
+            receive would wait for its message, and hold processors, up to a whole step.
     """
-    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).stream(_stream(device))
+    if device.type == "cpu":
+        return nullcontext()
+    stream = _stream(device)
+    if after is not None:
+        stream.wait_event(after)
+    return torch.get_device_module(device).stream(stream)  # type: ignore[no-any-return]
 
 
 def computes_on(buffer: Tensor) -> Tensor:

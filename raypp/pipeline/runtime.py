@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -152,7 +153,8 @@ class ProgramRuntime:
         self.clock: ActionClock | None = None
         self.trace: ActionTrace | None = None
         self.rank_of_stage = list(rank_of_stage)
-        self.posting = posting_on(stages[0].device.type)
+        self._device = stages[0].device
+        self.posting = posting_on(self._device.type)
         self.load(program)
         self._reducing: list[PlannedStage] = []
         self._held: list[PlannedStage] = []
@@ -240,6 +242,7 @@ class ProgramRuntime:
         self._held.clear()
         self._aside.clear()
         self._all_sent = False
+        self._begun = self._instant()
         modules = [stage.submod for stage in self.planned.values()]
         with computing(modules):
             if self._has_backward:
@@ -255,6 +258,8 @@ class ProgramRuntime:
             if self.mark is not None:
                 self.mark(name)
             microbatch = -1 if action.microbatch_index is None else action.microbatch_index
+            if action.computation_type in _COMPUTES:
+                self._begun = self._instant()
             do[action.computation_type](self.planned[action.stage_index], microbatch)
             for message in self._arrivals.get(action, ()):
                 self._sends.pop(message).wait()
@@ -272,6 +277,12 @@ class ProgramRuntime:
         if not self._has_backward:
             for stage in self.planned.values():
                 self._reshard(stage, -1)
+
+    def _instant(self) -> Any:
+        """Returns an event of the device after all that is queued so far; None on a CPU."""
+        if self._device.type == "cpu":
+            return None
+        return torch.get_device_module(self._device).current_stream().record_event()
 
     def _start_held_sums(self) -> None:
         """Starts the sums that waited for the rank's last message (`pipeline.wire`)."""
@@ -400,7 +411,7 @@ class ProgramRuntime:
 
     def _receive(self, kind: MessageKind, stage: PlannedStage, microbatch: int) -> None:
         source = stage.stage_index + (-1 if kind == "F" else 1)
-        self._receives[Message(kind, source, microbatch)] = stage.receive(kind, microbatch)
+        self._receives[Message(kind, source, microbatch)] = stage.receive(kind, microbatch, self._begun)
 
     # Weights.
 

@@ -13,6 +13,7 @@ from raypp.planning.host_memory import offloaded_by_ranks
 from raypp.planning.memory import memories
 from raypp.planning.reduction import reduction_on
 from raypp.planning.resolve import resolve_pipeline
+from raypp.planning.thread_blocks import pipeline_ctas
 from raypp.schedules.action import splits_backward
 from raypp.schedules.simulate import StageTimes
 from raypp.spec.job import Job
@@ -45,6 +46,7 @@ def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
     job = settle(job, facts)
     job, remarks = _with_compile(job, resolve_pipeline(job), facts)
     pipeline, kind = resolve_pipeline(job), facts.device
+    ctas, ctas_words = pipeline_ctas(job, facts)
     simulator = pipeline.simulator()
     stages = range(pipeline.num_stages)
     return Decision(
@@ -56,6 +58,8 @@ def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
         activation_bytes=tuple(stage_activation_bytes(job, stage, pipeline.cut, kind) for stage in stages),
         depth_bytes=_depth_bytes(job, pipeline, facts),
         offloaded=tuple(offloaded_by_ranks(job, pipeline)) if kind == "cuda" else (),
+        ctas=ctas,
+        ctas_words=ctas_words,
         remarks=remarks,
     )
 

@@ -29,7 +29,7 @@ from raypp.schedules.simulate import Simulator
 from raypp.spec.job import Job
 from raypp.spec.precision import DtypeName
 
-VERSION = 1
+VERSION = 2
 """Goes up when an older raypp would misunderstand what is written."""
 CERTAIN = 0.9
 """A job is refused only if this share of its planned memory is more than a device has."""
@@ -206,6 +206,7 @@ class Facts:
         memory: Bytes of the smallest of them; 0 if unknown.
         bf16: Whether they have bf16.
         compiler: Whether every node has a C compiler.
+        network_gbps: Gbit/s of one connection to another node, of the slowest; 0 if unknown.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -214,6 +215,7 @@ class Facts:
     memory: int = 0
     bf16: bool = True
     compiler: bool = True
+    network_gbps: float = 0.0
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Facts:
@@ -236,6 +238,8 @@ class Decision:
         depth_bytes: Planned memory of the rank that needs most, by depth of the warm-up, from 0;
             empty where the depth is not chosen by measurement.
         offloaded: Bytes that every pipeline rank keeps in host memory instead of on its device.
+        ctas: Thread blocks of NCCL (CTAs) of a message between stages.
+        ctas_words: Why; "" without messages on GPUs.
         remarks: What was decided for `auto`, in words, by key.
     """
 
@@ -247,6 +251,8 @@ class Decision:
     activation_bytes: tuple[int, ...]
     depth_bytes: tuple[int, ...]
     offloaded: tuple[int, ...]
+    ctas: int
+    ctas_words: str
     remarks: dict[str, str]
 
     @property

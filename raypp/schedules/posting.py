@@ -21,7 +21,9 @@ each other. Fewer waits only let an item begin earlier, and the same induction h
 lazy loading of kernels, the allocator's retry, registration of host memory, streams that share a
 hardware queue, a communicator that is connected at its first message, and several channels that
 share one communicator. Collectives of FSDP, context and expert parallelism, at the same place in
-the lines of all their ranks, are events of the sequence, too.
+the lines of all their ranks, are events of the sequence, too. So does the wait of a GPU's receives
+(`pipeline.planned_stage.posting_receives`): each begins once its rank has done all actions before
+the one that it follows in the line. Until then it would only hold processors.
 
 *There are no others.* If lines complete with all these waits, take the order in which actions ran
 and transfers ended. A rank does nothing between an action and the end of its message, so the action

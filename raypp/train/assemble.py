@@ -117,7 +117,10 @@ def assemble(
             store = stack.enter_context(joined(seat, hang_timeout_s, rendezvous, tell))
             if card is not None:
                 compare_cards(card, seat, Mesh.of(job.mesh), SignedKeys(store, seat.secret), tell)
-            groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep, apart=job.outer is not None)
+            if seat.rank == 0 and decision.ctas_words:
+                tell(seat.event("network", decision.ctas_words, ctas=decision.ctas))
+            apart = job.outer is not None
+            groups = make_groups(seat.mesh_sizes, device.type, job.mesh.ep, apart=apart, ctas=decision.ctas)
         with part("build"):
             attention = _attention(job, seat, device, tell)
             if seat.rank == 0 and (words := decision.remarks.get("train.compile")):

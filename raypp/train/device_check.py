@@ -24,6 +24,7 @@ from raypp.spec.job import Job
 from raypp.spec.precision import BF16
 from raypp.train.cuda_settings import prepare_allocator, prepare_driver
 from raypp.train.device_memory import DeviceTakenError, card_uuid, changes_that_fit, free_cache, holders
+from raypp.train.network import network_gbps
 from raypp.untrusted.signed_keys import KeyValueStore
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def facts_here(seat: Seat) -> Facts:
         memory=card.memory,
         bf16=card.capability >= BF16.since,
         compiler=c_compiler() is not None,
+        network_gbps=network_gbps(0),
     )
 
 

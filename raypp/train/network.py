@@ -8,8 +8,10 @@ unless the user names one.
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from raypp.records import Seat
 
 # The variables this process set itself: a later attempt may seat a worker elsewhere.
 _OWN_MARK = "RAYPP_SET_NETWORK"
+_HCAS = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,26 @@ def nccl_sockets(mbps: int) -> tuple[int, int]:
     return (4, 4) if mbps >= 100_000 else (2, 4)
 
 
+def network_gbps(mbps: int, environment: Mapping[str, str] = os.environ, devices: Path = _HCAS) -> float:
+    """Returns the Gbit/s of one connection of NCCL's to another node; 0: not reported.
+
+    That of the fastest port of an HCA that is active, which NCCL prefers, else the interface's.
+
+    Args:
+        mbps: Of the interface.
+        environment: With NCCL's settings.
+        devices: The folder of sysfs that has one for each HCA.
+    """
+    rates = []
+    if environment.get("NCCL_IB_DISABLE", "0") == "0" and environment.get("NCCL_NET", "IB").lower() != "socket":
+        for port in devices.glob("*/ports/*"):
+            with suppress(OSError):
+                rate = re.match(r"[\d.]+", (port / "rate").read_text())
+                if rate and "ACTIVE" in (port / "state").read_text():
+                    rates.append(float(rate[0]))
+    return max(rates, default=mbps / 1000)
+
+
 def _users(environment: MutableMapping[str, str], name: str) -> str:
     """Returns a variable's value, or "" if this process set it itself."""
     return "" if name in environment.get(_OWN_MARK, "").split(",") else environment.get(name, "")
@@ -213,6 +236,6 @@ def _users(environment: MutableMapping[str, str], name: str) -> str:
 def _has_infiniband() -> bool:
     """Whether a port of an HCA is active, which NCCL then takes."""
     try:
-        return any("ACTIVE" in port.read_text() for port in Path("/sys/class/infiniband").glob("*/ports/*/state"))
+        return any("ACTIVE" in port.read_text() for port in _HCAS.glob("*/ports/*/state"))
     except OSError:
         return False

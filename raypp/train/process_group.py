@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from raypp.errors import Problem, UnreachableError
-from raypp.parallel.rank_groups import before_join, few_ctas
+from raypp.parallel.rank_groups import before_join, few_ctas, urgent
 from raypp.records import Event, EventKind, Seat
 from raypp.torch_private import backends_on, restart_group_names, set_operation_timeout
 from raypp.train.abort import abort_groups, cut_connections, cut_since
@@ -187,13 +187,13 @@ def _allow_descriptors() -> None:
 def _world_options(seat: Seat) -> Any:
     """Returns NCCL's options for the group of all ranks: one thread block, as its sums are small.
 
-    None, the default, on CPUs, and where an axis of the data spans all ranks: torch's meshes take
-    the group of all ranks for it.
+    None, the default, on CPUs, and where replicas span all ranks: torch's meshes take the group of
+    all ranks for an axis that does. For the same reason, it has FSDP's options where FSDP does.
     """
     sizes = seat.mesh_sizes
-    if seat.device != "cuda" or seat.world_size in (sizes.dp_replicate, sizes.shards):
+    if seat.device != "cuda" or seat.world_size == sizes.dp_replicate:
         return None
-    return few_ctas(1)
+    return urgent() if seat.world_size == sizes.shards else few_ctas(1)
 
 
 @contextmanager

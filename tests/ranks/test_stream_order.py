@@ -116,10 +116,10 @@ def _copies_at_once(self: CopyStreams, pairs: Pairs, stream: Any) -> Any:
     return stream.record_event()
 
 
-def _received_elsewhere(self: PlannedStage, kind: MessageKind, microbatch: int) -> Any:
+def _received_elsewhere(self: PlannedStage, kind: MessageKind, microbatch: int, after: Any = None) -> Any:
     received, form, source, _ = self._incoming(kind)
     received[microbatch] = self._buffer(form, microbatch)
-    with planned_stage.posting_receives(self.device):
+    with planned_stage.posting_receives(self.device, after):
         return self._receive(received[microbatch], source)
 
 

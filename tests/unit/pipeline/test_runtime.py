@@ -185,7 +185,7 @@ class Stage:
         self.world.tell(self.world.values, key, value)
         return Sent(self.world, key)
 
-    def receive(self, kind: str, microbatch: int) -> Received:
+    def receive(self, kind: str, microbatch: int, after: Any = None) -> Received:
         key = (kind, self.stage_index + (-1 if kind == "F" else 1), microbatch)
         self.world.tell(self.world.posted[self.world.channel(key)], key)
         return Received(self.world, key, self.group_rank)

@@ -11,6 +11,7 @@ In all rules, a rank runs its line in order, and an action waits for its message
   or two of its streams share a hardware queue. The rule plays the worst case, in which it always
   waits. Lines that complete then complete with fewer waits, too, since each operation is then
   posted earlier and in the same order.
+- `queues`: The queues of `nccl`, and no wait for what is posted.
 - `blocking`: A send returns only when its receive is posted, or when it is one of the `room`
   messages that the link and its buffers hold (bounded buffers, rendezvous for anything larger).
 """
@@ -25,7 +26,7 @@ from typing import Literal
 from raypp.schedules.action import Action
 from raypp.schedules.communication import Line, Message, Receive, Send, needed_by
 
-Rule = Literal["gloo", "nccl", "blocking"]
+Rule = Literal["gloo", "nccl", "queues", "blocking"]
 GroupOf = Callable[[Message, int, int], str]
 """(message, sending rank, receiving rank) -> the name of the process group that carries it."""
 
@@ -125,7 +126,7 @@ class _Play:
         self, ours: deque[Send | Receive], theirs: deque[Send | Receive]
     ) -> tuple[Send | Receive, Send | Receive] | None:
         """Returns the next matching pair of a send and a receive, if any."""
-        heads = 1 if self.rule == "nccl" else None
+        heads = 1 if self.rule in ("nccl", "queues") else None
         for mine in islice(ours, heads):
             for other in islice(theirs, heads):
                 if type(mine) is not type(other):

@@ -10,6 +10,7 @@ from deadlock import Rule, find_hangs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.receives_on_paper import held
 from raypp.mesh.seating import place_stages
 from raypp.schedules.action import Action, Program
 from raypp.schedules.catalogue import SCHEDULES, build_forward_only, build_program, schedule_named, size_problems
@@ -135,6 +136,38 @@ def test_no_program_at_all_hangs_when_receives_are_posted_in_one_order(
     lines = with_messages(program, ranks, "one_order")
     assert_nothing_waits(lines, ranks, ("nccl", "gloo", "blocking"))
     assert not find_hangs(lines, ranks, "nccl", group_of=lambda *message: "the only one")
+
+
+@settings(max_examples=25, deadline=None)
+@given(pp=st.integers(2, 8), more=st.integers(0, 8), microbatches=st.integers(1, 8), seed=st.integers(0, 2**32))
+def test_no_program_hangs_when_a_receive_waits_until_its_rank_comes_to_the_action_before(
+    pp: int, more: int, microbatches: int, seed: int
+) -> None:
+    program, ranks = any_program(pp, pp + more, microbatches, seed)
+    lines = with_messages(program, ranks, "one_order")
+    assert_nothing_waits(earlier(lines), ranks, ("queues",))
+
+
+@pytest.mark.parametrize(("name", "most"), [("1f1b", 1.45), ("zbv", 1.1)])
+def test_fewer_receives_hold_processors_if_they_wait_for_the_action_before(name: str, most: float) -> None:
+    program, ranks = program_of(name, 4, schedule_named(name).nearest_stages(2), 16, 0)
+    at_once, held_back = (max(held(program, ranks, 0.5, ahead)) for ahead in (4, None))
+    assert at_once > 1.7 and held_back < most
+    times = StageTimes.equal(len(ranks), link=0.5)
+    lines = with_messages(program, ranks, "one_order")
+    assert simulate(program, times, earlier(lines)).makespan == simulate(program, times).makespan
+
+
+def earlier(lines: dict[int, Line]) -> dict[int, Line]:
+    """Returns lines whose receives are before the action that they followed: there, the runtime's
+    begin."""
+    moved: dict[int, Line] = {}
+    for rank, line in lines.items():
+        moved[rank] = kept = []
+        for item in line:
+            last = max((index for index, one in enumerate(kept) if isinstance(one, Action)), default=len(kept))
+            kept.insert(last if isinstance(item, Receive) else len(kept), item)
+    return moved
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raypp.environment import NCCL_OF_TORCH
-from raypp.parallel.rank_groups import _PIPELINE_CTAS, few_ctas
+from raypp.parallel.rank_groups import few_ctas, urgent
 from raypp.train.cuda_settings import _ALLOCATOR, ALLOCATOR_VARIABLES
 from raypp.train.device_memory import _FULL
 from raypp.train.lost_peer import _OWN_ERROR, NCCL_OWN
@@ -63,7 +63,9 @@ def test_nccl_reads_the_variables_of_its_sockets_and_has_the_errors_that_are_rec
 
 
 def test_a_group_of_the_pipeline_has_few_ctas_and_can_be_aborted() -> None:
-    assert few_ctas().config.max_ctas == _PIPELINE_CTAS
+    assert (few_ctas(1).config.max_ctas, few_ctas(1).is_high_priority_stream) == (1, False)
+    assert (urgent(2).config.max_ctas, urgent(2).is_high_priority_stream) == (2, True)
+    assert urgent().is_high_priority_stream
     assert all(hasattr(dist.ProcessGroupNCCL, name) for name in ("abort", "get_error"))
 
 
