@@ -14,12 +14,12 @@ from pydantic_core import to_jsonable_python
 from raypp.errors import JobError, Problem, ResourcesError
 from raypp.mesh.geometry import Mesh
 from raypp.planning.costs import DEVICES, Costs, Device, computed_costs, host_remark
-from raypp.planning.decision import RankMemory, ResolvedPipeline
+from raypp.planning.decide import decide
+from raypp.planning.decision import Decision, Facts, RankMemory, ResolvedPipeline
 from raypp.planning.flops import flops_per_token
 from raypp.planning.forecast import Forecast, forecast
 from raypp.planning.host_memory import HostMemory, host_memory, offload_problems
 from raypp.planning.machines import Boundary, Machines, boundaries
-from raypp.planning.memory import memories
 from raypp.planning.offload import offload_in_words
 from raypp.planning.reduction import decide_reduction
 from raypp.planning.replica_sum_costs import hidden_exchanges
@@ -225,6 +225,7 @@ class Plan:
         flops_per_token: Of forward and backward.
         flops_per_step: Of forward and backward, for a step's tokens.
         predictions: Step times under stated assumptions, one per kind of device.
+        decision: What a run on such devices is given (`planning.decide`); in JSON without its job.
         remarks: Which numbers are not the model's own, and what runs otherwise than the schedule
             says, and why.
         assumed: What nothing said of the nodes, and what to type.
@@ -261,6 +262,7 @@ class Plan:
     flops_per_token: float
     flops_per_step: float
     predictions: tuple[Forecast, ...]
+    decision: Decision
     remarks: tuple[str, ...] = ()
     assumed: str = ""
     reduce_gradients: str = "last_microbatch"
@@ -286,6 +288,7 @@ class Plan:
             if not shown[empty]:
                 del shown[empty]
         shown["memory"] = [memory.as_dict() for memory in self.memory]
+        shown["decision"] = {key: value for key, value in self.decision.document().items() if key != "job"}
         shown["predictions"] = [prediction.as_dict() for prediction in self.predictions]
         return cast(dict[str, Any], to_jsonable_python(shown))
 
@@ -302,9 +305,10 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
     link_gbps = grounds.link_gbps
     kind = grounds.devices_for(job)[-1].kind
     job, decided = with_every_steps(job, grounds)
-    asked, job = job, job.for_device(kind)
-    mesh, pipeline, machines = Mesh.of(job.mesh), resolve_pipeline(job), grounds.machines_for(job)
-    job, reduction = decide_reduction(job, machines, grounds.devices_for(job)[-1].memory, kind, pipeline)
+    asked, device, machines = job, grounds.devices_for(job)[-1], grounds.machines_for(job)
+    job, reduction = decide_reduction(job.for_device(kind), machines, device.memory, kind)
+    decision = decide(job, Facts(kind, cards=(device.name,), memory=device.memory))
+    job, mesh, pipeline, memory = decision.job, Mesh.of(job.mesh), decision.pipeline, decision.memory
     crossing = boundaries(job, pipeline)
     drawn = pipeline.simulator().run(StageTimes.equal(pipeline.num_stages))
     costed = pipeline.simulator().run(stage_times(pipeline))
@@ -316,13 +320,12 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
         reduction,
         sizes_remark(job.model),
         _backwards_remark(pipeline),
-        host_remark(job, grounds.devices_for(job)[-1], splits_backward(pipeline.program)),
+        host_remark(job, device, splits_backward(pipeline.program)),
         offload_in_words(job, kind == "cpu"),
     )
     if problems := offload_problems(job, machines.free_memory, kind):
         raise ResourcesError(problems)
     pp, stages_per_rank, microbatches = pipeline.sizes
-    memory = tuple(memories(job, pipeline, pipeline.simulator(), kind))
     return Plan(
         name=job.name,
         world=mesh.world,
@@ -354,6 +357,7 @@ def make_plan(job: Job, grounds: Grounds | None = None) -> Plan:
         flops_per_token=per_token,
         flops_per_step=per_token * tokens,
         predictions=tuple(predict(asked, pipeline, grounds)),
+        decision=decision,
         remarks=tuple(remark for remark in remarks if remark),
         assumed=grounds.assumed(job),
         reduce_gradients=job.mesh.reduce_gradients,

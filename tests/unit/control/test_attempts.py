@@ -19,6 +19,7 @@ from raypp.control.seats import Rank
 from raypp.control.worker_group import Member
 from raypp.errors import DataError
 from raypp.failure_kinds import FailureKind
+from raypp.planning.decide import decide
 from raypp.records import Coordinates, RankResult, Seat
 from raypp.recovery.cause_of_death import Death
 from raypp.spec.load import parse_job
@@ -35,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
 def attempt(clock: StandInClock) -> StandIns:
     """Four ranks, two on each of two nodes."""
     job = parse_job({"name": "r", "mesh": {"pp": 2, "fsdp": 2}})
-    return StandIns(job, 3, Workers(), Devices(), lambda batch: None)
+    return StandIns(job, 3, Workers(), Devices(), lambda batch: None, lambda compiler: decide(job))
 
 
 def starting(attempt: StandIns, reused: int | None = None, runs: bool = True) -> StandIns:
