@@ -39,6 +39,7 @@ def journey(laptop: Laptop) -> Journey:
     first = run.wait_seats(1)
     with held_back([rank.pid for rank in first.values()], pause_s=0.05):
         run.until(run.commits, "a commit")
+    with held_back([rank.pid for rank in first.values()], pause_s=0.5):  # looking takes its time
         started = psutil.Process(laptop.state["ray"]["pid"]).children(recursive=True)
         heard = listeners([*laptop.processes(), *started])
         run.wait_step(EVERY + 2)
