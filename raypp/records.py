@@ -224,6 +224,9 @@ class StepReport:
     peak_bytes: list[Count] = field(default_factory=list, compare=False)
     """Most memory that a rank of each pipeline rank has used before this step, in this process: of
     tensors on a GPU, of the process on a CPU."""
+    alloc_retries: Count = field(default=0, compare=False)
+    """How often torch's allocator had to give back what it kept, and wait for the device, on the
+    GPU where it did most, in this process before this step. Each costs milliseconds or more."""
 
 
 @dataclass(frozen=True)

@@ -408,6 +408,11 @@ read_scalar = torch.ops.aten._local_scalar_dense.default
 """The operator of `Tensor.item`. Since 2.4."""
 
 
+def set_allocator(settings: str) -> None:
+    """Changes settings of CUDA's allocator, as in PYTORCH_ALLOC_CONF. Since 2.1."""
+    torch.cuda.memory._set_allocator_settings(settings)  # type: ignore[no-untyped-call]
+
+
 def inductor_config() -> Any:
     """Returns the settings of torch.compile: `compile_threads` (since 2.0) is how many processes it
     starts, and is read when it first compiles."""

@@ -84,6 +84,7 @@ class Tracker(Protocol):
 def values_of(report: StepReport) -> dict[str, float]:
     """Returns the values of a step that trackers get, by name."""
     peak = {"peak_bytes": float(max(report.peak_bytes))} if report.peak_bytes else {}
+    peak |= {"alloc_retries": float(report.alloc_retries)} if report.alloc_retries else {}
     return {**{one.name: float(getattr(report, one.name)) for one in CURVES}, **peak, **report.extras}
 
 

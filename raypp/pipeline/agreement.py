@@ -27,7 +27,7 @@ from raypp.records import Requests, SaveProgress
 
 _UNSAID = -(2**62)
 """Fills the places of other replicas; smaller than any value a rank sends."""
-_FLAGS = 5
+_FLAGS = 6
 _MEMORY = 6
 _OF_REPLICA = 2
 """Numbers of the memory tier beside the rows of each replica."""
@@ -77,6 +77,7 @@ class StepProposal:
             the others'. Empty, on every rank, if that step was not timed.
         peak_bytes: P peaks of memory, by pipeline rank: its own in its place, zeros in the others'.
             Empty, on every rank, if they are not asked for.
+        alloc_retries: Of this rank's allocator, so far.
     """
 
     seq_lens: Sequence[int]
@@ -87,6 +88,7 @@ class StepProposal:
     snapshots: SnapshotState | None = None
     compute_us: Sequence[int] = ()
     peak_bytes: Sequence[int] = ()
+    alloc_retries: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class StepPlan:
         snapshots: Combined state of all memory tiers; None if there are none.
         compute_us: W compute times of the last step in microseconds, by rank; empty if not timed.
         peak_bytes: P largest peaks of memory, by pipeline rank; empty if not asked for.
+        alloc_retries: Most of a rank's allocator.
         replica_tokens: Tokens with a label of each replica's rows; 0 if its ranks took no part.
     """
 
@@ -111,6 +114,7 @@ class StepPlan:
     snapshots: SnapshotState | None = None
     compute_us: tuple[int, ...] = ()
     peak_bytes: tuple[int, ...] = ()
+    alloc_retries: int = 0
     replica_tokens: tuple[int, ...] = ()
 
     def tokens_apart(self, replicas: int) -> list[int]:
@@ -156,16 +160,16 @@ def pack(proposal: StepProposal, replica: int, replicas: int) -> Tensor:
     """Packs one rank's proposal into a vector.
 
     Returns:
-        int64 `[replicas · (M + 5) + 5 + 6 + P + W]`: for each replica its lengths, tokens, digest
-        and negated digest, and two negated steps of the memory tier; four flags and the steps to
-        trace; six more numbers of the tier; P bytes, only if asked for; W microseconds, only if
-        the last step was timed. Without a tier its numbers are left out.
+        int64 `[replicas · (M + 5) + 6 + 6 + P + W]`: for each replica its lengths, tokens, digest
+        and negated digest, and two negated steps of the memory tier; four flags, the steps to
+        trace and the allocator's retries; six more numbers of the tier; P bytes, only if asked for;
+        W microseconds, only if the last step was timed. Without a tier its numbers are left out.
     """
     count, asked, memory = len(proposal.seq_lens), proposal.requests, proposal.snapshots
     width = count + 3 + _OF_REPLICA * (memory is not None)
     slots = replicas * width
     last_save_wanted = asked.stop and asked.save_before_stop
-    rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving, asked.trace]
+    rest: list[int] = [asked.save, asked.stop, last_save_wanted, proposal.saving, asked.trace, proposal.alloc_retries]
     if memory is not None:
         rest += [memory.every, memory.trouble, memory.unready, memory.sending, memory.others, memory.others_arrived]
     rest += [*proposal.peak_bytes, *proposal.compute_us]
@@ -181,7 +185,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
     """Unpacks the plan from the maximum of all ranks' vectors.
 
     Args:
-        vector: int64 `[replicas · (M + 5) + 5 + 6 + P + W]`, in the layout of `pack`.
+        vector: int64 `[replicas · (M + 5) + 6 + 6 + P + W]`, in the layout of `pack`.
         proposal: This rank's proposal; the optional parts are the same on all ranks.
         replica: This rank's replica, of `replicas`.
         replicas: Number of replicas.
@@ -205,7 +209,7 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
             )
         )
     rest = vector[slots:].tolist()
-    save, stop, last_save, saving, trace = rest[:_FLAGS]
+    save, stop, last_save, saving, trace, retries = rest[:_FLAGS]
     rest, memory = rest[_FLAGS:], None
     if proposal.snapshots is not None:
         every, trouble, unready, sending, *others = rest[:_MEMORY]
@@ -223,5 +227,6 @@ def unpack(vector: Tensor, proposal: StepProposal, replica: int, replicas: int, 
         snapshots=memory,
         compute_us=tuple(rest[peaks:]),
         peak_bytes=tuple(rest[:peaks]),
+        alloc_retries=retries,
         replica_tokens=tuple(tokens),
     )

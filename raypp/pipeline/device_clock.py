@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +78,16 @@ def device_marks(phase: Callable[..., None], name: str, device: torch.device) ->
     def mark(action: str) -> None:
         event = module.Event()
         event.record()
-        phase(name, action, event.query)
+        phase(name, action, partial(_reached, module, device, event))
 
     return mark
+
+
+def _reached(module: Any, device: torch.device, event: Any) -> bool:
+    """Whether a device has come to an event. The thread that asks also drops the event: if another
+    device were current there, CUDA would make a context on it, with hundreds of MB."""
+    module.set_device(device)
+    return bool(event.query())
 
 
 class DeviceClock:

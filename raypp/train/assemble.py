@@ -28,6 +28,7 @@ from raypp.train.abort import cut_connections
 from raypp.train.build import BuiltStages, build_stages
 from raypp.train.cuda_settings import (
     bind_near,
+    check_allocator,
     cuda_event,
     prepare_allocator,
     prepare_driver,
@@ -179,6 +180,7 @@ def open_device(decision: Decision, seat: Seat, tell: Callable[[Event], None]) -
     if cpus := bind_near(card.bus):
         log.info("rank %d: on %s", seat.rank, cpus)
     device = pick_device(seat)
+    allocator = check_allocator(allocator, lambda: torch.empty(1, device=device))
     set_product_precision(job)
     if seat.rank == 0:
         tell(cuda_event(job, seat, allocator, card.name, fused.reason_against(device), cpus))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
 import torch
@@ -11,11 +12,13 @@ import torch
 from raypp.records import Event, Seat
 from raypp.spec.job import Job
 from raypp.spec.precision import FP32
-from raypp.torch_private import inductor_config
+from raypp.torch_private import inductor_config, set_allocator
 
 # torch 2.11 and 2.13 read both; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR = "expandable_segments:True"
+_PLAIN_ALLOCATOR = "expandable_segments:False"
+_REFUSED = "not supported"
 _QUEUES = "32"
 _COMPILE_THREADS = 32
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -32,6 +35,44 @@ def prepare_allocator(environment: MutableMapping[str, str] = os.environ) -> str
     """
     name = next((name for name in ALLOCATOR_VARIABLES if name in environment), ALLOCATOR_VARIABLES[0])
     return f"{name}={environment.setdefault(name, _ALLOCATOR)}"
+
+
+def check_allocator(
+    allocator: str,
+    allocate: Callable[[], object],
+    turn_off: Callable[[str], None] = set_allocator,
+    environment: MutableMapping[str, str] = os.environ,
+) -> str:
+    """Turns expandable segments off where platform or driver refuses them, as of a vGPU.
+
+    What the user configures stays.
+
+    Args:
+        allocator: From `prepare_allocator`.
+        allocate: Allocates memory of the device, the first of this process.
+        turn_off: Changes torch's settings.
+
+    Returns:
+        The setting in effect, and why if it is another.
+    """
+    name, _, value = allocator.partition("=")
+    if value != _ALLOCATOR:
+        return allocator
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            allocate()
+        except RuntimeError as error:
+            if _REFUSED not in str(error):
+                raise
+            reason = str(error).splitlines()[0]
+        else:
+            reason = next((str(one.message) for one in told if _REFUSED in str(one.message)), "")
+    if not reason:
+        return allocator
+    environment[name] = _PLAIN_ALLOCATOR
+    turn_off(_PLAIN_ALLOCATOR)
+    return f"{name}={_PLAIN_ALLOCATOR}, as expandable segments are refused here ({reason})"
 
 
 def prepare_driver(environment: MutableMapping[str, str] = os.environ) -> None:

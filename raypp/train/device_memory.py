@@ -269,6 +269,12 @@ def peak_memory(device: torch.device) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def alloc_retries(device: torch.device) -> int:
+    """Returns how often this process' allocator found no room and gave back what it kept; 0 on a
+    CPU. Waits for nothing."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
+
+
 def _held(stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Returns the bytes of this rank's weights, gradients and optimizer state."""
     weights = [parameter for stage in stages for parameter in stage.parameters()]

@@ -19,7 +19,7 @@ from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest
 from raypp.pipeline.device_clock import DeviceClock, Span
 from raypp.records import Event, Requests, SaveProgress, StepReport
 from raypp.train.assemble import AssembledRank
-from raypp.train.device_memory import peak_memory
+from raypp.train.device_memory import alloc_retries, peak_memory
 from raypp.train.fault_injection import Injection
 from raypp.train.nonfinite import FiniteGuard
 from raypp.train.optimizer import begin_update
@@ -172,6 +172,7 @@ class StepRunner:
                 snapshots=self._snapshots() if self._snapshots is not None else None,
                 compute_us=compute_us,
                 peak_bytes=self._peaks(),
+                alloc_retries=alloc_retries(self.device),
             )
             group = None if everyone else self._replica
             replicas, apart = self.job.mesh.replicas, 1 if self.outer is None else self.outer.replicas
@@ -353,4 +354,5 @@ class StepRunner:
             wire_bytes=int(sums.extra[-1]),
             compressed=self.job.pipeline.wire.compresses,
             peak_bytes=list(plan.peak_bytes),
+            alloc_retries=plan.alloc_retries,
         )

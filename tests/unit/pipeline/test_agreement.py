@@ -28,9 +28,10 @@ def test_every_number_has_its_place_on_the_wire() -> None:
     snapshots = SnapshotState(4, own=7, arrived=-1, trouble=1, unready=True, sending=True, others=6, others_arrived=5)
     asked = Requests(save=True, stop=True, save_before_stop=True, trace=3)
     one = StepProposal([16, 24], 30, 99, asked, saving=True, snapshots=snapshots, compute_us=(0, 5000))
+    one = replace(one, alloc_retries=2)
     slots = [*[UNSAID] * 7, 16, 24, 30, 99, -99, -7, 1]
-    assert pack(one, 1, 2).tolist() == [*slots, 1, 1, 1, 1, 3, 4, 1, 1, 1, 6, 5, 0, 5000]
-    assert pack(proposal([16, 24], 30, 99), 0, 1).tolist() == [16, 24, 30, 99, -99, 0, 0, 0, 0, 0]
+    assert pack(one, 1, 2).tolist() == [*slots, 1, 1, 1, 1, 3, 2, 4, 1, 1, 1, 6, 5, 0, 5000]
+    assert pack(proposal([16, 24], 30, 99), 0, 1).tolist() == [16, 24, 30, 99, -99, 0, 0, 0, 0, 0, 0]
     assert pack(one, 1, 2).dtype == torch.int64
 
 
@@ -108,7 +109,14 @@ def test_every_rank_hears_the_peak_of_each_pipeline_rank() -> None:
     state, seconds = SnapshotState(1, -1, -1, 0, True), [(700, 0), (0, 800), (0, 0), (0, 0)]
     peaks = [(5 << 40, 0), (0, 7), (3, 0), (0, 9)]
     ranks = zip(peaks, seconds, strict=True)
-    plans = agreed([(0, proposal([8], 1, 1, snapshots=state, peak_bytes=own, compute_us=us)) for own, us in ranks], 1)
+    plans = agreed(
+        [
+            (0, proposal([8], 1, 1, snapshots=state, peak_bytes=own, compute_us=us, alloc_retries=us[0] // 100))
+            for own, us in ranks
+        ],
+        1,
+    )
+    assert [plan.alloc_retries for plan in plans] == [7] * 4
     assert [(plan.peak_bytes, plan.compute_us) for plan in plans] == [((5 << 40, 9), (700, 800))] * 4
 
 

@@ -9,8 +9,27 @@ import torch
 
 from raypp.checkpoint.snapshot import SnapshotBuffer
 from raypp.memory.tier import SnapshotCosts
-from raypp.pipeline.device_clock import ActionClock, DeviceClock, Span
+from raypp.pipeline.device_clock import ActionClock, DeviceClock, Span, _reached
 from raypp.train.step import Stopwatch
+
+
+class Card:
+    """A device's module, and an event: notes what is done in which order."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+
+    def set_device(self, device: torch.device) -> None:
+        self.done.append(device)
+
+    def query(self) -> bool:
+        self.done.append("query")
+        return True
+
+
+def test_a_thread_that_asks_for_an_event_makes_its_device_current_first() -> None:
+    card, device = Card(), torch.device("cuda", 3)
+    assert _reached(card, device, card) and card.done == [device, "query"]
 
 
 class Instant:

@@ -163,10 +163,11 @@ def earlier(lines: dict[int, Line]) -> dict[int, Line]:
     begin."""
     moved: dict[int, Line] = {}
     for rank, line in lines.items():
-        moved[rank] = kept = []
+        kept: Line = []
         for item in line:
             last = max((index for index, one in enumerate(kept) if isinstance(one, Action)), default=len(kept))
             kept.insert(last if isinstance(item, Receive) else len(kept), item)
+        moved[rank] = kept
     return moved
 
 

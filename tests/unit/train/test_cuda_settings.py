@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from raypp.train import torchrun
 from raypp.train.assemble import assemble
 from raypp.train.cuda_settings import (
     bind_near,
+    check_allocator,
     cuda_event,
     listed_cpus,
     prepare_allocator,
@@ -45,6 +48,45 @@ def test_the_users_setting_of_the_allocator_stays(name: str, value: str) -> None
     environment = {name: value}
     assert prepare_allocator(environment) == f"{name}={value}"
     assert environment == {name: value}
+
+
+def refused(*, error: str = "", warning: str = "") -> Callable[[], None]:
+    def allocate() -> None:
+        if warning:
+            warnings.warn(warning, stacklevel=1)
+        if error:
+            raise RuntimeError(error)
+
+    return allocate
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        refused(error="CUDA driver error: operation not supported\nDevice-side assertions"),
+        refused(warning="expandable_segments not supported on this platform"),
+    ],
+)
+def test_expandable_segments_are_turned_off_where_they_are_refused_and_the_run_says_so(
+    allocate: Callable[[], None],
+) -> None:
+    environment: dict[str, str] = {}
+    turned: list[str] = []
+    words = check_allocator(prepare_allocator(environment), allocate, turned.append, environment)
+    assert words.startswith("PYTORCH_ALLOC_CONF=expandable_segments:False, as expandable segments are refused here (")
+    assert "not supported" in words and "\n" not in words
+    assert turned == ["expandable_segments:False"] and prepare_allocator(environment) == words.partition(",")[0]
+
+
+def test_other_errors_and_the_users_setting_of_the_allocator_are_left_alone() -> None:
+    untouched: dict[str, str] = {}
+    setting = prepare_allocator({})
+    assert check_allocator(setting, lambda: None, environment=untouched) == setting
+    with pytest.raises(RuntimeError, match="out of memory"):
+        check_allocator(setting, refused(error="CUDA out of memory"), environment=untouched)
+    own = "PYTORCH_ALLOC_CONF=max_split_size_mb:256"
+    assert check_allocator(own, refused(error="not supported"), environment=untouched) == own
+    assert not untouched
 
 
 def test_the_users_number_of_hardware_queues_and_order_of_cards_stay() -> None:
