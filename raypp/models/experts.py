@@ -21,15 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from raypp.models import fused
+from raypp.models.grouped_products import torch_groups
 from raypp.models.lora import Adapted, Matrix, Stack, grouped_product, product, unbound
 from raypp.models.products import linear
 from raypp.models.quantised import Format, Quantised
 from raypp.models.recomputed import once
 
-Exchange = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""`(experts, rows_NC, counts_E) -> rows_NC`: runs rows on the ranks that hold their experts.
+Exchange = Callable[[Tensor], Callable[[nn.Module, Tensor], Tensor]]
+"""`counts_E -> (experts, rows_NC) -> rows_NC`: runs rows on the ranks that hold their experts.
 
-The rows `[N, C]` are sorted by expert. The results have the same shape and order.
+The rows `[N, C]` are sorted by expert. The results have the same shape and order. The second call
+waits for what the first one asks the other ranks.
 """
 
 _GROUPED_ALIGNMENT = 8
@@ -240,19 +243,25 @@ def held(parameter: Tensor) -> Tensor:
 def can_group(rows_NC: Tensor, stack: Stack) -> bool:
     """Returns whether the grouped kernel can run rows `[N, C]` and the matrices of a stack.
 
-    It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included. On other
-    cards than those of compute capability 9 and 10, torch's version makes the host wait.
+    It needs CUDA, bf16, at least one row, and aligned widths, those of adapters included. Where
+    torch has none, that of Triton needs compute capability 8.0.
     """
     if isinstance(stack, Adapted):
         return all(can_group(rows_NC, matrices) for matrices in (stack.weight, stack.a, stack.b))
     return (
         rows_NC.is_cuda
-        and torch.cuda.get_device_capability(rows_NC.device)[0] in (9, 10)
+        and _has_kernel(rows_NC.device)
         and rows_NC.dtype == torch.bfloat16
         and (isinstance(stack, Quantised) or stack.dtype == torch.bfloat16)
         and len(rows_NC) > 0
         and all(width % _GROUPED_ALIGNMENT == 0 for width in stack.shape[1:])
     )
+
+
+def _has_kernel(device: torch.device) -> bool:
+    if torch_groups(device):
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0) and fused.kernels(device) is not None
 
 
 def counted(experts_N: Tensor, experts: int) -> Tensor:

@@ -82,21 +82,22 @@ class MixtureOfExperts(nn.Module):
             weights_SK = weights_SK / weights_SK.sum(-1, keepdim=True)
         weights_SK = weights_SK.to(x_SC.dtype)
 
+        counts_E = counted(experts_SK.flatten(), self.options.num_experts)
+        run = None if self.exchange is None else self.exchange(counts_E)
+        # What needs no counts on the host comes before `run`, which waits for them.
         order_N = experts_SK.flatten().argsort(stable=True)
         back_N = inverse(order_N)
-        counts_E = counted(experts_SK.flatten(), self.options.num_experts)
         rows_NC = repeated(x_SC, chosen, order_N, back_N)
-        if self.exchange is None:
-            rows_NC = self.experts(rows_NC, counts_E)
-        else:
-            rows_NC = self.exchange(self.experts, rows_NC, counts_E)
+        sums_2 = None
+        if labelled_BT is not None and torch.is_grad_enabled():
+            sums_2 = router_sums(logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)
+        rows_NC = self.experts(rows_NC, counts_E) if run is None else run(self.experts, rows_NC)
         returned_SKC = reordered(rows_NC, back_N, order_N).view(*experts_SK.shape, -1)
         out_SC = (returned_SKC * weights_SK[..., None]).sum(1)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out_SC = out_SC + F.sigmoid(self.shared_expert_gate(x_SC)) * self.shared_expert(x_SC)
 
-        if labelled_BT is not None and torch.is_grad_enabled():
-            sums_2 = router_sums(logits_SE, probabilities_SE, experts_SK, labelled_BT.flatten(), self.microbatch_group)
+        if sums_2 is not None:
             loss = weighted(sums_2, self.options)
             if not out_SC.requires_grad:  # nothing below is trained: no backward comes here
                 self.router_sums.add(sums_2)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypp.models.grouped_products import grouped_gradient, grouped_mm
 from raypp.models.recomputed import product
 
 
@@ -137,8 +138,8 @@ def grouped_linear(rows: Tensor, stack: Tensor, ends_E: Tensor) -> Tensor:
 
 def _grouped(rows: Tensor, stack: Tensor, ends_E: Tensor) -> Tensor:
     if not _comes_later(stack):
-        return F.grouped_mm(rows, _without_rows_zero(stack, ends_E).mT, offs=ends_E)
-    out = F.grouped_mm(rows, stack.detach().mT, offs=ends_E)
+        return grouped_mm(rows, _without_rows_zero(stack, ends_E), ends_E)
+    out = grouped_mm(rows, stack.detach(), ends_E)
     return _apart(out, rows, stack, None, partial(_of_stack, ends_E=ends_E, transposed=_transposed(stack)))
 
 
@@ -198,7 +199,7 @@ def _of_stack(rows: Tensor, grad: Tensor, *, ends_E: Tensor, transposed: bool) -
     """Returns the gradient `[E, O, C]`, of rows `[N, C]` and gradients `[N, O]`."""
     grad = grad.contiguous()
     one, other = (rows, grad) if transposed else (grad, rows)
-    product_EOC = F.grouped_mm(one.t(), other, offs=ends_E)
+    product_EOC = grouped_gradient(one, other, ends_E)
     gradient = product_EOC.mT if transposed else product_EOC
     return _rows_zero(gradient, ends_E) if _leaves_rows(gradient) else gradient
 
@@ -207,7 +208,7 @@ def _without_rows_zero(stack: Tensor, ends_E: Tensor) -> Tensor:
     """Returns the matrices `[E, out, in]`; gradients of those of experts without rows will be zero.
 
     On cards of compute capability 10 torch's kernel is reported to leave other values there
-    (pytorch issue 172439); a Hopper writes zeros.
+    (pytorch issue 172439); a Hopper's, and the kernel of Triton, write zeros.
     """
     if not stack.requires_grad or not _leaves_rows(stack):
         return stack
@@ -232,7 +233,7 @@ class _GradientOfRows(torch.autograd.Function):
 
 
 def _leaves_rows(stack: Tensor) -> bool:
-    return stack.is_cuda and torch.cuda.get_device_capability(stack.device)[0] != 9
+    return stack.is_cuda and torch.cuda.get_device_capability(stack.device)[0] == 10
 
 
 def _rows_zero(gradient: Tensor, ends_E: Tensor) -> Tensor:

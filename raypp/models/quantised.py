@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypp.models.grouped_products import grouped_mm
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.spec.family import Weight
 from raypp.spec.lora import Base, is_quantised, row_bytes
@@ -75,7 +76,7 @@ def _product(x: Tensor, stored: Tensor, ends: Tensor | None, base: str, width: i
     The bytes are those of W, `[O, R]`, or of Wᵀ, `[C, R]`; of experts, `[E, O, R]` or `[E, C, R]`.
     """
     matrix = _dequantised(stored, base, width, transposed, x.dtype)
-    return F.linear(x, matrix) if ends is None else F.grouped_mm(x, matrix.mT, offs=ends)
+    return F.linear(x, matrix) if ends is None else grouped_mm(x, matrix, ends)
 
 
 @_product.register_fake
@@ -99,7 +100,7 @@ def _product_backward(
     """
     matrix = _dequantised(stored, base, width, transposed, gradient.dtype)
     # An expanded gradient (of a sum) has strides that the grouped kernel refuses.
-    return gradient @ matrix if ends is None else F.grouped_mm(gradient.contiguous(), matrix, offs=ends)
+    return gradient @ matrix if ends is None else grouped_mm(gradient.contiguous(), matrix.mT, ends)
 
 
 @_product_backward.register_fake

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from raypp.errors import RayppError
+from raypp.models import grouped_products
 from raypp.models.products import defer_in
 from raypp.models.quantised import store_rest, stored_formats, torch_dtype
 from raypp.models.recomputed import recomputed
@@ -219,7 +220,9 @@ def _replica_sums(stage: nn.Module, job: Job, data_mesh: DeviceMesh) -> ReplicaS
 
 # Activation checkpointing: which intermediate results of a block are kept for the backward.
 
-_MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED_MM_OPERATOR})
+_MATRIX_PRODUCTS = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", GROUPED_MM_OPERATOR, grouped_products.OPERATOR}
+)
 _ATTENTION = (*ATTENTION_OPERATORS, "torch_attn::")
 
 

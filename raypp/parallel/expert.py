@@ -15,6 +15,7 @@ other ranks, C width, R ranks of the ep group, E experts of a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from raypp.models.experts import inverse, reordered
 from raypp.models.moe import MixtureOfExperts
 from raypp.models.recomputed import once
+from raypp.parallel.host_copies import CopyStreams
 from raypp.records import Coordinates
 
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep")
@@ -109,42 +111,71 @@ class ExpertExchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self._copies: CopyStreams | None = None
 
-    def __call__(self, experts: nn.Module, rows_NC: Tensor, counts_E: Tensor) -> Tensor:
-        """Sends rows to their experts and returns the results. Collective over the group.
+    def __call__(self, counts_E: Tensor) -> Callable[[nn.Module, Tensor], Tensor]:
+        """Starts to agree on how many rows travel; what is returned sends them.
 
-        The backward is collective, too.
+        The host waits for the counts in that second call only: what is queued until then keeps the
+        device busy. A recomputation takes the sizes over.
 
         Args:
-            experts: The experts that this rank holds.
-            rows_NC: This rank's rows, sorted by expert, `[N, C]`.
             counts_E: Rows for each of the E experts of the layer, int64 `[E]`.
 
         Returns:
-            The results `[N, C]`, in the order of `rows_NC`.
+            `(experts, rows_NC) -> results_NC`: sends this rank's rows, sorted by expert, to the
+            experts that other ranks hold, and returns the results in the same order. Collective
+            over the group, as is its backward.
         """
-        sizes = once(partial(self._agree, counts_E))
+        counts = once(partial(self._exchanged, counts_E))
+        return lambda experts, rows_NC: self._run(experts, rows_NC, counts.sizes())
+
+    def _run(self, experts: nn.Module, rows_NC: Tensor, sizes: _Sizes) -> Tensor:
         arrived_NC = all_to_all(rows_NC, self.group, sizes.arrive, sizes.leave)
         # Rows arrive sorted by rank, then expert. The experts need them by expert, then rank.
         ranks, held = sizes.received_RE.shape
-        local = torch.arange(held, device=counts_E.device).repeat(ranks)
+        local = torch.arange(held, device=rows_NC.device).repeat(ranks)
         order_M = local.repeat_interleave(sizes.received_RE.flatten(), output_size=len(arrived_NC)).argsort(stable=True)
         back_M = inverse(order_M)
         done_MC: Tensor = experts(reordered(arrived_NC, order_M, back_M), sizes.received_RE.sum(0), sizes.counts)
         done_MC = reordered(done_MC, back_M, order_M)
         return all_to_all(done_MC, self.group, sizes.leave, sizes.arrive)
 
-    def _agree(self, counts_E: Tensor) -> _Sizes:
-        """Exchanges row counts, int64 `[E]`, and reads them on the host.
-
-        This is the layer's only wait of the host for the device. Collective over the group.
-        """
+    def _exchanged(self, counts_E: Tensor) -> _Counts:
+        """Exchanges row counts, int64 `[E]`, and starts their copy to the host. Collective."""
         ranks = self.group.size()
         sent_RE = counts_E.view(ranks, -1)
         received_RE = torch.empty_like(sent_RE)
         dist.all_to_all_single(received_RE, sent_RE, group=self.group)
-        sums = torch.cat((sent_RE.sum(1), received_RE.sum(1), received_RE.sum(0))).tolist()
-        return _Sizes(sums[:ranks], sums[ranks : 2 * ranks], sums[2 * ranks :], received_RE)
+        sums = torch.cat((sent_RE.sum(1), received_RE.sum(1), received_RE.sum(0)))
+        if self._copies is None or self._copies.device != sums.device:
+            self._copies = CopyStreams(sums.device)
+        on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=sums.is_cuda)
+        return _Counts(received_RE, sums, on_host, self._copies.to_host([(on_host, sums)]))
+
+
+class _Counts:
+    """Row counts on their way to the host.
+
+    Args:
+        received_RE: As in `_Sizes`.
+        sums: The numbers on the device, kept until they are copied.
+        on_host: Where they go.
+        copied: The event after the copy; None: they are there.
+    """
+
+    def __init__(self, received_RE: Tensor, sums: Tensor, on_host: Tensor, copied: Any) -> None:
+        self._received_RE, self._sums, self._on_host, self._copied = received_RE, sums, on_host, copied
+        self._sizes: _Sizes | None = None
+
+    def sizes(self) -> _Sizes:
+        """Waits for the counts in the first call: the layer's only wait of the host."""
+        if self._sizes is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            ranks, sums = len(self._received_RE), self._on_host.tolist()
+            self._sizes = _Sizes(sums[:ranks], sums[ranks : 2 * ranks], sums[2 * ranks :], self._received_RE)
+        return self._sizes
 
 
 @dataclass(frozen=True)

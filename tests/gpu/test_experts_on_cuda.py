@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raypp.models import experts, grouped_products
 from raypp.models.experts import grouped, one_by_one, swiglu
 from raypp.models.lora import unbound
 from raypp.models.moe import MixtureOfExperts
@@ -15,6 +16,15 @@ from raypp.spec.models import MoeOptions
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(params=["the card's own", "triton"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets experts use the card's kernel, or Triton's as on a card where torch has none."""
+    if request.param == "triton":
+        for module in (experts, grouped_products):
+            monkeypatch.setattr(module, "torch_groups", lambda device: False)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("rows", [[3, 0, 129, 40], [0, 0, 0, 172], [1, 1, 1, 169]], ids=str)
 def test_the_grouped_kernel_gives_what_the_loop_gives_in_bf16(rows: list[int]) -> None:
     counts = torch.tensor(rows, device="cuda")
@@ -36,6 +46,7 @@ def test_the_grouped_kernel_gives_what_the_loop_gives_in_bf16(rows: list[int]) -
         assert error <= 2e-2
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_a_layer_with_experts_on_one_device_never_makes_the_host_wait(again: bool) -> None:
     sizes = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "vocab_size": 31, "num_experts": 8}

@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from raypp.models import fused
 from raypp.models.experts import grouped
+from raypp.models.grouped_products import _product
 from raypp.models.quantised_rows import dequantise_rows, quantise_rows
 from raypp.train.adamw import AdamWByRows
 from raypp.train.bf16_weights import Bf16Weights
 
 DTYPES = torch.float32, torch.bfloat16
+# Rows of each expert, and the widths of a matrix: none a multiple of a tile.
+GROUPS = (([3, 0, 129, 40], 40, 72), ([0, 0, 0, 172], 64, 136), ([1, 70, 1, 0, 0], 16, 8))
 
 
 def updated(device: str, quantised: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -111,16 +114,40 @@ def interpreted() -> None:
     for dtype in DTYPES:
         for quantised in (False, True):
             assert_same_bits(updated, "cpu", quantised, dtype, kernels=triton_kernels)
+    for counts, width, columns in GROUPS:
+        check_groups(counts, width, columns)
     for base in ("int8", "nf4"):  # not in bf16: the interpreter cuts bits off, where a card rounds
         assert_same_bits(dequantised, "cpu", base, torch.float32, kernels=triton_kernels)
 
 
+def check_groups(counts: list[int], width: int, columns: int) -> None:
+    """Compares products of rows with their experts' matrices, and their gradients, with a loop."""
+    torch.manual_seed(0)
+    rows = torch.randn(sum(counts), width).requires_grad_()
+    for stack in (torch.randn(len(counts), columns, width), torch.randn(len(counts), width, columns).mT):
+        leaves, gradient = (rows, stack.requires_grad_()), torch.randn(columns, sum(counts)).t()
+        found = []
+        for way in ("kernel", "loop"):
+            if way == "kernel":
+                out = _product(*leaves, torch.tensor(counts).cumsum(0).to(torch.int32))
+            else:
+                pairs = zip(rows.split(counts), stack.unbind(), strict=True)
+                out = torch.cat([part @ matrix.t() for part, matrix in pairs])
+            found.append([out, *torch.autograd.grad(out, leaves, gradient)])
+        for one, other in zip(*found, strict=True):
+            assert one.shape == other.shape and (one - other).norm() <= 1e-6 * other.norm()
+
+
 def compiled() -> None:
-    """Compiles every kernel for cards of four kinds; no product may be fused with a sum."""
+    """Compiles every kernel for cards of four kinds; no product may be fused with a sum.
+
+    But those of matrices, for which a card must use its matrix units, within its shared memory.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from raypp.models import triton_groups
     from raypp.models import triton_kernels as kernels
 
     rows = {"source": "*u8", "out": "*bf16", "table": "*fp32", "width": "i32", "stride": "i32"}
@@ -133,7 +160,19 @@ def compiled() -> None:
         types |= dict.fromkeys(("average_lowest", "square_lowest"), "*u8")
         types |= dict.fromkeys(("blocks", "per_row", "columns", "size", "words", "start"), "i32")
         cases.append((kernels._adamw, types, {"SMALL": small, "ROUND": True, "TOGETHER": 16, "SIDE": 256}))
+    groups = [
+        (triton_groups._by_expert, {"SIDE": 128, "ROWS": 64, "COLUMNS": 128, "DEPTH": 32}, 4),
+        (triton_groups._of_matrices, {"SIDE": 128, "DEPTH": 32}, 8),
+    ]
     for capability in (80, 89, 90, 120):
+        for kernel, constants, warps in groups:
+            types = dict.fromkeys(("rows", "stack", "gradient", "out"), "*bf16") | {"ends": "*i32"}
+            types |= dict.fromkeys(constants, "constexpr")
+            signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+            assert "mma" in built.asm["ptx"], (kernel, capability)
+            assert built.metadata.shared <= 99 * 1024, (kernel, capability)
         for kernel, types, constants in cases:
             types = types | dict.fromkeys(constants, "constexpr")
             signature = {name: types.get(name, "fp32") for name in kernel.arg_names}

@@ -73,10 +73,11 @@ ALLOWED = {
     ): "the loop of the reference: one read per layer and forward",
     ("raypp.models.adapter_dropout.AdapterDropout.__init__", "tensor(device=)"): _HOST + "; when a stage is built",
     ("raypp.models.quantised_rows._table", "tensor(device=)"): "16 numbers, once per device",
+    ("raypp.parallel.expert._Counts.sizes", "tolist"): _HOST + ", after the wait below",
     (
-        "raypp.parallel.expert.ExpertExchange._agree",
-        "tolist",
-    ): "NCCL takes the sizes of an exchange from the host: one read per layer and forward",
+        "raypp.parallel.expert._Counts.sizes",
+        "synchronize",
+    ): "NCCL takes the sizes of an exchange from the host: one wait per layer and forward, behind queued work",
 }
 """Why each place may wait, or does not wait although it looks like it."""
 

@@ -164,7 +164,7 @@ def exchange_rows(rank: int, world: int, port: int) -> list[dict[str, Any]]:
             for name, parameter in experts.named_parameters():
                 parameter.copy_(getattr(everywhere, name)[2 * rank : 2 * rank + 2])
         rows = rows_of(counts[rank], rank)
-        out = exchange(experts, rows, torch.tensor(counts[rank]))
+        out = exchange(torch.tensor(counts[rank]))(experts, rows)
         # The incoming gradient is not contiguous.
         (out.t() * torch.arange(6.0)[:, None]).sum().backward()
         gradients = {name: parameter.grad for name, parameter in experts.named_parameters()}

@@ -20,10 +20,10 @@ from raypp.models.experts import StackedExperts, grouped, inverse, repeated
 from raypp.models.moe import MixtureOfExperts
 from raypp.models.recomputed import once, recomputed
 from raypp.parallel import expert
-from raypp.parallel.expert import ExpertExchange
+from raypp.parallel.expert import ExpertExchange, _Counts
 from raypp.spec.decoder_layer import Layer
 from raypp.spec.models import MoeOptions
-from raypp.torch_private import fake_tensors
+from raypp.torch_private import DispatchMode, fake_tensors
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 LABELLED = torch.arange(18).view(2, 9) % 4 > 0
@@ -93,6 +93,37 @@ def test_a_forward_reads_sizes_once_and_its_recomputation_never(
         result = faked(fake.from_tensor(x), fake.from_tensor(LABELLED))
         result.sum().backward()
     assert result.shape == x.shape
+
+
+class Queued(DispatchMode):
+    """Keeps the names of operators, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_sizes_after_it_has_queued_all_that_needs_none(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[str] = []
+    sizes, queued = _Counts.sizes, Queued()
+
+    def waits(counts: _Counts) -> Any:
+        before.extend(queued.names)
+        return sizes(counts)
+
+    monkeypatch.setattr(_Counts, "sizes", waits)
+    block, x = random_block(group), rows()
+    with queued:
+        block(x, LABELLED)
+    exchanged = next(index for index, name in enumerate(before) if "alltoall" in name)
+    after = before[exchanged + 1 :]
+    assert {"sort.stable", "index_select", "logsumexp"} <= set(after) and len(after) >= 20, after
 
 
 def test_the_grouped_kernel_reads_nothing() -> None:
