@@ -54,7 +54,8 @@ class Device:
         bandwidth: Of its memory, in 10^12 bytes/s, from the data sheet.
         inside_gbps: Gbit/s per direction between two devices of a node, in collectives of all of
             them; an assumption.
-        groups: Whether one kernel multiplies by all experts (compute capability 9.0 and 10.x).
+        groups: Whether torch's own kernel multiplies by all experts (compute capability 9.0 and
+            10.x); on other cards one of Triton does.
     """
 
     name: str
@@ -92,7 +93,13 @@ _STEP_S = 0.01
 _KERNELS = {(False, False): (28, 61), (False, True): (62, 92), (True, False): (14, 25), (True, True): (15, 60)}
 """Kernels of a layer's forward and backward, by whether it is compiled and has adapters, counted
 (benchmarks/kernel_counts)."""
-_EXPERT_KERNELS = 70
+_EXPERT_KERNELS = 50
+"""Kernels of a block of experts, in a forward as in a backward, counted: with torch's product of all
+experts (docs/benchmarks/records.md#experts)."""
+_TRITON_GROUPS = 0.8
+"""Rate of Triton's product of all experts by that of torch's. Assumed."""
+_HALF_TILE = 64
+"""Rows by which each expert's last tile is not full, on average."""
 _MOVED = 0.85
 """Share of the memory's bandwidth that elementwise kernels sustain."""
 
@@ -240,6 +247,7 @@ def computed_costs(job: Job, device: Device) -> Costs:
     else:
         attention = attended * tokens / (device.tflops[products] * device.attention * 1e12)
         moved = elementwise_bytes(job, compiled=_compiled(job)) * tokens / (device.bandwidth * _MOVED * 1e12)
+        rate /= _grouped_slower(job, device, per_token)
         # The forward does 36 % of elementwise work (counted), and 1 of 3.5 parts of attention.
         forward = (per_token - attended) * tokens / rate + attention + 0.36 * moved
         products_again = backward_factor(job) * per_token - BACKWARD_PER_FORWARD * attended
@@ -249,6 +257,8 @@ def computed_costs(job: Job, device: Device) -> Costs:
         layer = _no_faster_than_launched(job, device, layer, again)
         optimizer = _UPDATE_BYTES[job.train.optimizer.state] / (device.bandwidth * 1e12)
         launch = f"{1e6 * _launch_seconds(job):g} µs to launch a kernel"
+        if isinstance(job.model, MoeOptions) and job.mesh.ep > 1:
+            launch += f", {1e6 * _HOST_WAIT_S:g} µs until the host has read row counts"
         words += f" ({device.attention:.0%} in attention), {device.bandwidth:g} TB/s, {launch}"
     first, last = end_weights(job)
     return Costs(
@@ -310,13 +320,27 @@ def _no_faster_than_launched(job: Job, device: Device, layer: Part, again: bool)
     forward, backward = _KERNELS[_compiled(job), job.model.lora is not None]
     wait = 0.0
     if isinstance(job.model, MoeOptions):
-        each = _EXPERT_KERNELS + (0 if device.groups else 3 * job.model.num_experts // job.mesh.ep)
-        forward, backward = forward + each, backward + 2 * each
-        if job.mesh.ep > 1 or not device.groups:  # the host reads row counts, then launches to an idle device
-            wait = _HOST_WAIT_S + _EXPERT_KERNELS * _LAUNCH_S
+        forward, backward = forward + _EXPERT_KERNELS, backward + _EXPERT_KERNELS
+        if job.mesh.ep > 1:  # the host reads row counts, while the device permutes rows
+            tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
+            moved = 2 * tokens * job.model.experts_per_token * job.model.hidden_size
+            permuted = moved * job.train.dtypes.compute.bytes / (device.bandwidth * _MOVED * 1e12)
+            wait = max(0.0, _HOST_WAIT_S - permuted) * job.mesh.cp  # `forecast` divides by cp
     each_s = _launch_seconds(job)
     least = forward * each_s, (backward + again * forward) * each_s
-    return Part(max(layer.forward, least[0]) + wait, max(layer.backward, least[1]) + again * wait)
+    return Part(max(layer.forward, least[0]) + wait, max(layer.backward, least[1]))
+
+
+def _grouped_slower(job: Job, device: Device, per_token: float) -> float:
+    """Returns how many times as long a layer's products take as if those of experts were plain."""
+    model = job.model
+    if not isinstance(model, MoeOptions):
+        return 1.0
+    tokens = job.train.micro_batch_size * job.data.seq_len / job.mesh.cp
+    rows = tokens * job.mesh.ep * model.experts_per_token / model.num_experts
+    grouped = (1 + _HALF_TILE / rows) / (1.0 if device.groups else _TRITON_GROUPS)
+    own = 6.0 * model.hidden_size * model.expert_ffn_size * model.experts_per_token
+    return 1 + min(1.0, own * model.expert_layers / model.num_layers / per_token) * (grouped - 1)
 
 
 def dequantise_seconds(job: Job, device: Device) -> float:
