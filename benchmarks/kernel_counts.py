@@ -3,7 +3,8 @@
 Run it with `python -m benchmarks.kernel_counts`: Llama-3.1-8B, 4,096 tokens, bf16, on tensors
 without memory. *One by one* are the operators that pass over memory, RMSNorm as one, as on CUDA.
 *Compiled* are the kernels that torch.compile plans for an H100, by torch's own scheduler. Matrix
-products and attention are neither. GB are read and written, each tensor once a kernel.
+products and attention are neither. GB are read and written, each tensor once a kernel. For a block
+of 128 experts all operators count, products too, for a loop over them and for one product of all.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from torch import Tensor
 
 from benchmarks.surroundings import announce
 from benchmarks.torch_private import kernels_on_cuda
+from raypp import models
 from raypp.measure.played_step import Norm
 from raypp.models.attention_kernel import AttentionKernel
 from raypp.models.documents import PackedDocuments
 from raypp.models.layers import RMSNorm
 from raypp.models.loss import losses_and_errors
+from raypp.models.moe import MixtureOfExperts
 from raypp.models.rotary import rotated
 from raypp.models.stage import build_stage
 from raypp.planning.loss_memory import chunk_size
+from raypp.spec.decoder_layer import Layer
 from raypp.spec.load import parse_job
 from raypp.torch_private import DispatchMode, fake_tensors
 
@@ -98,6 +102,37 @@ def block(lora: dict[str, Any] | None) -> tuple[Any, list[Tensor]]:
     return forward, [tensor(1, TOKENS, SIZES["hidden_size"]), *table(), *weights.values()]
 
 
+class Operators(DispatchMode):
+    """Counts operators that are kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        no_kernel = func.is_view or func.name().partition("::")[2].lstrip("_").startswith(
+            (*NO_PASS[:2], "unsafe", "promote")
+        )
+        self.count += not no_kernel and not func.name().startswith("prim::")
+        return func(*args, **(kwargs or {}))
+
+
+def experts(way: str) -> None:
+    """Prints the kernels of a block of experts, forward and backward."""
+    model = {"kind": "qwen3_moe", "num_layers": 1, "hidden_size": 64, "num_experts": 128, "expert_ffn_size": 48}
+    options = parse_job({"name": "a", "model": {**model, "experts_per_token": 8}, "data": {"kind": "synthetic"}}).model
+    torch.set_default_dtype(torch.bfloat16)
+    block, x = MixtureOfExperts(options, Layer(mlp="experts")), tensor(2, 512, 64)  # type: ignore[arg-type]
+    torch.set_default_dtype(torch.float32)
+    kept, models.experts.can_group = models.experts.can_group, lambda rows, stack: way == "one product"
+    parts = Operators(), Operators()
+    with parts[0]:
+        out = block(x, torch.ones(2, 512, dtype=torch.bool))
+    gradient = torch.ones_like(out)
+    with parts[1]:
+        out.backward(gradient)
+    models.experts.can_group = kept
+    print(f"128 experts, {way}: {parts[0].count} kernels forward, {parts[1].count} backward", flush=True)
+
+
 def main() -> None:
     """Prints the table."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -111,7 +146,9 @@ def main() -> None:
         count("layer, LoRA of all matrices", *block({"rank": 16, "alpha": 32, "base": "bf16"}), fake)
         rows = chunk_size(TOKENS, VOCABULARY, "cuda")
         logits, labels = tensor(rows, VOCABULARY, trained=False), torch.empty(rows, dtype=torch.int64)
+        experts("one product")
         count(f"loss, a chunk of {rows}", partial(losses_and_errors, cap=None), [logits, labels], fake)
+    experts("a loop")
 
 
 if __name__ == "__main__":

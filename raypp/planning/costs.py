@@ -94,8 +94,8 @@ _KERNELS = {(False, False): (28, 61), (False, True): (62, 92), (True, False): (1
 """Kernels of a layer's forward and backward, by whether it is compiled and has adapters, counted
 (benchmarks/kernel_counts)."""
 _EXPERT_KERNELS = 50
-"""Kernels of a block of experts, in a forward as in a backward, counted: with torch's product of all
-experts (docs/benchmarks/records.md#experts)."""
+"""Kernels of a block of experts, in a forward as in a backward, counted
+(benchmarks/kernel_counts)."""
 _TRITON_GROUPS = 0.8
 """Rate of Triton's product of all experts by that of torch's. Assumed."""
 _HALF_TILE = 64
