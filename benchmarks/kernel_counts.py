@@ -122,7 +122,7 @@ def experts(way: str) -> None:
     torch.set_default_dtype(torch.bfloat16)
     block, x = MixtureOfExperts(options, Layer(mlp="experts")), tensor(2, 512, 64)  # type: ignore[arg-type]
     torch.set_default_dtype(torch.float32)
-    kept, models.experts.can_group = models.experts.can_group, lambda rows, stack: way == "one product"
+    kept, models.experts.can_group = models.experts.can_group, lambda rows_NC, stack: way == "one product"
     parts = Operators(), Operators()
     with parts[0]:
         out = block(x, torch.ones(2, 512, dtype=torch.bool))

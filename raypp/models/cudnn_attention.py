@@ -9,7 +9,7 @@ Legend: S tokens of a microbatch, H query heads, K key/value heads, D head width
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, autograd
@@ -41,8 +41,7 @@ def _attend(
 def _per_query_head(x_SKD: Tensor, heads: int) -> Tensor:
     """Returns `[S, H, D]`: each head as often as there are query heads for it."""
     tokens, own, width = x_SKD.shape
-    copies: Tensor = x_SKD[:, :, None].expand(tokens, own, heads // own, width).reshape(tokens, heads, width)
-    return copies
+    return x_SKD[:, :, None].expand(tokens, own, heads // own, width).reshape(tokens, heads, width)
 
 
 class _Cudnn(autograd.Function):
@@ -56,7 +55,7 @@ class _Cudnn(autograd.Function):
         )
         ctx.longest, ctx.scale = longest, scale
         ctx.save_for_backward(q, k, v, out, lse, seed, offset, cu_N)
-        return out
+        return cast(Tensor, out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
