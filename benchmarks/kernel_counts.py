@@ -122,6 +122,10 @@ def experts(way: str) -> None:
     torch.set_default_dtype(torch.bfloat16)
     block, x = MixtureOfExperts(options, Layer(mlp="experts")), tensor(2, 512, 64)  # type: ignore[arg-type]
     torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for one in (x, *block.parameters()):
+            one.normal_()  # so every expert gets rows
     kept, models.experts.can_group = models.experts.can_group, lambda rows_NC, stack: way == "one product"
     parts = Operators(), Operators()
     with parts[0]:

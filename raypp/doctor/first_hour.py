@@ -130,7 +130,7 @@ def steps(cards: Cards, prefix: str) -> list[Step]:
               *((("raypp", "logs", pair),) if gpus else ())),
              lambda printed: _ended(printed[0]) or _differ(printed[1], printed[2], near)),
         Step("Speed of one card",
-             "8B with full recomputation: at least 6,500 tokens/s on an H100; attention `varlen` or `flash3`",
+             "8B with full recomputation: at least 6,500 tokens/s on an H100; attention `cudnn` or `flash3`",
              "look at `nvidia-smi -q -d PERFORMANCE,CLOCK` for a limit of power or heat; install `raypp[gpu]`", sources,
              (("python", "-m", "benchmarks.gpu_single"),)),
         Step("Memory beside its plan", "no rank's peak (`raypp report`) is more than 5 % above the plan's `total`",
