@@ -3,7 +3,7 @@
 Run it with `python -m benchmarks.block_host`. Sixteen layers of a tiny Llama in bf16 are trained by
 raypp's own runtime in one process, on one thread. Its operators cost a CPU about what launches of
 kernels cost a GPU's host, so the CPU time shows what Python and autograd take around them. The
-kinds take turns, and the least of the rounds counts.
+kinds take turns, and the least of the rounds counts. So does the host's time of an update.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.surroundings import announce
 from raypp.models.documents import PackedDocuments
 from raypp.parallel.rank_groups import make_groups
+from raypp.parallel.shard import local_part
 from raypp.planning.resolve import resolve_pipeline
 from raypp.ports import free_port
 from raypp.records import Coordinates
+from raypp.spec.job import OptimizerOptions
 from raypp.spec.load import parse_job
 from raypp.torch_private import DispatchMode
+from raypp.train.adamw import FusedAdamW
 from raypp.train.build import build_stages
+from raypp.train.optimizer import begin_update, build_optimizer
 
 LAYERS, MICROBATCHES, TOKENS, VOCABULARY = 16, 4, 32, 320
 MODEL = {"num_layers": LAYERS, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 128}
@@ -72,6 +77,29 @@ def step_of(extent: str, adapters: bool, schedule: str, groups: Any) -> Any:
     return step
 
 
+def update_ms(groups: Any, parameters: int = 291) -> tuple[float, float]:
+    """Returns the CPU time between a step's sums and the end of the scaling of its gradients, and
+    until AdamW's kernel has all of them; the least of twenty, of an 8B's number of parameters."""
+    mesh, module = groups.mesh["fsdp"], torch.nn.Module()
+    for index in range(parameters):
+        part = DTensor.from_local(torch.randn(2, 16) if index % 9 < 7 else torch.randn(2), mesh, [Shard(0)])
+        module.register_parameter(f"weight{index}", torch.nn.Parameter(part))
+    optimizer = build_optimizer([module], OptimizerOptions(kind="adamw"), "bf16")
+    assert isinstance(optimizer, FusedAdamW)
+    scaled, updated = [], []
+    for step in range(1, 22):
+        for weight in module.parameters():
+            weight.grad = torch.zeros_like(weight)
+        gradients = [local_part(weight.grad) for weight in module.parameters()]  # type: ignore[arg-type]
+        optimizer.prepare()
+        begun = time.thread_time()
+        begin_update(optimizer, gradients, 0.5, 1e-4, step)
+        scaled.append(time.thread_time() - begun)
+        optimizer.step()
+        updated.append(time.thread_time() - begun)
+    return 1e3 * min(scaled), 1e3 * min(updated)
+
+
 @contextmanager
 def alone() -> Iterator[Any]:
     torch.set_num_threads(1)
@@ -88,6 +116,7 @@ def main() -> None:
     announce()
     each = 1 / (LAYERS * MICROBATCHES)
     with alone() as groups:
+        print("update of 291 parameters: scaled after {:.2f} ms, AdamW after {:.2f} ms".format(*update_ms(groups)))
         steps = {name: step_of(*kind, groups) for name, kind in KINDS.items()}
         least = dict.fromkeys(steps, float("inf"))
         for _ in range(options.rounds + 1):

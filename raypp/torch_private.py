@@ -410,7 +410,7 @@ read_scalar = torch.ops.aten._local_scalar_dense.default
 
 def set_allocator(settings: str) -> None:
     """Changes settings of CUDA's allocator, as in PYTORCH_ALLOC_CONF. Since 2.1."""
-    torch.cuda.memory._set_allocator_settings(settings)  # type: ignore[no-untyped-call]
+    torch.cuda.memory._set_allocator_settings(settings)
 
 
 def inductor_config() -> Any:

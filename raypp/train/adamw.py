@@ -28,6 +28,7 @@ from raypp.train.quantised_moments import BLOCK, blocks_of, dequantise, quantise
 
 KIND = OptimizerKind("adamw", "Adam with decoupled weight decay", position=1, states_in_8bit=True, bf16_weights=True)
 
+_Parts = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 _VALUES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Values of one turn. On CPUs they stay in the cache; on a GPU a turn takes about 0.2 GB."""
 
@@ -54,23 +55,51 @@ class FusedAdamW(torch.optim.AdamW):
     kernel begins, while the device is idle: it looks up how to shard each operator's results.
     """
 
+    _prepared: list[_Parts] | None = None
+
+    def prepare(self) -> None:
+        """Looks up the tensors of the next step, while the device is busy. Not in the
+        first step, which may be skipped and then leaves no moments.
+
+        Its gradients must be there. `zero_grad` forgets them.
+        """
+        groups = [self._trained(group) for group in self.param_groups]
+        if all(self.state.get(weight) for weights in groups for weight in weights):
+            self._prepared = [self._parts(weights) for weights in groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients."""
+        self._prepared = None
+        super().zero_grad(set_to_none)
+
+    def _trained(self, group: dict[str, Any]) -> list[Tensor]:
+        return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+    def _parts(self, weights: list[Tensor]) -> _Parts:
+        """Returns this rank's parts `[...]` of weights, gradients and moments, and the counts
+        `[]`."""
+        states = [self.state[weight] for weight in weights]
+        for weight, state in zip(weights, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        return (
+            [local_part(weight) for weight in weights],
+            [local_part(weight.grad) for weight in weights if weight.grad is not None],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+        )
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
-        for group in self.param_groups:
-            weights: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
-            states = [self.state[weight] for weight in weights]
-            for weight, state in zip(weights, states, strict=True):
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+        prepared = self._prepared or [self._parts(self._trained(group)) for group in self.param_groups]
+        self._prepared = None
+        for group, parts in zip(self.param_groups, prepared, strict=True):
             adamw(
-                [local_part(weight) for weight in weights],
-                [local_part(weight.grad) for weight in weights if weight.grad is not None],
-                [local_part(state["exp_avg"]) for state in states],
-                [local_part(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
+                *parts,
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],

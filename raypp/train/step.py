@@ -18,6 +18,7 @@ from raypp.pipeline.agreement import SnapshotState, StepPlan, StepProposal, agre
 from raypp.pipeline.collate import StageBatch, collate, labelled_tokens, longest_row, on_device, rows_digest
 from raypp.pipeline.device_clock import DeviceClock, Span
 from raypp.records import Event, Requests, SaveProgress, StepReport
+from raypp.train.adamw import FusedAdamW
 from raypp.train.assemble import AssembledRank
 from raypp.train.device_memory import alloc_retries, peak_memory
 from raypp.train.fault_injection import Injection
@@ -304,6 +305,8 @@ class StepRunner:
         if self._injection is not None:
             self._injection.gradients(gradients)
         self._mark("sum" if self._replica is None else "replica sum")
+        if isinstance(self.optimizer, FusedAdamW):
+            self.optimizer.prepare()
         sent = torch.full((1,), self.built.runtime.sent_bytes, dtype=torch.float64, device=self.device)
         return gradients, self.reducer.sums(gradients, loss_sum, torch.cat((self.router_losses.take(), sent)))
 

@@ -11,6 +11,7 @@ from raypp.families.gpt_oss import GptOssOptions
 from raypp.models.stage import build_stage
 from raypp.spec.job import OptimizerOptions
 from raypp.spec.models import DecoderOptions
+from raypp.train.adamw import FusedAdamW
 from raypp.train.bf16_weights import Bf16Weights
 from raypp.train.muon import Muon, orthogonalised
 from raypp.train.optimizer import build_optimizer
@@ -161,3 +162,24 @@ def test_adamw_gives_the_bits_and_the_state_of_torchs_own() -> None:
         assert torch.equal(mine, other), name
         assert own.state[mine].keys() == torchs.state[other].keys()
         assert all(torch.equal(value, torchs.state[other][key]) for key, value in own.state[mine].items())
+
+
+def updated(prepares: bool) -> list[torch.Tensor]:
+    """Returns weights after three steps, of which the second is skipped after it was prepared."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 5)
+    optimizer = build_optimizer([module], OptimizerOptions(kind="adamw", lr=0.1))
+    assert isinstance(optimizer, FusedAdamW)
+    for step in range(3):
+        for weight in module.parameters():
+            weight.grad = torch.randn_like(weight)
+        if prepares:
+            optimizer.prepare()
+        if step != 1:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [weight.detach() for weight in module.parameters()]
+
+
+def test_an_update_that_is_prepared_has_the_same_bits_and_a_skipped_one_leaves_nothing_behind() -> None:
+    assert all(map(torch.equal, updated(True), updated(False)))
