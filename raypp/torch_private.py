@@ -330,10 +330,10 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 """Its backward, which takes the lse over all blocks. Since 2.4; these arguments since 2.7."""
 
 cudnn_attention_forward = torch.ops.aten._cudnn_attention_forward
-"""cuDNN's attention kernel on CUDA, also for documents of several lengths. Since 2.8."""
+"""cuDNN's attention kernel on CUDA, also for documents of several lengths. In 2.11 and later."""
 
 cudnn_attention_backward = torch.ops.aten._cudnn_attention_backward
-"""Its backward. Since 2.8."""
+"""Its backward. In 2.11 and later."""
 
 ATTENTION_OPERATORS = (
     "aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn_attention",

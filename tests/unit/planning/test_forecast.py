@@ -16,6 +16,7 @@ from raypp.planning.plan import Grounds, predict
 from raypp.planning.resolve import resolve_pipeline
 from raypp.planning.search import advice, search
 from raypp.planning.sizes import sizes_of
+from raypp.spec.load import parse_job
 
 UNIT = Costs(Part(1.0, 2.0), Part(0.0, 0.0), Part(0.0, 0.0))
 
@@ -250,3 +251,19 @@ def test_backwards_in_halves_cost_what_the_halves_take():
     job = job_with(mesh={"pp": 2}, pipeline={"microbatches": 4, "schedule": "zbv", "stages_per_rank": 2})
     whole, apart = (forecast(job, Machines.alike(2, 1, None), replace(UNIT, weight_share=w)) for w in (0.5, 0.75))
     assert apart.step_s > whole.step_s
+
+
+def test_experts_cost_a_wait_where_they_are_spread_and_more_products_where_torch_has_no_kernel() -> None:
+    card = replace(DEVICES["h100"], groups=False)
+
+    def layer(device: str, tokens: int, **mesh: int) -> Part:
+        model = {**EXPERTS, "hidden_size": 1024, "num_experts": 64, "expert_ffn_size": 512}
+        train = {"precision": "bf16", "micro_batch_size": 1}
+        job = {"name": "a", "model": model, "data": {"seq_len": tokens}, "train": train, "mesh": mesh}
+        return computed_costs(parse_job(job), card if device == "slow" else DEVICES[device]).layer
+
+    few, spread = (layer("h100", 512, fsdp=2, ep=ep) for ep in (1, 2))
+    assert few.forward < spread.forward and few.backward == spread.backward
+    many, slow = (layer(device, 1 << 15) for device in ("h100", "slow"))
+    assert slow.forward > many.forward and slow.backward > many.backward
+    assert layer("slow", 512) == layer("h100", 512)  # the host launches as much
