@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
 def attempt(clock: StandInClock) -> StandIns:
     """Four ranks, two on each of two nodes."""
     job = parse_job({"name": "r", "mesh": {"pp": 2, "fsdp": 2}})
-    return StandIns(job, 3, Workers(), Devices(), lambda batch: None, lambda compiler: decide(job))
+    return StandIns(job, 3, Workers(), Devices(), lambda batch: None, lambda compiler, network: decide(job))
 
 
 def starting(attempt: StandIns, reused: int | None = None, runs: bool = True) -> StandIns:
