@@ -19,14 +19,6 @@ from raypp.spec.load import parse_job
             "mesh.ep",
         ),
         ({"train": {"compile": True}}, "train.compile"),
-        (
-            {
-                "mesh": {"pp": 2},
-                "pipeline": {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
-                "train": {"activation_checkpointing": "selective"},
-            },
-            "train.activation_checkpointing",
-        ),
     ],
 )
 def test_a_step_that_cannot_be_played_is_refused_with_a_way_out(sections: dict[str, Any], said: str) -> None:

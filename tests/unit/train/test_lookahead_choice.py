@@ -59,7 +59,7 @@ def test_memory_limits_the_depth_and_it_is_said() -> None:
 def test_the_plan_limits_the_depth_as_it_does_before_the_run() -> None:
     pipeline = pipeline_of(pp=4, microbatches=32)
     assert choose(pipeline, figures(4, 0.5)).best.lookahead == 2
-    choice = choose(pipeline, figures(4, 0.5), lambda one: one is not pipeline.simulator(2))
+    choice = choose(pipeline, figures(4, 0.5), lambda depth, one: depth != 2)
     assert choice.best.lookahead == 1 and choice.words().endswith("2 needs more memory")
 
 

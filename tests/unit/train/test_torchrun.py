@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from raypp.checkpoint.run_spec import read_decision
 from raypp.errors import JobError
+from raypp.planning.decision import Facts
 from raypp.ports import free_port
 from raypp.spec.job_file import load_job
 from raypp.storage.directory import DirectoryStore
@@ -46,11 +48,12 @@ def test_all_ranks_take_what_rank_0_decides(tmp_path: Path, monkeypatch: pytest.
     job, port = load_job(f"{tmp_path}/job.yaml", ["mesh={fsdp: 2}", "train.sync={kind: exact}"]).job, free_port()
     assert job.mesh.reduce_gradients == "auto"
     server = connect("127.0.0.1", port, 2, serve=True)
-    monkeypatch.setattr(torchrun, "_decided", lambda asked, _: asked.with_reduction("each_microbatch"))
+    facts = Facts("cuda", gpus=(2,), cards=("NVIDIA H100 80GB HBM3",), memory=80 << 30)
+    monkeypatch.setattr(torchrun, "facts_here", lambda seat: facts)
     first = _agree_on_attempt(job, local_seat(0, 2, port, job), server, DirectoryStore(tmp_path / "store"))
     second = _agree_on_attempt(job, local_seat(1, 2, port, job), connect("127.0.0.1", port, 2, serve=False), None)
-    assert first[0] == second[0] and first[1].train.precision == second[1].train.precision
-    assert first[1].mesh == second[1].mesh and second[1].mesh.reduce_gradients == "each_microbatch"
+    assert first == second and read_decision(DirectoryStore(tmp_path / "store"), job.name, first[0]) == first[1]
+    assert second[1].job.train.precision == "bf16" and second[1].job.mesh.reduce_gradients == "each_microbatch"
 
 
 def test_a_rank_that_rank_0_has_left_is_told_to_read_its_error(tmp_path: Path) -> None:
