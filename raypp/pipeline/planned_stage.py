@@ -15,7 +15,7 @@ Legend: B rows of a microbatch, T its tokens on this rank, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -92,11 +92,12 @@ class PlannedStage(ChunkStage):
         self.received: dict[int, Tensor] = {}
         self.received_grads: dict[int, Tensor] = {}
         self.sent_bytes = 0
-        self.split: frozenset[int] = frozenset()
-        """Microbatches whose backward here is split."""
+        self._split: Collection[int] = ()
         self._later: dict[int, LaterGradients] = {}
 
-    def plan(self, rows: int, seq_lens: Sequence[int], *, backward: bool, step: int = 0) -> None:
+    def plan(
+        self, rows: int, seq_lens: Sequence[int], *, backward: bool, step: int = 0, split: Collection[int] = ()
+    ) -> None:
         """Sets the shapes of the next step and drops what an aborted step left behind.
 
         Without a backward, messages travel as computed: an evaluation measures the weights, not the
@@ -107,7 +108,9 @@ class PlannedStage(ChunkStage):
             seq_lens: T of each microbatch.
             backward: Whether the step has backwards.
             step: The step's number.
+            split: Microbatches whose backward here is split.
         """
+        self._split = split
         self.shapes = [(rows, length, self.hidden_size) for length in seq_lens]
         self.chunks = len(self.shapes)
         self.has_backward = backward
@@ -224,7 +227,7 @@ class PlannedStage(ChunkStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
         """Runs a forward, of which a split backward will follow or a whole one."""
-        if fwd_chunk_id in self.split and self.has_backward:
+        if fwd_chunk_id in self._split:
             self._later[fwd_chunk_id] = LaterGradients()
         with weights_later(self._later.get(fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)

@@ -196,8 +196,6 @@ class ProgramRuntime:
         late = [stage for stage in self.planned.values() if stage.replicated and stage.sums_beside]
         self._sum_start = sum_start(self.actions, [one.stage_index for one in late if not one.reduces_each])
         self._split = {(action.stage, action.microbatch) for action in program[self.rank] if action.kind == "I"}
-        for index, stage in self.planned.items():
-            stage.split = frozenset(microbatch for at, microbatch in self._split if at == index)
 
     @property
     def sent_bytes(self) -> int:
@@ -233,7 +231,8 @@ class ProgramRuntime:
         if len(seq_lens) != self._microbatches:
             raise ValueError(f"{len(seq_lens)} microbatches for a program of {self._microbatches}")
         for stage in self.planned.values():
-            stage.plan(rows, seq_lens, backward=self._has_backward, step=step)
+            split = {microbatch for at, microbatch in self._split if at == stage.stage_index}
+            stage.plan(rows, seq_lens, backward=self._has_backward, step=step, split=split)
         if self.offload is not None:
             self.offload.plan()
         self._inputs, self._kwargs, self._targets = inputs, kwargs, targets

@@ -24,6 +24,7 @@ assemble.bind_near = functools.partial(assemble.bind_near, devices=Path(sys.argv
 assemble.check_device = lambda decision, seat: Card("H100", (9, 0), 80 << 30, "0000:1b:00.0")
 assemble.pick_device = lambda seat: torch.device("cuda", 0)
 assemble.fused.reason_against = lambda device: None
+assemble.check_allocator = lambda allocator, allocate: allocator
 job, events, seen = parse_job({"name": "bound"}), [], []
 
 def rank():

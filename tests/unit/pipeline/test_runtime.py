@@ -124,7 +124,7 @@ class Stage:
         self.submod.stage_index, self.submod.block = index, Sharded.made()
         self.weight, self.gradient = float(index + 2), 0.0
 
-    def plan(self, rows: int, seq_lens: list[int], *, backward: bool, step: int) -> None:
+    def plan(self, rows: int, seq_lens: list[int], *, backward: bool, step: int, split: Any = ()) -> None:
         self.shapes = [(rows, length, 1) for length in seq_lens]
         self.received: dict[int, Tensor] = {}
         self.received_grads: dict[int, Tensor] = {}
