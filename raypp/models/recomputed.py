@@ -108,6 +108,15 @@ class _Saves(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
+class _Result(torch.autograd.Function):
+    """A result that requires a gradient. A leaf would stay as long as what is computed of it."""
+
+    @staticmethod
+    def forward(_ctx: Any, _anchor: Tensor, result: Tensor) -> Tensor:
+        """Returns the result `[...]`."""
+        return result.detach()
+
+
 class _Forward:
     """A forward, and what its recomputation needs of it.
 
@@ -188,6 +197,7 @@ class _Again:
     def __init__(self, first: _Forward) -> None:
         self._first, self.keeps = first, first.keeps
         self._next = self._products = self._taken = 0
+        self._anchor = torch.empty(0, requires_grad=True)
 
     def run(self) -> None:
         try:
@@ -227,7 +237,10 @@ class _Again:
             results = list(computed) if isinstance(computed, tuple) else [computed]
         self._first.kept[number] = None, trained  # free, unless it is saved again
         assert results is not None
-        several = tuple(one.detach().requires_grad_(trains) for one, trains in zip(results, trained, strict=True))
+        several = tuple(
+            _Result.apply(self._anchor, one) if trains else one.detach()  # type: ignore[no-untyped-call]
+            for one, trains in zip(results, trained, strict=True)
+        )
         return several if len(several) > 1 else several[0]
 
 
