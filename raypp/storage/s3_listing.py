@@ -81,9 +81,11 @@ def _entries(
         count += 1 + len(page.get(field, []))
         if count > MOST_LISTED:
             raise wrong(url, f"the listing does not end: {count:,} objects and pages")
-        more = {marker[0]: page.get(marker[1]) or ""}
+        before, more = more, {marker[0]: page.get(marker[1]) or ""}
         if marker[0] == "KeyMarker":
             more["UploadIdMarker"] = page.get("NextUploadIdMarker") or ""
+        if more == before or not more[marker[0]]:
+            raise wrong(url, "the listing does not end: it goes on where it was")
 
 
 class WrongAnswer(StoreError):
