@@ -16,7 +16,7 @@ from raypp.records import Reporter, Seat
 from raypp.storage import ObjectInfo, ObjectStore, Unfinished
 
 _OF_RUN = re.compile(
-    r"(?:spec|end)(?:-[0-9]+)?\.json|status\.json|step-[0-9]+/.+"
+    r"(?:spec|end|decision)(?:-[0-9]+)?\.json|status\.json|step-[0-9]+/.+"
     r"|(?:attempts|events|files|history|logs|machine|trackers|traces)/.+"
 )
 """Keys that a run writes, below its name."""

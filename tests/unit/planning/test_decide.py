@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raypp.checkpoint.layout import decision_key
+from raypp.checkpoint.retention import delete_run
 from raypp.checkpoint.run_spec import read_decision, write_decision
 from raypp.errors import CheckpointError
 from raypp.planning.decide import decide
@@ -111,3 +112,5 @@ def test_a_stored_decision_that_cannot_be_used_is_named(tmp_path: Path, content:
     with pytest.raises(CheckpointError, match=why) as caught:
         read_decision(store, "d", 3)
     assert f"{key}" in str(caught.value)
+    delete_run(store, "d")
+    assert list(store.list("")) == [], "a run that is deleted leaves no decision"
