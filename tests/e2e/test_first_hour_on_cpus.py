@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from laptop import Laptop
 
-pytestmark = [pytest.mark.slow, pytest.mark.gate, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_without_cards_the_first_hour_runs_what_cpus_can_and_writes_its_page(laptop: Laptop) -> None:
