@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raypp.planning.activations import stage_activation_bytes
 from raypp.planning.costs import against_compiling
 from raypp.planning.decision import Decision, Facts, ResolvedPipeline
@@ -43,9 +45,11 @@ def decide(job: Job, facts: Facts = ON_CPUS) -> Decision:
         JobError: The schedule does not exist or does not support these sizes, or a stage would have
             no layer. `check_plan` reports all such problems at once.
     """
-    job = settle(job, facts)
-    job, remarks = _with_compile(job, resolve_pipeline(job), facts)
-    pipeline, kind = resolve_pipeline(job), facts.device
+    job, kind = settle(job, facts), facts.device
+    pipeline = resolve_pipeline(job)
+    job, remarks = _with_compile(job, pipeline, facts)
+    if job.train.compiles and not pipeline.whole_backwards:  # all else is as resolved
+        pipeline = replace(pipeline, whole_backwards=True)
     ctas, ctas_words = pipeline_ctas(job, facts)
     simulator = pipeline.simulator()
     stages = range(pipeline.num_stages)

@@ -387,7 +387,7 @@ class TrainSection(Section):
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks are compiled; a rank decides auto when it assembles."""
+        """Whether blocks are compiled. Of auto, before `planning.decide`: no."""
         return self.compile is True
 
     def learning_rate(self, step: int) -> float:
@@ -570,7 +570,7 @@ class Job(Section):
     def for_device(self, device: str, *, bf16: bool = True) -> Self:
         """Returns the job with what `auto` of train.precision and train.compile means on a device.
 
-        On cuda, train.compile stays auto: it depends on the node (`train.assemble`).
+        On cuda, train.compile stays auto: it depends on the nodes (`planning.decide`).
 
         Args:
             device: cpu or cuda.
